@@ -1,0 +1,10 @@
+"""`python -m hpctrain` is the command `hpctrain` of this very interpreter."""
+
+from __future__ import annotations
+
+import sys
+
+from hpctrain.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Floor 8: the command line, one verb per file.
+
+A verb is a module with `HELP`, `add_arguments(parser)` and `main(args) -> int`; it is imported only
+when it is called, so that `hpctrain --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from hpctrain import __version__
+from hpctrain.errors import ConfigError, HpcTrainError
+
+__all__ = ["VERBS", "main"]
+
+VERBS = {
+    # verb: its line in the overview; the module hpctrain.cli.VERB has the rest
+    "run": "run a script on all ranks, starting mpirun where nothing has",
+    "doctor": "check MPI, torch, Horovod and the machine, with the cure for what is broken",
+    "horovod": "build Horovod against this torch and this MPI, or check the one that is here",
+}
+
+_EPILOG = """\
+exit codes: 0 well; 1 something is broken; 2 the command line or a setting is wrong;
+otherwise the code of the rank that failed. `hpctrain VERB --help` explains a verb.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="hpctrain",
+        description="Train a PyTorch script on a whole supercomputer.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    called = next((word for word in words if not word.startswith("-")), None)
+    for verb, line in VERBS.items():
+        child = verbs.add_parser(
+            verb, help=line, description=line, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if verb == called:
+            import_module(f"hpctrain.cli.{verb}").add_arguments(child)
+    args = parser.parse_args(words)
+    try:
+        code: int = import_module(f"hpctrain.cli.{args.verb}").main(args)
+    except HpcTrainError as error:
+        print(f"hpctrain {args.verb}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return code

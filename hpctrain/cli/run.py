@@ -1,0 +1,106 @@
+"""`hpctrain run`: a script on all ranks, under the launcher that is there or the right mpirun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from hpctrain.errors import ConfigError
+
+__all__ = ["add_arguments", "main"]
+
+_MORE = """\
+Outside a launcher, the mpirun that belongs to mpi4py's MPI is started; under mpirun, mpiexec or
+srun the script is only run. Whatever ends one rank ends all of them, with that rank's traceback.
+
+The script sees RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so
+scripts written for torch.distributed's env:// or for horovod.torch run unchanged.
+
+examples:
+  hpctrain run -n 4 train.py --epochs 3
+  hpctrain run --hosts node1:4,node2:4 -m package.train
+  srun hpctrain run train.py
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's options; everything after the script belongs to the script."""
+    parser.epilog = _MORE
+    parser.usage = "hpctrain run [options] SCRIPT|-m MODULE [ARGS ...]"
+    parser.add_argument(
+        "-n",
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks to start (default: those of the hosts, or 1)",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A:4,B:4", help="hosts and their ranks")
+    where.add_argument("--hostfile", type=Path, metavar="F", help="a file of hosts, one per line")
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="D",
+        help="also keep each rank's output, in D/rank-00000.log",
+    )
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="show the output of rank 0 alone"
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="run a module, not a file"
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Start the ranks, or be one."""
+    from hpctrain.launch import Hosts, Program, parse_hosts, run_here, start
+    from hpctrain.world import detect
+
+    words = args.program[1:] if args.program[:1] == ["--"] else args.program
+    is_module = args.is_module
+    if not is_module and words[:1] == ["-m"]:
+        is_module, words = True, words[1:]
+    if not words:
+        raise ConfigError("no script was given; write `hpctrain run [-n N] SCRIPT [ARGS ...]`")
+    program = Program(target=words[0], is_module=is_module, arguments=tuple(words[1:]))
+    environ = dict(os.environ)
+    launch = detect(environ)
+    if launch.row is not None and launch.row.starts_mpi:
+        if args.ranks not in (None, launch.size) or args.hosts or args.hostfile:
+            raise ConfigError(
+                f"this is already rank {launch.rank} of {launch.size}, started by {launch.title}; "
+                "leave -n, --hosts and --hostfile to the launcher"
+            )
+        return run_here(program, launch, environ, log_dir=args.log_dir)
+    hosts: Hosts | None = None
+    if args.hosts:
+        hosts = parse_hosts(args.hosts)
+    elif args.hostfile:
+        hosts = parse_hosts(_read(args.hostfile))
+    num_ranks = args.ranks or (hosts.num_ranks if hosts else 1)
+    if num_ranks < 1 or (args.ranks is not None and args.ranks < 1):
+        raise ConfigError(f"-n {args.ranks} is not possible; start at least 1 rank")
+    if hosts and num_ranks > hosts.num_ranks:
+        raise ConfigError(
+            f"-n {num_ranks} is more than the {hosts.num_ranks} ranks of {hosts}; give the hosts "
+            "more, as in host:4, or lower -n"
+        )
+    return start(
+        program,
+        environ,
+        num_ranks=num_ranks,
+        hosts=hosts,
+        log_dir=args.log_dir,
+        quiet=args.quiet,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"hostfile {path} cannot be read ({error}); give a readable file"
+        ) from error

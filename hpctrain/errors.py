@@ -1,0 +1,29 @@
+"""The errors a user can meet: one base, one class per kind of mistake.
+
+Every message says what was given, what is required and what to do. Whoever raises one on several
+ranks raises the same text on all of them (see `hpctrain.world.agreement`).
+"""
+
+from __future__ import annotations
+
+__all__ = ["CollectiveError", "ConfigError", "HpcTrainError", "InstallError", "LaunchError"]
+
+
+class HpcTrainError(Exception):
+    """Base of everything hpctrain raises on purpose."""
+
+
+class ConfigError(HpcTrainError, ValueError):
+    """A value the user gave is wrong, or does not go together with another."""
+
+
+class LaunchError(HpcTrainError):
+    """The job was not started the way MPI needs it: wrong launcher, MPI or environment."""
+
+
+class CollectiveError(HpcTrainError):
+    """Ranks did not meet where they should have: someone is missing, late, or disagrees."""
+
+
+class InstallError(HpcTrainError):
+    """Something could not be installed or built; the message has the cause, log and cure."""

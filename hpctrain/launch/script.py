@@ -1,0 +1,132 @@
+"""The rank's side of `hpctrain run`: join MPI, export the usual variables, run the script."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import ConfigError
+from hpctrain.launch import relay
+from hpctrain.world import Launch, roll_call
+from hpctrain.world.guard import end_all_ranks, exit_code_of, install_hook, report_exit
+from hpctrain.world.library import load_mpi
+from hpctrain.world.topology import Place, split
+
+__all__ = ["Program", "run_here"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What to run: a script or a module, with its arguments."""
+
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Refuse a script that is not there, before anything is started."""
+        if not self.is_module and not Path(self.target).is_file():
+            raise ConfigError(
+                f"script {self.target!r} is not a file here ({Path.cwd()}); give a path to a "
+                "Python file, or -m MODULE"
+            )
+
+    def words(self) -> list[str]:
+        """The words after `hpctrain run` that mean this program."""
+        return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
+
+    def run(self) -> None:
+        """Run it as `__main__`, as Python itself would."""
+        sys.argv[:] = [self.target, *self.arguments]
+        if self.is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(self.target).resolve().parent))
+            runpy.run_path(self.target, run_name="__main__")
+
+
+def run_here(
+    program: Program, launch: Launch, environ: Mapping[str, str], *, log_dir: Path | None
+) -> int:
+    """Collective: run the program on this rank of a job that a launcher has started.
+
+    Args:
+        program: The same on every rank.
+        launch: How this process was started.
+        environ: The environment, for the address of the relay.
+        log_dir: Where each rank's output is kept as well.
+
+    Returns:
+        The exit code of this rank, when it ended without an error.
+    """
+    launch = relay.attach(launch, environ)
+    if log_dir is not None:
+        _tee_output(log_dir, launch.rank)
+    install_hook(launch)
+    try:
+        program.check()
+        MPI = load_mpi(launch, script=program.target)
+        roll_call(MPI.COMM_WORLD, "hpctrain run", timeout_s=300.0)
+        _export(*_rendezvous(MPI.COMM_WORLD))
+        program.run()
+    except BaseException as error:  # whatever it is, no rank may be left waiting
+        if exit_code_of(error) != 0:
+            end_all_ranks(launch, error)
+    report_exit(launch, 0, "finished")
+    return 0
+
+
+def _rendezvous(comm: object) -> tuple[Place, str, int]:
+    """Collective: agree on rank 0's address and on a port that was free there a moment ago."""
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"comm must be an MPI communicator, not {type(comm).__name__}")
+    rooms, place = split(comm)
+    offer = None
+    if place.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            host = "127.0.0.1" if place.num_nodes == 1 else socket.gethostname()
+            offer = (host, probe.getsockname()[1])
+    address, port = rooms.comm.bcast(offer, root=0)
+    rooms.free()
+    return place, address, port
+
+
+def _export(place: Place, address: str, port: int) -> None:
+    """Set what `torch.distributed`'s env:// and most scripts look for."""
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.size),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_size),
+        GROUP_RANK=str(place.node_rank),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+    )
+
+
+def _tee_output(folder: Path, rank: int) -> None:
+    """Copy this rank's output to a file, by a process of its own that outlives a killed rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{rank:05d}.log"
+    path.write_bytes(b"")
+    for descriptor in (1, 2):
+        tee = subprocess.Popen(
+            ["tee", "-a", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=descriptor,
+            start_new_session=True,
+        )
+        if tee.stdin is None:
+            raise ConfigError(f"cannot write {path}: tee did not start")
+        os.dup2(tee.stdin.fileno(), descriptor)
+        tee.stdin.close()

@@ -1,0 +1,165 @@
+"""The starting side of `hpctrain run`: the right mpirun, its ranks' output, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from hpctrain import log
+from hpctrain.install.mpi import loaded_mpi, matching_mpirun
+from hpctrain.launch.command import Hosts, launch_command, launch_environment
+from hpctrain.launch.relay import Listener, Outcome
+from hpctrain.launch.screen import Screen
+from hpctrain.launch.script import Program
+
+__all__ = ["start"]
+
+# After one rank has failed, MPI ends the others; if it does not within this time, we do.
+_GRACE_S = 3.0
+_PASS_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+
+
+def start(
+    program: Program,
+    environ: Mapping[str, str],
+    *,
+    num_ranks: int,
+    hosts: Hosts | None = None,
+    log_dir: Path | None = None,
+    quiet: bool = False,
+) -> int:
+    """Start the ranks with the mpirun that belongs to mpi4py's MPI, and stay until they end.
+
+    Args:
+        program: What each rank runs.
+        environ: The environment to hand on.
+        num_ranks: How many ranks.
+        hosts: Where; None is here.
+        log_dir: Where each rank's output is kept as well.
+        quiet: Show rank 0 alone (errors of any rank that ends the job are shown all the same).
+
+    Returns:
+        The exit code: the failing rank's own, 130 after Ctrl-C, else mpirun's.
+    """
+    program.check()
+    mpirun, version = matching_mpirun(loaded_mpi(), environ.get("PATH", ""))
+    live = sys.stdout.isatty()
+    screen = Screen(
+        out=sys.stdout.buffer,
+        err=sys.stderr.buffer,
+        label=live,
+        live=live,
+        num_ranks=num_ranks,
+        only_rank=0 if quiet else None,
+    )
+    listener = Listener(screen=screen, remote=hosts is not None, num_ranks=num_ranks)
+    extra = dict(listener.environment)
+    extra.update(
+        launch_environment(version, num_ranks=num_ranks, num_cores=len(os.sched_getaffinity(0)))
+    )
+    if live:
+        extra["HPCTRAIN_COLUMNS"] = str(shutil.get_terminal_size().columns)
+    child_environ = {**environ, **{k: environ.get(k, v) for k, v in extra.items()}}
+    pass_on = [name for name in (*extra, *_PASS_ON) if name in child_environ]
+    command = launch_command(
+        mpirun, version, num_ranks=num_ranks, root=os.geteuid() == 0, hosts=hosts, pass_on=pass_on
+    )
+    command += [sys.executable, "-m", "hpctrain", "run"]
+    if log_dir is not None:
+        command += ["--log-dir", str(log_dir)]
+    job = _Job([*command, "--", *program.words()], child_environ, listener)
+    return job.stay()
+
+
+class _Job:
+    """A running mpirun with its ranks."""
+
+    def __init__(self, command: list[str], environ: Mapping[str, str], listener: Listener) -> None:
+        self.listener = listener
+        # A session of its own: Ctrl-C comes to us alone, and we end the ranks in order.
+        self.process = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=_users_stdin(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for pipe, stream in ((self.process.stdout, "out"), (self.process.stderr, "err")):
+            if pipe is not None:
+                listener.watch(pipe.fileno(), stream)
+
+    def stay(self) -> int:
+        """Show output until mpirun ends; end it when a rank has failed or the user interrupts."""
+        interrupted: int | None = None
+
+        def interrupt(number: int, _frame: object) -> None:
+            nonlocal interrupted
+            interrupted = number
+
+        before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            deadline: float | None = None
+            while self.process.poll() is None:
+                self.listener.pump(0.2)
+                if deadline is None and interrupted is not None:
+                    self.process.send_signal(signal.SIGTERM)
+                    deadline = time.monotonic() + _GRACE_S
+                if deadline is None and self._failure() is not None:
+                    deadline = time.monotonic() + _GRACE_S
+                if deadline is not None and time.monotonic() > deadline:
+                    self._kill()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            if self.process.poll() is None:
+                self._kill()
+        self.listener.drain(timeout_s=2.0)
+        self.listener.close()
+        return self._conclude(interrupted)
+
+    def _failure(self) -> Outcome | None:
+        """The first rank that failed; later ones are usually its victims."""
+        return next((outcome for outcome in self.listener.outcomes if outcome.code != 0), None)
+
+    def _conclude(self, interrupted: int | None) -> int:
+        code = self.process.wait(timeout=10)
+        if interrupted is not None:
+            log.notice(f"interrupted by {signal.Signals(interrupted).name}; all ranks ended")
+            return 128 + interrupted
+        failed = self._failure()
+        if failed is None:
+            sys.stderr.buffer.write(self.listener.screen.launcher_words)
+            sys.stderr.flush()
+            return code if code >= 0 else 128 - code
+        if failed.code < 0:
+            log.notice(f"rank {failed.rank} on {failed.host}: {failed.cause}; all ranks ended")
+            # Hydra gives the bare signal number, Open MPI and shells 128 more.
+            return code if code > 128 else 128 + (code if 0 < code < 65 else signal.SIGKILL)
+        return failed.code
+
+    def _kill(self) -> None:
+        """End mpirun and everything below it that it did not end itself."""
+        try:
+            tree = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            tree = []
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, as it should
+                process.kill()
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+
+def _users_stdin() -> int | None:
+    """Hand standard input on, except a terminal: mpirun in its own session cannot read one."""
+    return subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None

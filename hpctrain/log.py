@@ -1,0 +1,82 @@
+"""What hpctrain says to people: one-line notices on standard error, and tables.
+
+Output that is data goes to standard output by `print` in the verb that owns it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+__all__ = ["format_ranges", "notice", "table", "warn"]
+
+
+def notice(text: str) -> None:
+    """Tell the user what was chosen or done, and why."""
+    print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Tell the user about something that works now and may hurt later."""
+    print(f"hpctrain: warning: {text}", file=sys.stderr, flush=True)
+
+
+def format_ranges(numbers: Iterable[int], *, limit: int | None = None) -> str:
+    """Write whole numbers as ranges, `0-3,7`, at most `limit` of them."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    if limit is not None and len(parts) > limit:
+        parts = [*parts[:limit], f"... ({len(parts) - limit} more ranges)"]
+    return ",".join(parts)
+
+
+def table(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str | None = None,
+    width: int | None = None,
+) -> str:
+    """Render rows as a plain-text table that reads the same on a terminal and in a batch log.
+
+    Args:
+        headers: Column names. Columns whose cells are all numbers are aligned to the right.
+        rows: One sequence per row, as long as `headers`.
+        title: A line above the table.
+        width: Columns to fit into; None takes whatever the content needs.
+
+    Returns:
+        The table without a trailing newline and without colour codes.
+    """
+    import io
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[str(cell) for cell in row] for row in rows]
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column, header in enumerate(headers):
+        numeric = bool(cells) and all(_is_number(row[column]) for row in cells)
+        drawn.add_column(header, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        drawn.add_row(*(Text(cell) for cell in row))
+    out = io.StringIO()
+    Console(file=out, width=width or 10_000, color_system=None, legacy_windows=False).print(drawn)
+    lines = (line.rstrip() for line in out.getvalue().splitlines())
+    text = "\n".join(lines).strip("\n")
+    return f"{title}\n{text}" if title else text
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell.rstrip("%"))
+    except ValueError:
+        return False
+    return True

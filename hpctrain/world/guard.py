@@ -1,0 +1,138 @@
+"""What goes wrong on one rank ends all ranks, with that rank's traceback, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import NoReturn
+
+from hpctrain.errors import LaunchError
+from hpctrain.world.launcher import Launch
+
+__all__ = ["end_all_ranks", "exit_code_of", "install_hook", "report_exit", "whereabouts"]
+
+# When every rank fails alike, the lowest one should speak: the others give it this head start.
+_HEAD_START_S = 0.25
+_LONGEST_HEAD_START_S = 1.5
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Translate an exception into the exit code that Python would end with."""
+    if isinstance(error, SystemExit):
+        return _split_code(error)[0]
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _split_code(error: SystemExit) -> tuple[int, str | None]:
+    """Split `sys.exit(value)` into an exit code and the text Python would print."""
+    if error.code is None:
+        return 0, None
+    return (error.code, None) if isinstance(error.code, int) else (1, str(error.code))
+
+
+def report_exit(launch: Launch, code: int, cause: str) -> None:
+    """Tell `hpctrain run`, where it started us, how this rank ends."""
+    if launch.control_fd is None:
+        return
+    line = json.dumps({"exit": code, "cause": cause}) + "\n"
+    try:
+        os.write(launch.control_fd, line.encode())
+    except OSError:
+        return  # the starter is gone: nobody left to tell
+
+
+def whereabouts(launch: Launch) -> tuple[int, int]:
+    """This rank and the number of ranks: MPI's, or the launcher's while there is no MPI."""
+    MPI = _running_mpi()
+    if MPI is not None and (launch.row is None or MPI.COMM_WORLD.Get_size() > 1):
+        return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    return launch.rank, launch.size
+
+
+def end_all_ranks(launch: Launch, error: BaseException) -> NoReturn:
+    """Print this rank's traceback and end every rank of the job with its exit code. Never returns.
+
+    Not collective: one rank is enough. Ranks that fail alike at the same moment wait their turn, so
+    that one traceback is printed and not a thousand.
+    """
+    code = exit_code_of(error)
+    rank, size = whereabouts(launch)
+    time.sleep(min(rank * _HEAD_START_S, _LONGEST_HEAD_START_S))
+    where = f"rank {rank} of {size} on {socket.gethostname()}"
+    if isinstance(error, SystemExit):
+        text = _split_code(error)[1]
+        cause = f"sys.exit({error.code!r})"
+        body = f"{where} called {cause}; ending all ranks" + (f"\n{text}" if text else "")
+    elif isinstance(error, LaunchError):
+        cause = str(error)
+        body = f"{where} cannot start\nLaunchError: {error}"
+    else:
+        cause = f"{type(error).__name__}: {error}"
+        lines = traceback.format_exception(type(error), error, _users_frames(error.__traceback__))
+        body = f"{where} failed; ending all ranks\n" + "".join(lines).rstrip()
+    _flush()
+    sys.stderr.write(f"hpctrain: {body}\n")
+    _flush()
+    report_exit(launch, code, cause)
+    _abort(code)
+
+
+def _users_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames at the top that belong to the launcher and not to the user's script."""
+    skipped = trace
+    while skipped is not None:
+        path = skipped.tb_frame.f_code.co_filename
+        if "runpy" not in path and os.path.join("hpctrain", "launch", "") not in path:
+            return skipped
+        skipped = skipped.tb_next
+    return trace
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # a closed stream has nothing left to lose
+
+
+def _abort(code: int) -> NoReturn:
+    MPI = _running_mpi()
+    # A failure must not look like success: 0 would tell the launcher that all is well.
+    if MPI is not None:
+        MPI.COMM_WORLD.Abort(code or 1)
+    os._exit(code or 1)
+
+
+def _running_mpi() -> ModuleType | None:
+    """mpi4py.MPI while MPI is up; it is never loaded from here."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    up = MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized()
+    return MPI if up else None
+
+
+def install_hook(launch: Launch) -> Callable[[], None]:
+    """Let uncaught exceptions end all ranks; returns what puts the previous hook back.
+
+    A process that is alone keeps Python's own ways.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if whereabouts(launch)[1] > 1:
+            end_all_ranks(launch, error.with_traceback(trace))
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+    def restore() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = previous
+
+    return restore

@@ -1,0 +1,85 @@
+"""Does MPI agree with the launcher? If not: the cause and the exact cure. Pure.
+
+The commonest way to lose a day on a cluster is a job of four ranks that runs as four jobs of one:
+each trains alone, all write the same files, and nothing says so.
+"""
+
+from __future__ import annotations
+
+from hpctrain.world.launcher import Launch
+
+__all__ = ["explain_mismatch", "foresee_trouble"]
+
+_SRUN_PLUGIN = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2", "mvapich": "pmi2"}
+_MPIRUN_OF = {"openmpi": "openmpi", "hydra": "mpich", "mvapich": "mvapich"}
+
+
+def explain_mismatch(
+    launch: Launch, *, rank: int, size: int, family: str, library: str, script: str
+) -> str | None:
+    """Compare MPI's rank and size with the launcher's; None when they agree.
+
+    Args:
+        launch: What the environment says.
+        rank: Rank in MPI_COMM_WORLD.
+        size: Size of MPI_COMM_WORLD.
+        family: MPI family of the loaded library, as `hpctrain.mpi_version` names them.
+        library: The library in words, for the message.
+        script: The user's script, for the command in the cure.
+    """
+    if launch.row is None or (launch.rank == rank and launch.size == size):
+        return None
+    seen = (
+        f"{launch.title} started {launch.size} ranks and calls this one rank {launch.rank}, but "
+        f"{library} sees rank {rank} of {size}"
+    )
+    if launch.size == size:
+        return (
+            f"{seen}; the ranks are numbered differently, so per-rank variables of the launcher "
+            "cannot be trusted. Unset leftover variables of another launcher, or start the job "
+            f"with `hpctrain run -n {launch.size} {script}`"
+        )
+    lonely = f"; these would train as {launch.size} separate jobs. " if size == 1 else ". "
+    return seen + lonely + _cure(launch, family, script)
+
+
+def _cure(launch: Launch, family: str, script: str) -> str:
+    row = launch.row
+    if row is None:
+        return ""
+    again = f"`hpctrain run -n {launch.size} {script}`"
+    if row.name == "srun":
+        plugin = _SRUN_PLUGIN.get(family, "pmix")
+        return (
+            f"srun offered {launch.pmi or 'no process manager'} and this MPI needs another: use "
+            f"`srun --mpi={plugin} ...` (`srun --mpi=list` shows what the site has), or let mpi4py "
+            "load the MPI that the site's srun supports"
+        )
+    expected = _MPIRUN_OF.get(row.name)
+    if expected is not None and expected != family:
+        return (
+            "That launcher belongs to another MPI than the one mpi4py loads: start the job with "
+            f"{again}, which finds the matching mpirun, or make mpi4py load the launcher's MPI "
+            "(MPI4PY_MPIABI; `pip uninstall mpich` when the wheel shadows the site's)"
+        )
+    return (
+        "The launcher's variables may be left over from an outer job, or its process manager does "
+        f"not reach this MPI: start the job with {again}, and see `hpctrain doctor`"
+    )
+
+
+def foresee_trouble(launch: Launch, family: str) -> str | None:
+    """Name a launcher and MPI that are likely to die inside MPI_Init, before it happens.
+
+    MPI_Init kills the process itself when its process manager is missing, so the advice has to be
+    on the screen before. It is advice and no refusal: sites patch their MPIs.
+    """
+    if launch.row is None or launch.row.name != "srun":
+        return None
+    wanted = _SRUN_PLUGIN.get(family)
+    if wanted is None or launch.pmi == wanted:
+        return None
+    return (
+        f"srun offers {launch.pmi or 'no process manager'}, and this MPI ({family}) usually needs "
+        f"{wanted}; if MPI fails to start now, use `srun --mpi={wanted} ...` (`srun --mpi=list`)"
+    )

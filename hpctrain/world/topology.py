@@ -1,0 +1,63 @@
+"""Where a rank stands: in the job, on its node, across nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+__all__ = ["Place", "Rooms", "split"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The six numbers that say where a rank stands."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rooms:
+    """The communicators of a world: everyone, my node, and my counterparts on the other nodes."""
+
+    comm: Comm
+    node: Comm
+    cross: Comm
+
+    def free(self) -> None:
+        """Collective: give the communicators back to MPI."""
+        for room in (self.cross, self.node, self.comm):
+            room.Free()
+
+
+def split(parent: Comm) -> tuple[Rooms, Place]:
+    """Collective: find the node of every rank; `parent` is duplicated, so messages never mix.
+
+    Nodes are numbered by their lowest rank. `cross` joins the ranks with the same local rank; where
+    nodes have different numbers of ranks, it spans only the nodes that have such a rank.
+    """
+    from mpi4py import MPI
+
+    comm = parent.Dup()
+    rank = comm.Get_rank()
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+    local_rank = node.Get_rank()
+    cross = comm.Split(color=local_rank, key=rank)
+    # Every node has a local rank 0, so their cross communicator knows all nodes, in rank order.
+    node_rank, num_nodes = node.bcast((cross.Get_rank(), cross.Get_size()), root=0)
+    place = Place(
+        rank=rank,
+        size=comm.Get_size(),
+        local_rank=local_rank,
+        local_size=node.Get_size(),
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+    )
+    return Rooms(comm=comm, node=node, cross=cross), place

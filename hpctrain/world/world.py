@@ -1,0 +1,149 @@
+"""The world of a rank: where it stands, what it computes on, how it speaks with the others."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from hpctrain import log
+from hpctrain.world import guard
+from hpctrain.world.devices import DeviceInfo
+from hpctrain.world.launcher import Launch
+from hpctrain.world.seeding import Streams
+from hpctrain.world.topology import Place, Rooms
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py.MPI import Comm
+
+__all__ = ["RankInfo", "World"]
+
+_MOST_ROWS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """What every rank knows of every rank."""
+
+    host: str
+    node_rank: int
+    local_rank: int
+    cpus: str
+    num_threads: int
+    device: DeviceInfo
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class World:
+    """All ranks of a job, seen from one of them. Made by `init`, handed around, never global.
+
+    A context manager: an exception that leaves the block ends all ranks with this rank's traceback.
+    """
+
+    place: Place
+    rooms: Rooms
+    launch: Launch
+    mpi: str
+    """The MPI library in words."""
+    device: torch.device
+    ranks: tuple[RankInfo, ...]
+    streams: Streams
+    """Random streams by the stated rule; see `hpctrain.world.seeding`."""
+    _undo: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.place.size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node, from 0."""
+        return self.place.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks this node has."""
+        return self.place.local_size
+
+    @property
+    def node_rank(self) -> int:
+        """This node, from 0, in the order of the nodes' lowest ranks."""
+        return self.place.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are."""
+        return self.place.num_nodes
+
+    @property
+    def comm(self) -> Comm:
+        """All ranks (a duplicate: messages sent here never meet other libraries')."""
+        return self.rooms.comm
+
+    @property
+    def node(self) -> Comm:
+        """The ranks of this node."""
+        return self.rooms.node
+
+    @property
+    def cross(self) -> Comm:
+        """The ranks of all nodes that have this rank's local rank."""
+        return self.rooms.cross
+
+    @property
+    def host(self) -> str:
+        """This node's host name."""
+        return self.ranks[self.rank].host
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names of the nodes, in the order of `node_rank`."""
+        return tuple(dict(sorted((info.node_rank, info.host) for info in self.ranks)).values())
+
+    @property
+    def num_threads(self) -> int:
+        """Threads this rank computes with."""
+        return self.ranks[self.rank].num_threads
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run, the same on all ranks."""
+        return self.streams.seed
+
+    def describe(self) -> str:
+        """Draw the job as a table: node, rank, cores, threads, device. The same on every rank."""
+        batch = f", {self.launch.batch_system} job {self.launch.job_id}"
+        title = (
+            f"{self.size} ranks on {self.num_nodes} nodes, started by {self.launch.title}, "
+            f"{self.mpi}{batch if self.launch.batch_system else ''}, seed {self.seed}"
+        )
+        rows = [
+            (info.host, rank, info.cpus, info.num_threads, str(info.device))
+            for rank, info in enumerate(self.ranks[:_MOST_ROWS])
+        ]
+        text = log.table(("node", "rank", "cores", "threads", "device"), rows, title=title)
+        hidden = self.size - len(rows)
+        return text + (f"\n ... and {hidden} more ranks" if hidden > 0 else "")
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Collective when the block ended well: all ranks leave together."""
+        if error is not None and guard.exit_code_of(error) != 0:
+            if guard.whereabouts(self.launch)[1] > 1:
+                guard.end_all_ranks(self.launch, error)
+        self._undo.close()

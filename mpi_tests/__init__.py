@@ -1,0 +1,1 @@
+"""The tests: `unit` (pure), `ranks` (the same files at n = 1, 2, 3, 4), `launch` (start jobs)."""

@@ -1,0 +1,106 @@
+"""One runner for all tests: `python -m mpi_tests [unit|ranks|launch ...] [-n 1,2,3,4] [-- pytest]`.
+
+Each part runs in a process of its own with an outer time limit; the last line counts all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PARTS = ("unit", "ranks", "launch")
+LIMIT_S = {"unit": 600, "ranks": 600, "launch": 1200}
+
+
+def commands(parts: list[str], sizes: list[int], extra: list[str]) -> list[tuple[str, list[str]]]:
+    """What to run for these parts, in order."""
+    todo = []
+    for part in parts:
+        pytest = ["-m", "pytest", str(HERE / part), *extra]
+        if part == "ranks":
+            for size in sizes:
+                run = ["-m", "hpctrain", "run", "-n", str(size), "--quiet"]
+                todo.append((f"ranks n={size}", [sys.executable, *run, *pytest]))
+        else:
+            todo.append((part, [sys.executable, *pytest]))
+    return todo
+
+
+def run_bounded(command: list[str], limit_s: float) -> tuple[int, str]:
+    """Run a command, show its output as it comes, and end it when its time is up."""
+    lines = []
+    with subprocess.Popen(
+        command, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        killer = _alarm(process, limit_s)
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+        signal.alarm(0)
+        code = process.wait()
+    return (124 if killer["fired"] else code), "".join(lines)
+
+
+def _alarm(process: subprocess.Popen[str], limit_s: float) -> dict[str, bool]:
+    state = {"fired": False}
+
+    def end(_number: int, _frame: object) -> None:
+        state["fired"] = True
+        process.terminate()  # hpctrain run ends its ranks; pytest ends with its children
+        try:
+            process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(int(limit_s))
+    return state
+
+
+def counts(text: str) -> dict[str, int]:
+    """Read pytest's closing line."""
+    closing = [line for line in text.splitlines() if re.search(r"\d+ \w+.* in [\d.]+s", line)]
+    found = re.findall(r"(\d+) (passed|failed|skipped|error)", closing[-1]) if closing else []
+    return {name: int(number) for number, name in found}
+
+
+def main() -> int:
+    """Run the parts and count what they did."""
+    own, extra = sys.argv[1:], []
+    if "--" in own:
+        own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m mpi_tests", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("-n", "--sizes", default="1,2,3,4", help="ranks to run `ranks` with")
+    args = parser.parse_args(own)
+    sizes = [int(size) for size in args.sizes.split(",")]
+    total: dict[str, int] = {}
+    broken = []
+    for name, command in commands(args.parts or list(PARTS), sizes, extra):
+        print(f"\n=== {name}", flush=True)
+        started = time.monotonic()
+        limit_s = LIMIT_S[name.split()[0]]
+        code, text = run_bounded(command, limit_s)
+        for key, number in counts(text).items():
+            total[key] = total.get(key, 0) + number
+        if code != 0:
+            why = f"ended after {limit_s} s" if code == 124 else f"exit code {code}"
+            broken.append(f"{name}: {why}")
+        print(f"=== {name}: {time.monotonic() - started:.0f} s", flush=True)
+    for line in broken:
+        print(f"BROKEN {line}")
+    failed = total.get("failed", 0) + total.get("error", 0)
+    failed = max(failed, len(broken))  # a part that died counts even if it counted nothing
+    print(f"{total.get('passed', 0)} passed, {failed} failed, {total.get('skipped', 0)} skipped")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""A pytest plugin for suites that run on several ranks at once.
+
+After every test the ranks exchange outcomes: rank 0 reports one test, failed if it failed anywhere,
+with each failing rank's traceback once. A failing rank whose peers stay silent past a grace period
+(they wait in a collective that this rank left) prints its traceback, names them, and aborts.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import sys
+from collections.abc import Generator
+
+import pytest
+from mpi4py import MPI
+
+from hpctrain.errors import CollectiveError
+from hpctrain.world import roll_call
+
+GRACE_S = float(os.environ.get("MPI_TESTS_GRACE_S", "20"))
+"""How long a failing rank waits for its peers to come out of the test."""
+TEST_LIMIT_S = float(os.environ.get("MPI_TESTS_LIMIT_S", "120"))
+"""How long a rank that is done waits for the others."""
+
+Outcome = tuple[str, str]
+"""`passed`, `failed` or `skipped`, and the text that goes with it."""
+
+
+def merge(outcomes: list[Outcome]) -> Outcome:
+    """Make one outcome of every rank's. Pure."""
+    size = len(outcomes)
+    kinds = {kind for kind, _ in outcomes}
+    if kinds == {"passed"}:
+        return "passed", ""
+    if kinds == {"skipped"}:
+        return "skipped", outcomes[0][1]
+    if "failed" not in kinds:
+        skipped = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "skipped"]
+        return "failed", f"skipped on ranks {skipped} of {size} only; all ranks must skip together"
+    by_text: dict[str, list[int]] = {}
+    for rank, (kind, text) in enumerate(outcomes):
+        if kind == "failed":
+            by_text.setdefault(text, []).append(rank)
+    parts = []
+    for text, ranks in by_text.items():
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        parts.append(f"{who} of {size}:\n{text}")
+    return "failed", "\n\n".join(parts)
+
+
+class Together:
+    """The plugin, one per rank."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.comm = MPI.COMM_WORLD.Dup()
+        self.config = config
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        names = [item.nodeid for item in items]
+        roll_call(self.comm, "collecting tests", timeout_s=TEST_LIMIT_S)
+        first = self.comm.bcast(names, root=0)
+        same = self.comm.allgather(first == names)
+        if not all(same):
+            others = [rank for rank, equal in enumerate(same) if not equal]
+            raise pytest.UsageError(f"ranks {others} collected other tests than rank 0")
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, None, None]:
+        result = yield
+        report = result.get_result()  # type: ignore[attr-defined]
+        kind, text = self.exchange(item, report)
+        report.outcome = kind
+        if kind == "failed":
+            report.longrepr = text
+        elif kind == "skipped":
+            path, line, _ = item.location
+            report.longrepr = (path, line or 0, text)
+        else:
+            report.longrepr = None
+
+    def exchange(self, item: pytest.Item, report: pytest.TestReport) -> Outcome:
+        """Collective: meet after a phase of a test and merge what happened."""
+        text = report.longreprtext
+        if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+            text = report.longrepr[2]
+        where = f"{item.nodeid} ({report.when})"
+        failed = report.outcome == "failed"
+        try:
+            roll_call(self.comm, where, timeout_s=GRACE_S if failed else TEST_LIMIT_S)
+        except CollectiveError as error:
+            self.give_up(where, str(error), text if failed else "")
+        return merge(self.comm.allgather((report.outcome, text)))
+
+    def give_up(self, where: str, why: str, text: str) -> None:
+        """Print what this rank knows and end all ranks."""
+        rank, size = self.comm.Get_rank(), self.comm.Get_size()
+        capture = self.config.pluginmanager.getplugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        print(f"\nrank {rank} of {size} gives up at {where}\n{why}\n{text}", flush=True)
+        faulthandler.dump_traceback(sys.__stderr__ or 2)
+        MPI.COMM_WORLD.Abort(70)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Join the ranks; all but rank 0 report to nobody."""
+    config.pluginmanager.register(Together(config), "together")
+    if MPI.COMM_WORLD.Get_rank() != 0:
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        if reporter is not None:
+            reporter._tw._file = io.StringIO()
+
+
+@pytest.fixture(scope="session")
+def comm() -> MPI.Intracomm:
+    """All ranks, on a communicator of the tests' own."""
+    return MPI.COMM_WORLD.Dup()
