@@ -53,6 +53,7 @@ class MpiAverage:
         self.world, self.optimizer = world, optimizer
 
     def step(self) -> None:
+        """Average, then update."""
         gradients = [p.grad for g in self.optimizer.param_groups for p in g["params"]]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self.world.comm.Allreduce(MPI.IN_PLACE, flat.numpy())
@@ -64,6 +65,7 @@ class MpiAverage:
         self.optimizer.step()
 
     def zero_grad(self) -> None:
+        """Forget the last gradients."""
         self.optimizer.zero_grad()
 
 
@@ -85,6 +87,7 @@ def progress_of(world: hpc.World) -> Progress:
 
 
 def main() -> None:
+    """Train, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--global-batch", type=int, default=64)

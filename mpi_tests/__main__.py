@@ -26,7 +26,8 @@ def commands(parts: list[str], sizes: list[int], extra: list[str]) -> list[tuple
         if part == "ranks":
             for size in sizes:
                 run = ["-m", "hpctrain", "run", "-n", str(size), "--quiet"]
-                todo.append((f"ranks n={size}", [sys.executable, *run, *pytest]))
+                together = ["-p", "mpi_tests.together"]
+                todo.append((f"ranks n={size}", [sys.executable, *run, *pytest, *together]))
         else:
             todo.append((part, [sys.executable, *pytest]))
     return todo

@@ -18,36 +18,14 @@ from mpi4py import MPI
 
 from hpctrain.errors import CollectiveError
 from hpctrain.world import roll_call
+from hpctrain.world.guard import report_exit
+from hpctrain.world.launcher import current
+from mpi_tests.outcomes import Outcome, merge
 
 GRACE_S = float(os.environ.get("MPI_TESTS_GRACE_S", "20"))
 """How long a failing rank waits for its peers to come out of the test."""
 TEST_LIMIT_S = float(os.environ.get("MPI_TESTS_LIMIT_S", "120"))
 """How long a rank that is done waits for the others."""
-
-Outcome = tuple[str, str]
-"""`passed`, `failed` or `skipped`, and the text that goes with it."""
-
-
-def merge(outcomes: list[Outcome]) -> Outcome:
-    """Make one outcome of every rank's. Pure."""
-    size = len(outcomes)
-    kinds = {kind for kind, _ in outcomes}
-    if kinds == {"passed"}:
-        return "passed", ""
-    if kinds == {"skipped"}:
-        return "skipped", outcomes[0][1]
-    if "failed" not in kinds:
-        skipped = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "skipped"]
-        return "failed", f"skipped on ranks {skipped} of {size} only; all ranks must skip together"
-    by_text: dict[str, list[int]] = {}
-    for rank, (kind, text) in enumerate(outcomes):
-        if kind == "failed":
-            by_text.setdefault(text, []).append(rank)
-    parts = []
-    for text, ranks in by_text.items():
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        parts.append(f"{who} of {size}:\n{text}")
-    return "failed", "\n\n".join(parts)
 
 
 class Together:
@@ -104,6 +82,7 @@ class Together:
             capture.suspend_global_capture(in_=True)
         print(f"\nrank {rank} of {size} gives up at {where}\n{why}\n{text}", flush=True)
         faulthandler.dump_traceback(sys.__stderr__ or 2)
+        report_exit(current(), 70, why)
         MPI.COMM_WORLD.Abort(70)
 
 

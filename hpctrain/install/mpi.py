@@ -139,4 +139,3 @@ def matching_mpirun(loaded: LoadedMpi, search_path: str) -> tuple[Path, MpiVersi
         "mpi4py load the MPI of that launcher (MPI4PY_MPIABI, or `pip uninstall mpich` when the "
         "wheel shadows the site's MPI)"
     )
-

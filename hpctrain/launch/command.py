@@ -110,12 +110,17 @@ def _openmpi_flags(
     return flags
 
 
-def launch_environment(version: MpiVersion, *, num_ranks: int, num_cores: int) -> Mapping[str, str]:
-    """Variables the ranks need besides the user's own: a waiting rank gives its core away.
+def launch_environment(
+    version: MpiVersion, *, num_ranks: int, num_cores: int, batch_system: str | None = None
+) -> Mapping[str, str]:
+    """Variables the launcher and the ranks need besides the user's own.
 
     Open MPI's ranks and Horovod's background threads both spin while they wait, so more than half a
-    rank per core already takes cores from those that compute.
+    rank per core already takes cores from those that compute: waiting ranks then yield. Hydra
+    starts its proxies by srun in a Slurm job; if those were offered PMIx as well, MPICH would see
+    two process managers and abort.
     """
-    if version.family == "openmpi" and 2 * num_ranks > num_cores:
-        return {"OMPI_MCA_mpi_yield_when_idle": "1"}
-    return {}
+    if version.family == "openmpi":
+        scarce = 2 * num_ranks > num_cores
+        return {"OMPI_MCA_mpi_yield_when_idle": "1"} if scarce else {}
+    return {"SLURM_MPI_TYPE": "none"} if batch_system == "Slurm" else {}

@@ -23,8 +23,9 @@ from hpctrain.world import Launch
 
 __all__ = ["Listener", "Outcome", "attach"]
 
-ADDRESS = "HPCTRAIN_RELAY"
-TOKEN = "HPCTRAIN_RELAY_TOKEN"
+# One variable, HOST:PORT:TOKEN: Hydra forwards no variable whose name begins with another's.
+VARIABLE = "HPCTRAIN_RELAY"
+_WELCOME = b"welcome\n"
 _CONNECT_S = 10.0
 _STREAMS = ("out", "err", "control")
 
@@ -36,7 +37,7 @@ def attach(launch: Launch, environ: Mapping[str, str]) -> Launch:
         `launch` with its `control_fd`. Where the connection fails, output goes the launcher's way,
         and that is said.
     """
-    address = environ.get(ADDRESS)
+    address, _, token = environ.get(VARIABLE, "").rpartition(":")
     if not address:
         return launch
     host, _, port = address.rpartition(":")
@@ -45,13 +46,14 @@ def attach(launch: Launch, environ: Mapping[str, str]) -> Launch:
         for stream in _STREAMS:
             opened.append(socket.create_connection((host, int(port)), timeout=_CONNECT_S))
             hello = {
-                "token": environ.get(TOKEN, ""),
+                "token": token,
                 "rank": launch.rank,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "stream": stream,
             }
             opened[-1].sendall(json.dumps(hello).encode() + b"\n")
+            _await_welcome(opened[-1])
             opened[-1].settimeout(None)
     except OSError as error:
         for connection in opened:
@@ -68,12 +70,22 @@ def attach(launch: Launch, environ: Mapping[str, str]) -> Launch:
     return dataclasses.replace(launch, control_fd=fd)
 
 
+def _await_welcome(connection: socket.socket) -> None:
+    answer = b""
+    while len(answer) < len(_WELCOME):
+        data = connection.recv(len(_WELCOME) - len(answer))
+        if not data:
+            raise ConnectionRefusedError("the connection was turned away")
+        answer += data
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """How a rank ended."""
 
     rank: int
     host: str
+    pid: int
     code: int
     cause: str
 
@@ -114,7 +126,7 @@ class Listener:
     def environment(self) -> dict[str, str]:
         """What the ranks need to find us."""
         host = socket.gethostname() if self.remote else "127.0.0.1"
-        return {ADDRESS: f"{host}:{self._server.getsockname()[1]}", TOKEN: self.token}
+        return {VARIABLE: f"{host}:{self._server.getsockname()[1]}:{self.token}"}
 
     def watch(self, descriptor: int, stream: str) -> None:
         """Also show what mpirun itself says, on a pipe of its own."""
@@ -164,6 +176,7 @@ class Listener:
                 Outcome(
                     rank=connection.rank,
                     host=connection.host,
+                    pid=connection.pid,
                     code=-1,
                     cause=f"process {connection.pid} died without a word (killed, or crashed)",
                 )
@@ -199,6 +212,7 @@ class Listener:
             if not connection.stream:
                 if not secrets.compare_digest(message["token"], self.token):
                     return False
+                connection.sock.send(_WELCOME)  # a fresh socket has room for a word
                 connection.stream, connection.rank = message["stream"], int(message["rank"])
                 connection.host, connection.pid = message["host"], int(message["pid"])
                 self._present.add(connection.rank)
@@ -209,11 +223,12 @@ class Listener:
                     Outcome(
                         rank=connection.rank,
                         host=connection.host,
+                        pid=connection.pid,
                         code=int(message["exit"]),
                         cause=message["cause"],
                     )
                 )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OSError):
             return False
         return True
 

@@ -16,6 +16,8 @@ __all__ = ["Screen"]
 # being rewritten, as progress bars are, is shown at once.
 _REST_S = 0.05
 
+_LAST_WORDS_BYTES = 16 << 10
+
 _Source = tuple[int | None, str]
 
 
@@ -35,6 +37,8 @@ class Screen:
     hold_launcher: bool = False
     """Keep the launcher's own words back: with all ranks connected, it has only noise to add."""
     launcher_words: bytes = b""
+    hidden: dict[int, bytes] = field(default_factory=dict)
+    """The last words of ranks that are not shown, for the case that one of them fails."""
     _pending: dict[_Source, bytes] = field(default_factory=dict)
     _touched: dict[_Source, float] = field(default_factory=dict)
     _shown: tuple[_Source, bytes] | None = None
@@ -46,6 +50,7 @@ class Screen:
             self.launcher_words += data
             return
         if rank is not None and self.only_rank is not None and rank != self.only_rank:
+            self.hidden[rank] = (self.hidden.get(rank, b"") + data)[-_LAST_WORDS_BYTES:]
             return
         source = (rank, stream)
         *lines, rest = (self._pending.get(source, b"") + data).split(b"\n")
@@ -105,4 +110,5 @@ class Screen:
 def _last_rewrite(line: bytes) -> bytes:
     """What remains visible of a line with carriage returns in it."""
     visible = [part for part in line.split(b"\r") if part]
-    return visible[-1] if visible else b""
+    # Progress bars erase the line first; that would erase our label as well.
+    return visible[-1].removeprefix(b"\x1b[2K") if visible else b""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import ConfigError
-from hpctrain.launch import relay
+from hpctrain.launch import relay, tee
 from hpctrain.world import Launch, roll_call
 from hpctrain.world.guard import end_all_ranks, exit_code_of, install_hook, report_exit
 from hpctrain.world.library import load_mpi
@@ -116,17 +116,20 @@ def _export(place: Place, address: str, port: int) -> None:
 
 def _tee_output(folder: Path, rank: int) -> None:
     """Copy this rank's output to a file, by a process of its own that outlives a killed rank."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank:05d}.log"
-    path.write_bytes(b"")
-    for descriptor in (1, 2):
-        tee = subprocess.Popen(
-            ["tee", "-a", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=descriptor,
-            start_new_session=True,
-        )
-        if tee.stdin is None:
-            raise ConfigError(f"cannot write {path}: tee did not start")
-        os.dup2(tee.stdin.fileno(), descriptor)
-        tee.stdin.close()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    except OSError as error:
+        raise ConfigError(f"--log-dir {folder}: cannot write {path.name} ({error})") from error
+    out, err = os.pipe(), os.pipe()
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", tee.__file__, str(path), str(out[0]), str(err[0])],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(out[0], err[0]),
+        start_new_session=True,
+    )
+    for (reader, writer), descriptor in ((out, 1), (err, 2)):
+        os.dup2(writer, descriptor)
+        os.close(reader)
+        os.close(writer)

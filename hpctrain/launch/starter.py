@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,11 +21,17 @@ from hpctrain.launch.command import Hosts, launch_command, launch_environment
 from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import Program
+from hpctrain.world import detect
 
 __all__ = ["start"]
 
 # After one rank has failed, MPI ends the others; if it does not within this time, we do.
 _GRACE_S = 3.0
+_BLAME = re.compile(
+    rb"=\s+PID (\d+) RUNNING AT"
+    rb"|process rank (\d+) with PID"
+    rb"|Process name: \[\[\d+,\d+\],(\d+)\]"
+)
 _PASS_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
 
@@ -64,7 +71,12 @@ def start(
     listener = Listener(screen=screen, remote=hosts is not None, num_ranks=num_ranks)
     extra = dict(listener.environment)
     extra.update(
-        launch_environment(version, num_ranks=num_ranks, num_cores=len(os.sched_getaffinity(0)))
+        launch_environment(
+            version,
+            num_ranks=num_ranks,
+            num_cores=len(os.sched_getaffinity(0)),
+            batch_system=detect(environ).batch_system,
+        )
     )
     if live:
         extra["HPCTRAIN_COLUMNS"] = str(shutil.get_terminal_size().columns)
@@ -128,19 +140,28 @@ class _Job:
         return self._conclude(interrupted)
 
     def _failure(self) -> Outcome | None:
-        """The first rank that failed; later ones are usually its victims."""
-        return next((outcome for outcome in self.listener.outcomes if outcome.code != 0), None)
+        """The rank that failed first; later ones are usually its victims.
+
+        Ranks that died without a word may be noticed in the wrong order; mpirun knows the first.
+        """
+        failed = [outcome for outcome in self.listener.outcomes if outcome.code != 0]
+        told = [outcome for outcome in failed if outcome.code > 0]
+        named = [o for o in failed if names_rank(self.listener.screen.launcher_words, o)]
+        return next(iter([*told, *named, *failed]), None)
 
     def _conclude(self, interrupted: int | None) -> int:
         code = self.process.wait(timeout=10)
         if interrupted is not None:
             log.notice(f"interrupted by {signal.Signals(interrupted).name}; all ranks ended")
             return 128 + interrupted
+        screen = self.listener.screen
         failed = self._failure()
         if failed is None:
-            sys.stderr.buffer.write(self.listener.screen.launcher_words)
+            sys.stderr.buffer.write(screen.launcher_words)
             sys.stderr.flush()
             return code if code >= 0 else 128 - code
+        sys.stderr.buffer.write(screen.hidden.get(failed.rank, b""))
+        sys.stderr.flush()
         if failed.code < 0:
             log.notice(f"rank {failed.rank} on {failed.host}: {failed.cause}; all ranks ended")
             # Hydra gives the bare signal number, Open MPI and shells 128 more.
@@ -158,6 +179,17 @@ class _Job:
                 process.kill()
         self.process.kill()
         self.process.wait(timeout=10)
+
+
+def names_rank(launcher_words: bytes, outcome: Outcome) -> bool:
+    """Whether mpirun blames this rank: Hydra by its process id, Open MPI by its rank. Pure."""
+    blamed = _BLAME.search(launcher_words)
+    if blamed is None:
+        return False
+    pid, *ranks = blamed.groups()
+    if pid is not None:
+        return int(pid) == outcome.pid
+    return int(next(rank for rank in ranks if rank is not None)) == outcome.rank
 
 
 def _users_stdin() -> int | None:

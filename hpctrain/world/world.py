@@ -143,7 +143,7 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         """Collective when the block ended well: all ranks leave together."""
-        if error is not None and guard.exit_code_of(error) != 0:
-            if guard.whereabouts(self.launch)[1] > 1:
-                guard.end_all_ranks(self.launch, error)
+        not_alone = guard.whereabouts(self.launch)[1] > 1
+        if not_alone and error is not None and guard.exit_code_of(error) != 0:
+            guard.end_all_ranks(self.launch, error)
         self._undo.close()

@@ -1,0 +1,30 @@
+"""Fixtures for all parts: tests that leak environment variables or threads fail."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+pytest_plugins = ["mpi_tests.cluster.fixtures"]
+
+
+@pytest.fixture(autouse=True)
+def no_leaks():
+    """Fail a test that leaves variables or threads behind."""
+    environ = dict(os.environ)
+    threads = {thread.ident for thread in threading.enumerate()}
+    yield
+    changed = {
+        name
+        for name in {*environ, *os.environ} - {"PYTEST_CURRENT_TEST"}
+        if environ.get(name) != os.environ.get(name)
+    }
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in environ:
+            os.environ[name] = environ[name]
+    assert not changed, f"the test changed environment variables: {sorted(changed)}"
+    left = [t.name for t in threading.enumerate() if t.ident not in threads and not t.daemon]
+    assert not left, f"the test left threads running: {left}"

@@ -1,0 +1,272 @@
+"""`hpctrain run` with real ranks: ends, exit codes, output, variables, other people's scripts."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mpi_tests.cluster.claim import start_time
+from mpi_tests.launch.commands import HPCTRAIN, clean_environment, run
+
+HEAD = "import os, sys, time\nrank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(body: str, name: str = "train.py"):
+        path = tmp_path / name
+        path.write_text(HEAD + body)
+        return path
+
+    return write
+
+
+def test_a_script_runs_on_every_rank(script):
+    done = run(
+        *HPCTRAIN,
+        "run",
+        "-n",
+        "3",
+        script("print('rank', rank, 'of', size, sys.argv[1:])"),
+        "-x",
+        "1",
+    )
+    assert done.code == 0, done.text
+    assert sorted(done.out.splitlines()) == [f"rank {r} of 3 ['-x', '1']" for r in range(3)]
+    assert done.err == ""
+
+
+def test_a_module_runs_too(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    done = run(*HPCTRAIN, "run", "-n", "2", "-m", "mine", "a", cwd=tmp_path)
+    assert done.out.splitlines() == ["__main__ ['a']"] * 2, done.text
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("raise ValueError('boo')", 1, ["ValueError: boo", "train.py", "raise ValueError"]),
+        ("sys.exit(3)", 3, ["sys.exit(3)"]),
+        ("sys.exit('no data')", 1, ["no data"]),
+        ("import nosuchmodule", 1, ["No module named 'nosuchmodule'"]),
+        ("os._exit(5)", None, ["died without a word"]),
+        ("os.kill(os.getpid(), 9)", 137, ["died without a word"]),
+    ],
+)
+def test_what_ends_one_rank_ends_all_within_five_seconds(script, body, code, words):
+    path = script(f"if rank == 1:\n    {body}\ntime.sleep(60)")
+    done = run(*HPCTRAIN, "run", "-n", "3", path)
+    assert done.elapsed_s < 5 + 3, done.text  # three seconds for three interpreters to start
+    assert done.code == code or (code is None and done.code != 0), done.text
+    assert all(word in done.text for word in words), done.text
+    assert re.search(r"rank 1\b.* on \S+", done.err), done.text
+    assert "BAD TERMINATION" not in done.text
+    assert "runpy" not in done.text
+
+
+def test_the_same_error_on_all_ranks_is_printed_once(script):
+    done = run(*HPCTRAIN, "run", "-n", "4", script("import nosuchmodule"))
+    assert done.code == 1
+    assert done.err.count("Traceback") == 1, done.err
+
+
+def test_an_exception_in_the_world_ends_all_ranks_under_bare_mpirun(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import time, hpctrain as hpc\n"
+        "with hpc.init() as world:\n"
+        "    if world.rank == 1:\n"
+        "        raise RuntimeError('boo')\n"
+        "    time.sleep(60)\n"
+    )
+    from hpctrain.install.mpi import loaded_mpi, matching_mpirun
+    from hpctrain.launch import launch_command
+
+    mpirun, version = matching_mpirun(loaded_mpi(), clean_environment()["PATH"])
+    command = launch_command(mpirun, version, num_ranks=2, root=os.geteuid() == 0)
+    done = run(*command, sys.executable, path)
+    assert done.code == 1
+    assert done.text.count("RuntimeError: boo") == 1, done.text
+    assert "rank 1 of 2" in done.text
+    # and `hpctrain run` under that mpirun starts no second one
+    done = run(*command, *HPCTRAIN, "run", path)
+    assert done.code == 1
+    assert "rank 1 of 2" in done.text
+
+
+def test_a_rank_that_exits_well_does_not_end_the_others(script):
+    done = run(
+        *HPCTRAIN, "run", "-n", "2", script("if rank: sys.exit(0)\ntime.sleep(1)\nprint('done')")
+    )
+    assert done.code == 0, done.text
+    assert done.out == "done\n"
+
+
+def test_ctrl_c_ends_cleanly_and_leaves_nothing(script):
+    path = script("print('pid', os.getpid(), flush=True)\ntime.sleep(60)")
+    with subprocess.Popen(
+        [*HPCTRAIN, "run", "-n", "2", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    ) as process:
+        pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert time.monotonic() - started < 5
+    assert "interrupted by SIGINT" in err
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 5
+    while any(start_time(pid) is not None for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [start_time(pid) for pid in pids] == [None, None]
+
+
+def test_log_files_hold_each_ranks_own_output(script, tmp_path):
+    body = "print('out', rank, flush=True); print('err', rank, file=sys.stderr, flush=True)\n"
+    body += "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    logs = tmp_path / "logs"
+    done = run(*HPCTRAIN, "run", "-n", "2", "--log-dir", logs, script(body))
+    assert done.code == 137
+    for rank in range(2):
+        text = (logs / f"rank-{rank:05d}.log").read_text()
+        assert {f"out {rank}", f"err {rank}"} <= set(text.splitlines())
+        assert f"out {1 - rank}" not in text
+
+
+def on_terminal(*argv) -> tuple[int, str]:
+    """Run a command on a pseudo-terminal and return what the user would see."""
+    main, child = pty.openpty()
+    with subprocess.Popen(
+        [str(word) for word in argv],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        env=clean_environment(),
+    ) as process:
+        os.close(child)
+        seen = b""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                data = os.read(main, 4096)
+            except OSError:
+                break
+            if not data:
+                break
+            seen += data
+        os.close(main)
+        code = process.wait(timeout=10)
+    return code, seen.decode().replace("\r\n", "\n")
+
+
+def test_on_a_terminal_lines_carry_their_rank(script):
+    path = script("print('hello from', rank)")
+    code, seen = on_terminal(*HPCTRAIN, "run", "-n", "2", path)
+    assert code == 0
+    assert sorted(seen.splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
+    code, seen = on_terminal(*HPCTRAIN, "run", "-n", "2", "--quiet", path)
+    assert seen.splitlines() == ["[0] hello from 0"]
+
+
+def test_a_plain_env_script_of_torch_distributed_runs_unchanged(tmp_path):
+    path = tmp_path / "ddp.py"
+    path.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.full((3,), float(dist.get_rank() + 1))\n"
+        "dist.all_reduce(x)\n"
+        "print(x.tolist())\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = run(*HPCTRAIN, "run", "-n", "3", path)
+    assert done.out.splitlines() == ["[6.0, 6.0, 6.0]"] * 3, done.text
+
+
+def test_a_plain_horovod_script_runs_unchanged(tmp_path):
+    pytest.importorskip("horovod", reason="Horovod is not built here")
+    path = tmp_path / "hvd.py"
+    path.write_text(
+        "import torch\nimport horovod.torch as hvd\nhvd.init()\n"
+        "x = hvd.allreduce(torch.full((3,), float(hvd.rank() + 1)), op=hvd.Sum)\n"
+        "print(hvd.size(), x.tolist())\n"
+    )
+    done = run(*HPCTRAIN, "run", "-n", "2", path)
+    assert done.out.splitlines() == ["2 [3.0, 3.0, 3.0]"] * 2, done.text
+
+
+def test_under_torchrun_there_is_an_error_with_the_cure_and_never_size_1(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import hpctrain as hpc\nprint('size', hpc.init().size)\n")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    done = run(sys.executable, *torchrun, path)
+    assert done.code != 0
+    assert "LaunchError" in done.text
+    assert "hpctrain run -n 2 train.py" in done.text
+    assert "size 1" not in done.text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run"], "no script was given"),
+        (["run", "-n", "0", "x.py"], "at least 1 rank"),
+        (["run", "-n", "2", "nosuch.py"], "nosuch.py' is not a file"),
+        (["run", "-n", "9", "--hosts", "a:2", "x.py"], "more than the 2 ranks of a:2"),
+        (["run", "--hosts", "a:x", "x.py"], "'a:x' is not understood"),
+        (["run", "--hostfile", "nosuch", "x.py"], "hostfile nosuch cannot be read"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(words, message):
+    done = run(*HPCTRAIN, *words)
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
+
+
+def test_ranks_start_on_several_hosts(nodes, tmp_path):
+    from mpi_tests.cluster.mpi import mpi_of_this_python
+
+    path = tmp_path / "where.py"
+    path.write_text(
+        "import os, hpctrain as hpc\n"
+        "with hpc.init(seed=3) as world:\n"
+        "    print(world.rank, world.host, world.node_rank, world.local_rank, world.num_nodes,\n"
+        "          world.cross.Get_size(), os.environ['MASTER_ADDR'])\n"
+    )
+    hosts = f"{nodes.hosts[0]}:2,{nodes.hosts[1]}:1"
+    done = nodes.run(
+        nodes.hosts[0],
+        [*HPCTRAIN, "run", "--hosts", hosts, str(path)],
+        timeout_s=60,
+        env={
+            **nodes.environment(mpi_of_this_python().family),
+            "PYTHONPATH": clean_environment()["PYTHONPATH"],
+        },
+    )
+    first, second = nodes.hosts[:2]
+    assert sorted(done.stdout.splitlines()) == [
+        f"0 {first} 0 0 2 2 {first}",
+        f"1 {first} 0 1 2 1 {first}",
+        f"2 {second} 1 0 2 2 {first}",
+    ], done.stdout + done.stderr
+
+
+def test_help_is_quick_and_loads_neither_torch_nor_mpi():
+    watch = "import sys; from hpctrain.cli import main\n"
+    watch += "try: main(['--help'])\nexcept SystemExit: pass\n"
+    watch += "print(sorted({'torch', 'mpi4py', 'rich', 'numpy'} & set(sys.modules)))"
+    done = run(sys.executable, "-c", watch)
+    assert done.out.splitlines()[-1] == "[]"
+    fastest = min(run(*HPCTRAIN, "--help").elapsed_s for _ in range(5))
+    assert fastest < 0.3

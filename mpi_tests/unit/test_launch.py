@@ -1,0 +1,178 @@
+"""Host lists, mpirun command lines, MPI versions and the screen."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import ConfigError
+from hpctrain.launch.command import Hosts, launch_command, launch_environment, parse_hosts
+from hpctrain.launch.relay import Outcome
+from hpctrain.launch.screen import Screen
+from hpctrain.launch.starter import names_rank
+from hpctrain.mpi_version import MpiVersion, identify
+
+names = st.from_regex(r"[a-z][a-z0-9]{0,8}(-[a-z0-9]{1,4})?", fullmatch=True)
+
+
+@given(st.dictionaries(names, st.integers(1, 999), min_size=1, max_size=8))
+def test_hosts_round_trip(slots):
+    hosts = parse_hosts(",".join(f"{host}:{count}" for host, count in slots.items()))
+    assert dict(hosts.slots) == slots
+    assert parse_hosts(str(hosts)) == hosts
+    lines = parse_hosts("\n".join(f"{host} slots={count}" for host, count in slots.items()))
+    assert lines == hosts
+    assert hosts.num_ranks == sum(slots.values())
+
+
+def test_a_node_file_of_pbs_counts_lines():
+    assert parse_hosts("a\nb # gpu\na\n\n").slots == (("a", 2), ("b", 1))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# none", "a:0", "a:b", "a;rm", "-x:2", "a:2:3", "a b", "a:-1"]
+)
+def test_hosts_that_are_none_are_refused(text):
+    with pytest.raises(ConfigError):
+        parse_hosts(text)
+
+
+OPENMPI4 = MpiVersion(family="openmpi", version="4.1.4")
+OPENMPI5 = MpiVersion(family="openmpi", version="5.0.11")
+MPICH = MpiVersion(family="mpich", version="5.0.2")
+
+
+def test_each_mpi_gets_its_own_flags():
+    hosts = Hosts(slots=(("a", 2), ("b", 2)))
+
+    def command(version, **more):
+        return launch_command(Path("/x/mpirun"), version, num_ranks=4, **more)
+
+    four = command(OPENMPI4, root=True)
+    assert four[:3] == ["/x/mpirun", "-n", "4"]
+    assert {"--allow-run-as-root", "--oversubscribe"} <= set(four)
+    five = command(OPENMPI5, root=False)
+    assert ":OVERSUBSCRIBE" in five
+    assert "--allow-run-as-root" not in five
+    assert command(MPICH, root=True) == ["/x/mpirun", "-n", "4"]
+    remote = command(OPENMPI4, root=False, hosts=hosts, pass_on=["PATH", "A"])
+    assert remote[remote.index("--host") + 1] == "a:2,b:2"
+    assert [remote[i + 1] for i, word in enumerate(remote) if word == "-x"] == ["PATH", "A"]
+    assert command(MPICH, root=False, hosts=hosts, pass_on=["PATH", "A"])[3:] == [
+        "-hosts",
+        "a:2,b:2",
+        "-genvlist",
+        "PATH,A",
+    ]
+
+
+def test_waiting_ranks_yield_where_cores_are_scarce():
+    yields = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert launch_environment(OPENMPI4, num_ranks=2, num_cores=2) == yields
+    assert launch_environment(OPENMPI4, num_ranks=2, num_cores=16) == {}
+    assert launch_environment(MPICH, num_ranks=2, num_cores=2) == {}
+
+
+def test_hydras_proxies_are_not_offered_pmix_by_slurm():
+    inside = launch_environment(MPICH, num_ranks=2, num_cores=2, batch_system="Slurm")
+    assert inside == {"SLURM_MPI_TYPE": "none"}
+
+
+@pytest.mark.parametrize(
+    ("text", "family", "version"),
+    [
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs to ...", "openmpi", "4.1.4"),
+        ("Open MPI v5.0.11, package: Open MPI x, ident: 5.0.11", "openmpi", "5.0.11"),
+        ("HYDRA build details:\n    Version:           5.0.2\n", "mpich", "5.0.2"),
+        ("MPICH Version:      5.0.2\nMPICH Release date:", "mpich", "5.0.2"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build", "intel", "2021.9"),
+        ("Intel(R) MPI Library 2021.13 for Linux* OS", "intel", "2021.13"),
+        ("MVAPICH2 Version      :\t2.3.7\n", "mvapich", "2.3.7"),
+        ("MPI VERSION    : CRAY MPICH version 8.1.28.16 (ANL base 3.4a2)", "cray", "8.1.28.16"),
+        ("something else", "unknown", ""),
+    ],
+)
+def test_every_mpi_is_known_by_its_words(text, family, version):
+    assert identify(text) == MpiVersion(family=family, version=version)
+
+
+def test_whose_launcher_starts_whose_programs():
+    assert OPENMPI4.starts(MpiVersion(family="openmpi", version="4.0.1"))
+    assert not OPENMPI4.starts(OPENMPI5)
+    assert not OPENMPI4.starts(MPICH)
+    assert MpiVersion(family="intel", version="2021.9").starts(MPICH)
+
+
+@pytest.mark.parametrize(
+    ("words", "rank"),
+    [
+        (b"=   BAD TERMINATION\n=   PID 201 RUNNING AT vm\n=   EXIT CODE: 9", 1),
+        (b"mpirun noticed that process rank 2 with PID 0 on node vm exited on signal 9", 2),
+        (b"Process name: [[5230,1],0]\n  Exit code:    5", 0),
+        (b"nothing to say", None),
+    ],
+)
+def test_the_rank_that_mpirun_blames_is_known(words, rank):
+    outcomes = [Outcome(rank=r, host="vm", pid=200 + r, code=-1, cause="") for r in range(3)]
+    assert [o.rank for o in outcomes if names_rank(words, o)] == ([] if rank is None else [rank])
+
+
+def screen(**options):
+    out, err = io.BytesIO(), io.BytesIO()
+    defaults = {"label": True, "live": False, "num_ranks": 12}
+    return Screen(out=out, err=err, **{**defaults, **options}), out, err
+
+
+def test_lines_stay_whole_and_labelled():
+    drawn, out, err = screen()
+    drawn.feed(3, "out", b"half ")
+    drawn.feed(10, "out", b"other\n")
+    drawn.feed(3, "out", b"line\nrest")
+    drawn.feed(3, "err", b"wrong\n")
+    drawn.finish()
+    assert out.getvalue() == b"[10] other\n[ 3] half line\n[ 3] rest\n"
+    assert err.getvalue() == b"[ 3] wrong\n"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=12)), max_size=30))
+def test_nothing_is_lost_or_mixed_however_it_is_cut(chunks):
+    drawn, out, _ = screen(label=True, num_ranks=4)
+    for rank, data in chunks:
+        drawn.feed(rank, "out", data)
+    drawn.finish()
+    for rank in range(4):
+        told = b"".join(data for source, data in chunks if source == rank)
+        if told and not told.endswith(b"\n"):
+            told += b"\n"
+        label = f"[{rank}] ".encode()
+        shown = [line for line in out.getvalue().split(b"\n") if line.startswith(label)]
+        assert b"".join(line[len(label) :] + b"\n" for line in shown) == told
+
+
+def test_quiet_shows_one_rank():
+    drawn, out, _ = screen(only_rank=0)
+    drawn.feed(1, "out", b"no\n")
+    drawn.feed(0, "out", b"yes\n")
+    assert out.getvalue() == b"[ 0] yes\n"
+
+
+def test_a_progress_bar_is_redrawn_below_what_others_say():
+    drawn, out, _ = screen(live=True, num_ranks=2)
+    drawn.feed(0, "out", b"\r10 %")
+    drawn.settle()
+    drawn.feed(1, "out", b"hello\n")
+    assert out.getvalue() == b"[0] 10 %\r\x1b[2K[1] hello\n[0] 10 %"
+
+
+def test_the_launchers_words_are_held_once_all_ranks_are_connected():
+    drawn, out, _ = screen(label=False)
+    drawn.feed(None, "out", b"early\n")
+    drawn.hold_launcher = True
+    drawn.feed(None, "err", b"BAD TERMINATION\n")
+    drawn.finish()
+    assert out.getvalue() == b"early\n"
+    assert drawn.launcher_words == b"BAD TERMINATION\n"

@@ -1,0 +1,196 @@
+"""Launcher detection: one fixture per row of the table, and the traps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import LaunchError
+from hpctrain.world.launcher import LAUNCHERS, detect, parse_task_counts
+from hpctrain.world.mismatch import explain_mismatch, foresee_trouble
+
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+}
+ROWS = {
+    "openmpi": OPENMPI,
+    "openmpi 5": {**OPENMPI, "PRTE_LAUNCHED": "1", "PMIX_NAMESPACE": "prterun-1"},
+    "mvapich": {
+        "MV2_COMM_WORLD_RANK": "3",
+        "MV2_COMM_WORLD_SIZE": "8",
+        "MV2_COMM_WORLD_LOCAL_RANK": "1",
+        "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "pals": {
+        "PALS_RANKID": "3",
+        "PMI_RANK": "3",
+        "PMI_SIZE": "8",
+        "PALS_LOCAL_RANKID": "1",
+        "PALS_LOCAL_SIZE": "2",
+        "PALS_NODEID": "1",
+    },
+    "hydra": HYDRA,
+    "jsrun": {
+        "JSM_NAMESPACE_RANK": "3",
+        "JSM_NAMESPACE_SIZE": "8",
+        "JSM_NAMESPACE_LOCAL_RANK": "1",
+        "JSM_NAMESPACE_LOCAL_SIZE": "2",
+        "LSB_JOBID": "77",
+    },
+    "flux": {
+        "FLUX_TASK_RANK": "3",
+        "FLUX_JOB_SIZE": "8",
+        "FLUX_TASK_LOCAL_ID": "1",
+        "FLUX_JOB_ID": "ƒ77",
+    },
+    "torchrun": {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "none",
+    },
+    "srun": SRUN,
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_is_read(name):
+    launch = detect(ROWS[name])
+    assert launch.row is not None
+    assert launch.row.name == name.split()[0]
+    assert (launch.rank, launch.size, launch.local_rank) == (3, 8, 1)
+    assert launch.local_size == (None if name == "flux" else 2)
+
+
+def test_every_row_of_the_table_has_a_fixture():
+    assert {row.name for row in LAUNCHERS} == {name.split()[0] for name in ROWS}
+
+
+def test_nothing_is_nothing():
+    launch = detect({"PATH": "/bin"})
+    assert (launch.row, launch.rank, launch.size, launch.batch_system) == (None, 0, 1, None)
+    assert launch.title == "no launcher"
+
+
+def test_the_batch_shell_is_not_a_step():
+    shell = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    launch = detect(shell)
+    assert launch.row is None
+    assert (launch.batch_system, launch.job_id) == ("Slurm", "77")
+
+
+@pytest.mark.parametrize("inner", [OPENMPI, HYDRA])
+def test_mpirun_inside_a_step_wins_over_the_leaking_step(inner):
+    launch = detect({**SRUN, "SLURM_PROCID": "0", **inner})
+    assert (launch.rank, launch.size) == (3, 8)
+    assert launch.batch_system == "Slurm"
+
+
+@pytest.mark.parametrize(
+    ("environ", "system", "job"),
+    [
+        ({"SLURM_JOB_ID": "1"}, "Slurm", "1"),
+        ({"PBS_JOBID": "2.host"}, "PBS", "2.host"),
+        ({"LSB_JOBID": "3"}, "LSF", "3"),
+        ({"FLUX_JOB_ID": "ƒ4"}, "Flux", "ƒ4"),
+        ({"JOB_ID": "5", "PE_HOSTFILE": "/x"}, "Grid Engine", "5"),
+        ({"JOB_ID": "5"}, None, None),
+    ],
+)
+def test_batch_systems(environ, system, job):
+    launch = detect(environ)
+    assert (launch.batch_system, launch.job_id) == (system, job)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("4", [4]), ("2,1", [2, 1]), ("4(x2)", [4, 4]), ("2(x3),1", [2, 2, 2, 1])],
+)
+def test_slurms_lists_of_tasks(text, counts):
+    assert parse_task_counts(text) == counts
+
+
+@given(st.lists(st.integers(1, 128), min_size=1, max_size=40))
+def test_slurms_lists_round_trip(counts):
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    text = ",".join(str(c) if n == 1 else f"{c}(x{n})" for c, n in runs)
+    assert parse_task_counts(text) == counts
+
+
+@pytest.mark.parametrize(
+    ("environ", "word"),
+    [
+        ({**HYDRA, "PMI_RANK": "three"}, "PMI_RANK='three'"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "many"}, "'many'"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"OMP_NUM_THREADS": "zero"}, "OMP_NUM_THREADS='zero'"),
+    ],
+)
+def test_broken_variables_are_named(environ, word):
+    with pytest.raises(LaunchError, match=word):
+        detect(environ)
+
+
+def test_threads_are_the_first_of_openmps_levels():
+    assert detect({"OMP_NUM_THREADS": "4,2"}).num_threads == 4
+    assert detect({}).num_threads is None
+
+
+def mismatch(environ, *, rank, size, family):
+    return explain_mismatch(
+        detect(environ), rank=rank, size=size, family=family, library="LIB", script="train.py"
+    )
+
+
+def test_agreement_is_silent():
+    assert mismatch(OPENMPI, rank=3, size=8, family="openmpi") is None
+    assert mismatch({}, rank=5, size=9, family="openmpi") is None
+
+
+def test_silent_jobs_of_one_under_srun_name_the_plugin():
+    text = mismatch(SRUN, rank=0, size=1, family="mpich")
+    assert "8 separate jobs" in text
+    assert "srun --mpi=pmi2" in text
+    assert "srun --mpi=list" in text
+    assert "--mpi=pmix" in mismatch(SRUN, rank=0, size=1, family="openmpi")
+
+
+def test_a_foreign_mpirun_is_named():
+    text = mismatch(OPENMPI, rank=0, size=1, family="mpich")
+    assert "belongs to another MPI" in text
+    assert "hpctrain run -n 8 train.py" in text
+    assert "belongs to another MPI" in mismatch(HYDRA, rank=0, size=1, family="openmpi")
+
+
+def test_a_leaking_rank_is_named():
+    text = mismatch({**SRUN, "SLURM_PROCID": "0"}, rank=3, size=8, family="openmpi")
+    assert "numbered differently" in text
+
+
+def test_trouble_in_mpi_init_is_foreseen():
+    assert "srun --mpi=pmix" in foresee_trouble(detect(SRUN), "openmpi")
+    assert foresee_trouble(detect({**SRUN, "PMIX_NAMESPACE": "x"}), "openmpi") is None
+    assert foresee_trouble(detect({**SRUN, "PMI_FD": "4"}), "mpich") is None
+    assert foresee_trouble(detect(OPENMPI), "openmpi") is None
+    assert foresee_trouble(detect(SRUN), "cray") is None
