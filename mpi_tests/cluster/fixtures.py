@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
@@ -12,11 +14,18 @@ from mpi_tests.cluster.slurm import Slurm
 __all__ = ["nodes", "slurm", "slurm_of_session"]
 
 
+def do_without(reason: str) -> NoReturn:
+    """Skip with the reason, or fail where whoever started the tests said that it must be there."""
+    if os.environ.get("MPI_TESTS_REQUIRE_CLUSTER"):
+        pytest.fail(f"MPI_TESTS_REQUIRE_CLUSTER is set, but {reason}")
+    pytest.skip(reason)
+
+
 @pytest.fixture
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     """Two fresh nodes; `pytest.mark.parametrize("nodes", [3], indirect=True)` asks for three."""
     if reason := Nodes.why_not():
-        pytest.skip(reason)
+        do_without(reason)
     with Nodes(getattr(request, "param", 2)) as made:
         yield made
 
@@ -25,7 +34,7 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 def slurm_of_session() -> Iterator[Slurm]:
     """One Slurm of three nodes for all tests."""
     if reason := Slurm.why_not():
-        pytest.skip(reason)
+        do_without(reason)
     with Slurm(3) as made:
         yield made
 

@@ -1,0 +1,46 @@
+# Two commands to know: `make demo` and `make test`. Both set everything up first, without root.
+# The work is in hpctrain/install/bootstrap.py; this file only names it.
+
+PYTHON ?= python3
+VENV ?= .venv
+MPI ?= auto
+HOROVOD ?= auto
+
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-ranks lint clean
+
+help:
+	@echo "make setup       a venv with torch, MPI, hpctrain and Horovod (quick when up to date)"
+	@echo "make demo        setup, then a two-rank training on handwritten digits"
+	@echo "make test        setup, then all tests"
+	@echo "make test-ranks  setup, then the tests that run under mpirun"
+	@echo "make lint        setup, then ruff, mypy and import-linter"
+	@echo "make clean       remove the venv and what tools left behind; built Horovods stay cached"
+	@echo ""
+	@echo "PYTHON=$(PYTHON)  the Python to use, 3.11 or later"
+	@echo "VENV=$(VENV)  where the venv goes"
+	@echo "MPI=$(MPI)  auto, site (the one on PATH) or mpich (from the package index)"
+	@echo "HOROVOD=$(HOROVOD)  auto (go on without if it cannot be built), yes or no"
+
+setup:
+	@$(PYTHON) -m hpctrain.install.bootstrap --venv "$(VENV)" --mpi $(MPI) --horovod $(HOROVOD)
+
+demo: setup
+	$(BIN)/hpctrain run -n 2 examples/digits.py
+
+test: setup
+	$(BIN)/python -m mpi_tests
+
+test-ranks: setup
+	$(BIN)/python -m mpi_tests ranks
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	@$(PYTHON) -m hpctrain.install.setup.cleaning "$(VENV)"

@@ -1,0 +1,116 @@
+"""`hpctrain horovod build|check`: Horovod for exactly the torch and MPI of this environment."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from hpctrain import log
+from hpctrain.errors import InstallError
+
+__all__ = ["HELP", "add_arguments", "main"]
+
+HELP = "build Horovod for this torch and MPI, or check the one that is installed"
+
+_BUILD_EXITS = "exit codes: 0 built and installed; 1 failed (the cause is printed); 2 wrong usage"
+_CHECK_EXITS = "exit codes: 0 works; 1 broken; 2 wrong usage; 3 not installed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the verb's two actions."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="build|check")
+    build = actions.add_parser("build", help="compile, cache and install it", epilog=_BUILD_EXITS)
+    build.add_argument(
+        "--sdist",
+        type=Path,
+        metavar="FILE",
+        help="Horovod's source archive, if there is no network",
+    )
+    build.add_argument(
+        "--cuda",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="insist on CUDA and NCCL, or do without NCCL (default: if they are usable)",
+    )
+    build.add_argument("--jobs", type=int, metavar="N", help="compilers at a time")
+    build.add_argument("--force", action="store_true", help="compile even if the wheel is cached")
+    build.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of built wheels (default: hpctrain/horovod in XDG_CACHE_HOME or ~/.cache)",
+    )
+    build.add_argument("--no-install", action="store_true", help="only put the wheel in the cache")
+    build.add_argument(
+        "--time-limit", type=float, default=3600.0, metavar="S", help="seconds (default: 3600)"
+    )
+    build.add_argument(
+        "--lock-wait",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="seconds to wait for another build of the same wheel (default: 3600)",
+    )
+    check = actions.add_parser(
+        "check", help="is it importable, fitting, working over two ranks", epilog=_CHECK_EXITS
+    )
+    check.add_argument("--json", action="store_true", help="print what was found as JSON")
+    check.add_argument("--no-run", action="store_true", help="leave out the two-rank allreduce")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the action that was asked for and return its exit code."""
+    try:
+        return _build(args) if args.action == "build" else _check(args)
+    except InstallError as error:
+        log.notice(str(error))
+        return 1
+    except KeyboardInterrupt:
+        log.notice("interrupted; nothing was left half done")
+        return 130
+
+
+def _build(args: argparse.Namespace) -> int:
+    from hpctrain.install.horovod.build import BuildOptions, build_wheel
+    from hpctrain.install.horovod.deploy import install_wheel
+    from hpctrain.install.horovod.facts import collect
+    from hpctrain.install.horovod.key import cache_home
+
+    options = BuildOptions(
+        cache_dir=(args.cache_dir or cache_home(os.environ)).absolute(),
+        sdist=args.sdist.absolute() if args.sdist else None,
+        jobs=args.jobs,
+        force=args.force,
+        limit_s=args.time_limit,
+        lock_wait_s=args.lock_wait,
+    )
+    facts = collect(Path(sys.executable), environ=os.environ, want_cuda=args.cuda)
+    wheel = build_wheel(facts, options, os.environ)
+    if args.no_install:
+        print(wheel)
+    else:
+        install_wheel(wheel, facts, os.environ)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from hpctrain.install.horovod.check import check_horovod
+
+    found = check_horovod(Path(sys.executable), environ=os.environ, run=not args.no_run)
+    if args.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        built = ", ".join(name for name, yes in found.built.items() if yes) or "unknown"
+        print(f"Horovod {found.version or 'not installed'}: {found.status}")
+        if found.version:
+            print(f"  built with: {built}; two-rank allreduce: {found.run}")
+        if found.bound:
+            print(f"  bound to: {', '.join(f'{k} {v}' for k, v in found.bound.items() if v)}")
+        for problem in found.problems:
+            print(f"  {problem}")
+        if found.cure:
+            print(f"  to mend it: {found.cure}")
+    return {"ok": 0, "missing": 3}.get(found.status, 1)

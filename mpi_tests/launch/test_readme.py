@@ -1,0 +1,145 @@
+"""Every command in the README is run, and its links and its script hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpi_tests.cluster.mpi import mpi_of_this_python
+from mpi_tests.launch.commands import ROOT, clean_environment, run
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+# Bare mpirun, as a user types it: Open MPI refuses root and more ranks than cores unless told.
+AS_A_USER = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory) -> Path:
+    pytest.importorskip("horovod", reason="Horovod is not built here, and the script uses it")
+    (script,) = [text for kind, text in BLOCKS if kind == "python"]
+    path = tmp_path_factory.mktemp("readme") / "train.py"
+    path.write_text(script)
+    return path
+
+
+def tools() -> dict[str, str]:
+    """PATH as the README assumes it: this environment's tools and its MPI's launcher first."""
+    path = clean_environment()["PATH"]
+    mpirun = str(Path(mpi_of_this_python().mpirun).parent)
+    return {**AS_A_USER, "PATH": os.pathsep.join([str(Path(sys.executable).parent), mpirun, path])}
+
+
+def trained(text: str, num_ranks: int) -> bool:
+    found = re.search(rf"loss ([\d.]+) on {num_ranks} ranks", text)
+    return found is not None and float(found.group(1)) < 1e-3
+
+
+def test_make_demo_trains_digits_with_horovod_on_two_ranks():
+    dry = run("make", "-n", "demo")
+    command = dry.out.splitlines()[-1]
+    assert command.endswith("hpctrain run -n 2 examples/digits.py"), dry.out
+    words = shlex.split(command.partition("bin/")[2])
+    done = run(sys.executable, "-m", *words, timeout_s=120)
+    assert done.code == 0, done.text
+    accuracy = re.findall(r"([\d.]+)%", done.out)
+    assert float(accuracy[-1]) >= 95.0
+    assert "2 ranks on 1 node" in done.out
+    engine = "Horovod" if _has_horovod() else "MPI"
+    assert f"gradients averaged by {engine}" in done.out
+
+
+def _has_horovod() -> bool:
+    return run(sys.executable, "-c", "import horovod.torch").code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "num_ranks"),
+    [
+        ("hpctrain run -n 4 train.py", 4),
+        ("mpirun -n 4 python train.py", 4),
+        ("hpctrain run -n 2 --log-dir logs --quiet train.py", 2),
+    ],
+)
+def test_starting_the_script(train, line, num_ranks):
+    assert line in COMMANDS
+    done = run(*shlex.split(line), cwd=train.parent, env=tools(), timeout_s=120)
+    assert done.code == 0, done.text
+    assert trained(done.out, num_ranks), done.text
+
+
+def test_starting_the_script_on_two_hosts(train, nodes):
+    line = "hpctrain run --hosts node1:2,node2:2 train.py"
+    assert line in COMMANDS
+    family = mpi_of_this_python().family
+    env = {**tools(), **nodes.environment(family), "PYTHONPATH": str(ROOT)}
+    done = nodes.run("node1", shlex.split(line), cwd=train.parent, timeout_s=120, env=env)
+    assert trained(done.stdout, 4), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", ["srun --mpi=pmix -n 4 python train.py", "srun --mpi=pmix -n 4 hpctrain run train.py"]
+)
+def test_starting_the_script_with_srun(train, slurm, line):
+    assert line in COMMANDS
+    (slurm.directory / "train.py").write_text(train.read_text())
+    words = shlex.split(line.replace("pmix", mpi_of_this_python().srun_plugin))
+    env = {**tools(), "PYTHONPATH": str(ROOT)}
+    done = slurm.run(words, cwd=slurm.directory, timeout_s=120, env=env)
+    assert trained(done.stdout, 4), done.stdout + done.stderr
+
+
+def test_the_doctor_lines():
+    lines = ["hpctrain doctor", "hpctrain doctor --json", "hpctrain horovod check"]
+    assert set(lines) <= set(COMMANDS)
+    plain = run(*shlex.split(lines[0]), env=tools(), timeout_s=120)
+    assert plain.code in (0, 1), plain.text
+    assert "MPI" in plain.out
+    parsed = json.loads(run(*shlex.split(lines[1]), env=tools(), timeout_s=120).out)
+    assert parsed
+    if _has_horovod():
+        check = run(*shlex.split(lines[2]), env=tools(), timeout_s=120)
+        assert check.code == 0, check.text
+
+
+def test_the_doctor_of_all_nodes():
+    line = "mpirun -n 4 hpctrain doctor --all-nodes"
+    assert line in COMMANDS
+    done = run(*shlex.split(line), env=tools(), timeout_s=180)
+    assert done.code in (0, 1), done.text
+    assert os.uname().nodename in done.out
+
+
+def test_no_command_is_left_out():
+    source = Path(__file__).read_text()
+    left = [line for line in COMMANDS if f'"{line}"' not in source and not line.startswith("make ")]
+    assert left == []
+    for line in COMMANDS:
+        if line.startswith("make "):
+            done = subprocess.run(
+                [*shlex.split(line), "-n"], cwd=ROOT, capture_output=True, timeout=30
+            )
+            assert done.returncode == 0, line
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert not target.startswith("http"), "the docs stand alone"
+        assert ((ROOT / page).parent / target).exists(), target

@@ -1,0 +1,53 @@
+"""Public names and command-line flags are frozen: a change here is a change for users."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import hpctrain
+from hpctrain.cli import VERBS
+
+NAMES = """
+CollectiveError ConfigError HpcTrainError InstallError LaunchError World __version__ agree init
+"""
+FLAGS = {
+    "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -q",
+    "doctor": "--all-nodes --help --json -h",
+    "horovod": "--help -h",
+}
+
+
+def test_public_names():
+    assert sorted(NAMES.split()) == hpctrain.__all__
+    for name in hpctrain.__all__:
+        assert getattr(hpctrain, name) is not None
+    with pytest.raises(AttributeError, match="nosuch"):
+        hpctrain.nosuch  # noqa: B018
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_flags(verb):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert " ".join(sorted(flags)) == FLAGS[verb]
+
+
+def test_every_public_module_says_what_is_public():
+    for module in pkgutil.walk_packages(hpctrain.__path__, "hpctrain."):
+        if module.name.endswith("__main__"):
+            continue
+        names = getattr(importlib.import_module(module.name), "__all__", None)
+        assert names is not None, module.name
+
+
+def test_importing_hpctrain_imports_nothing_heavy():
+    code = "import sys, hpctrain; print({'torch', 'mpi4py', 'numpy', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
