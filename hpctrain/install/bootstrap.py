@@ -6,6 +6,8 @@ those too, so that they get a sentence and no syntax error. The work is in `hpct
 
 import sys
 
+__all__ = ["main"]
+
 
 def main() -> int:
     """Refuse what cannot work, then set up."""

@@ -54,9 +54,13 @@ class LoadedMpi:
 
     @property
     def abi(self) -> str:
-        """The ABI variant of mpi4py's extension module: `mpich`, `openmpi`, or `built here`."""
+        """The ABI variant of mpi4py's module: `mpich`, `openmpi`, `mpiabi`, or `built here`."""
         parts = Path(self.extension).name.split(".")
-        return parts[1] if len(parts) > 1 and parts[1] in {"mpich", "openmpi"} else "built here"
+        return (
+            parts[1]
+            if len(parts) > 1 and parts[1] in {"mpich", "openmpi", "mpiabi"}
+            else "built here"
+        )
 
 
 def probe_mpi4py(python: Path, *, timeout_s: float = 60.0) -> LoadedMpi | None:

@@ -6,12 +6,22 @@ each trains alone, all write the same files, and nothing says so.
 
 from __future__ import annotations
 
+from hpctrain.mpi_version import MpiVersion
 from hpctrain.world.launcher import Launch
 
 __all__ = ["explain_mismatch", "foresee_trouble"]
 
 _SRUN_PLUGIN = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2", "mvapich": "pmi2"}
 _MPIRUN_OF = {"openmpi": "openmpi", "hydra": "mpich", "mvapich": "mvapich"}
+
+
+def _is_foreign(launch: Launch, family: str) -> bool:
+    """Whether the launcher is an mpirun of another MPI than the one that is loaded."""
+    owner = _MPIRUN_OF.get(launch.row.name) if launch.row else None
+    if owner is None or family == "unknown":
+        return False
+    ours, theirs = (MpiVersion(family=name, version="") for name in (family, owner))
+    return not theirs.starts(ours)
 
 
 def explain_mismatch(
@@ -55,8 +65,7 @@ def _cure(launch: Launch, family: str, script: str) -> str:
             f"`srun --mpi={plugin} ...` (`srun --mpi=list` shows what the site has), or let mpi4py "
             "load the MPI that the site's srun supports"
         )
-    expected = _MPIRUN_OF.get(row.name)
-    if expected is not None and expected != family:
+    if _is_foreign(launch, family):
         return (
             "That launcher belongs to another MPI than the one mpi4py loads: start the job with "
             f"{again}, which finds the matching mpirun, or make mpi4py load the launcher's MPI "
@@ -74,7 +83,15 @@ def foresee_trouble(launch: Launch, family: str) -> str | None:
     MPI_Init kills the process itself when its process manager is missing, so the advice has to be
     on the screen before. It is advice and no refusal: sites patch their MPIs.
     """
-    if launch.row is None or launch.row.name != "srun":
+    if launch.row is None:
+        return None
+    if _is_foreign(launch, family):
+        return (
+            f"{launch.title} belongs to another MPI than the one mpi4py loads ({family}); if MPI "
+            f"fails to start now, use `hpctrain run -n {launch.size} ...`, which finds the right "
+            "mpirun"
+        )
+    if launch.row.name != "srun":
         return None
     wanted = _SRUN_PLUGIN.get(family)
     if wanted is None or launch.pmi == wanted:

@@ -216,6 +216,23 @@ def test_under_torchrun_there_is_an_error_with_the_cure_and_never_size_1(tmp_pat
     assert "size 1" not in done.text
 
 
+def test_a_foreign_mpirun_gets_the_cure(tmp_path):
+    from hpctrain.install.mpi import launchers_on, loaded_mpi
+
+    found = launchers_on(clean_environment()["PATH"].split(os.pathsep))
+    foreign = [path for path, version in found if not version.starts(loaded_mpi().mpi)]
+    if not foreign:
+        pytest.skip("there is no mpirun of another MPI on PATH")
+    path = tmp_path / "train.py"
+    path.write_text("import hpctrain as hpc\nprint('size', hpc.init().size)\n")
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = run(foreign[0], "-n", "2", sys.executable, path, env=as_root)
+    assert done.code != 0
+    assert "belongs to another MPI" in done.text, done.text
+    assert "hpctrain run -n 2" in done.text
+    assert "size 1" not in done.text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -193,4 +193,6 @@ def test_trouble_in_mpi_init_is_foreseen():
     assert foresee_trouble(detect({**SRUN, "PMIX_NAMESPACE": "x"}), "openmpi") is None
     assert foresee_trouble(detect({**SRUN, "PMI_FD": "4"}), "mpich") is None
     assert foresee_trouble(detect(OPENMPI), "openmpi") is None
+    assert "belongs to another MPI" in foresee_trouble(detect(OPENMPI), "mpich")
+    assert foresee_trouble(detect(HYDRA), "intel") is None
     assert foresee_trouble(detect(SRUN), "cray") is None
