@@ -21,8 +21,8 @@ help:
 	@echo ""
 	@echo "PYTHON=$(PYTHON)  the Python to use, 3.11 or later"
 	@echo "VENV=$(VENV)  where the venv goes"
-	@echo "MPI=$(MPI)  auto, site (the one on PATH) or mpich (from the package index)"
-	@echo "HOROVOD=$(HOROVOD)  auto (go on without if it cannot be built), yes or no"
+	@echo "MPI=$(MPI)  site (the one on PATH), mpich (from the package index) or auto (as the last time, else what works)"
+	@echo "HOROVOD=$(HOROVOD)  yes, no or auto (as the last time, else go on without if it cannot be built)"
 
 setup:
 	@$(PYTHON) -m hpctrain.install.bootstrap --venv "$(VENV)" --mpi $(MPI) --horovod $(HOROVOD)

@@ -310,7 +310,12 @@ def test_an_up_to_date_set_up_takes_no_time(tmp_path: Path) -> None:
     arguments = ["--venv", str(tmp_path), "--mpi", "mpich"]
     inputs = sequence.inputs_of(sequence.parse(arguments), CHECKOUT, tmp_path, os.environ)
     made = stamp.Stamp(
-        digest=stamp.digest_of(inputs), packages=(), mpi="MPICH", horovod="built", tools=""
+        digest=stamp.digest_of(inputs),
+        packages=(),
+        mpi="MPICH",
+        horovod="built",
+        tools="",
+        asked={},
     )
     (tmp_path / venv.MARKER_NAME).touch()
     stamp.write(tmp_path, made)

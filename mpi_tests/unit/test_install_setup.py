@@ -15,7 +15,12 @@ from hpctrain.install.setup.sequence import parse
 from hpctrain.install.trial import two_rank_command
 
 STAMP = stamp.Stamp(
-    digest="d", packages=("torch-2.13.0",), mpi="MPICH (why)", horovod="built", tools="g++"
+    digest="d",
+    packages=("torch-2.13.0",),
+    mpi="MPICH (why)",
+    horovod="built",
+    tools="g++",
+    asked={"mpi": "mpich", "horovod": "auto"},
 )
 NOW: dict[str, Any] = {
     "digest": "d",
@@ -194,6 +199,13 @@ def test_the_command_line_has_defaults_and_refuses_unknown_choices() -> None:
     assert (str(args.venv), args.mpi, args.horovod) == (".venv", "auto", "auto")
     with pytest.raises(SystemExit):
         parse(["--mpi", "lam"])
+
+
+def test_auto_keeps_what_was_asked_for_before():
+    assert stamp.as_before("mpi", "auto", STAMP) == "mpich"
+    assert stamp.as_before("mpi", "site", STAMP) == "site"
+    assert stamp.as_before("mpi", "auto", None) == "auto"
+    assert stamp.as_before("horovod", "auto", STAMP) == "auto"
 
 
 def test_the_ranges_in_the_code_are_those_of_setup_cfg():

@@ -41,13 +41,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--mpi",
         choices=("auto", "site", "mpich"),
         default="auto",
-        help="the site's own, the one from the package index, or the first that works",
+        help="the site's own, or the one from the package index; auto: as the last time, else the "
+        "first that works",
     )
     parser.add_argument(
         "--horovod",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="build Horovod: go on without if it fails, insist, or leave it",
+        help="build Horovod: insist, or leave it; auto: as the last time, else go on without if it "
+        "fails",
     )
     return parser.parse_args(arguments)
 
@@ -80,6 +82,9 @@ def _set_up(
             f"{folder} exists and is no virtual environment; name another place: make VENV=..."
         )
     started = time.monotonic()
+    last = stamp.read(folder)
+    args.mpi = stamp.as_before("mpi", args.mpi, last)
+    args.horovod = stamp.as_before("horovod", args.horovod, last)
     digest = stamp.digest_of(inputs_of(args, checkout, folder, environ))
     if _is_done(args, folder, digest, environ):
         return 0
@@ -104,6 +109,7 @@ def _set_up(
             mpi=chosen,
             horovod=outcome,
             tools=_tools(environ),
+            asked={"mpi": args.mpi, "horovod": args.horovod},
         )
         stamp.write(folder, made)
     log.notice(f"set up {folder} in {time.monotonic() - started:.0f} s")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 __all__ = [
     "Stamp",
+    "as_before",
     "digest_of",
     "is_current",
     "read",
@@ -35,6 +36,7 @@ class Stamp:
         mpi: The MPI that was chosen, and why, in words.
         horovod: `built`, `failed` or `skipped`.
         tools: Fingerprint of the compilers that a failed build had to do with.
+        asked: What was asked for: the options `mpi` and `horovod`.
     """
 
     digest: str
@@ -42,6 +44,12 @@ class Stamp:
     mpi: str
     horovod: str
     tools: str
+    asked: dict[str, str]
+
+
+def as_before(option: str, value: str, last: Stamp | None) -> str:
+    """Pure: `auto` keeps what was asked for the last time, so that `make test` undoes nothing."""
+    return last.asked.get(option, value) if value == "auto" and last is not None else value
 
 
 def requirements_of(setup_cfg: str) -> dict[str, dict[str, str]]:
