@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hpctrain.connection import Connection, connect
+    from hpctrain.replica import Replica, distribute
     from hpctrain.errors import (
         CollectiveError,
         ConfigError,
@@ -24,12 +26,16 @@ __version__ = "0.1.0"
 __all__ = [
     "CollectiveError",
     "ConfigError",
+    "Connection",
     "HpcTrainError",
     "InstallError",
     "LaunchError",
+    "Replica",
     "World",
     "__version__",
     "agree",
+    "connect",
+    "distribute",
     "init",
 ]
 
@@ -39,7 +45,11 @@ _HOME = {
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "LaunchError": "hpctrain.errors",
+    "Connection": "hpctrain.connection",
+    "Replica": "hpctrain.replica",
     "World": "hpctrain.world",
+    "connect": "hpctrain.connection",
+    "distribute": "hpctrain.replica",
     "agree": "hpctrain.world",
     "init": "hpctrain.world",
 }

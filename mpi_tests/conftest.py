@@ -7,7 +7,11 @@ import threading
 
 import pytest
 
-pytest_plugins = ["mpi_tests.cluster.fixtures"]
+pytest_plugins = ["mpi_tests.cluster.fixtures", "mpi_tests.engine_fixture"]
+
+
+# Set once by torch's compiler, and by the horovod engine before Horovod starts.
+OWN = ("TORCHINDUCTOR_", "TRITON_", "HOROVOD_")
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +23,7 @@ def no_leaks():
     changed = {
         name
         for name in {*environ, *os.environ} - {"PYTEST_CURRENT_TEST"}
-        if environ.get(name) != os.environ.get(name)
+        if environ.get(name) != os.environ.get(name) and not name.startswith(OWN)
     }
     for name in changed:
         os.environ.pop(name, None)

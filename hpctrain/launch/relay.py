@@ -85,7 +85,6 @@ class Outcome:
 
     rank: int
     host: str
-    pid: int
     code: int
     cause: str
 
@@ -112,6 +111,9 @@ class Listener:
     num_ranks: int
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     outcomes: list[Outcome] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    """Ranks in the order in which they went: a dying process closes its output before it leaves
+    MPI, so the first one here went before MPI could end the others on its account."""
     _ended: set[int] = field(default_factory=set)
     _present: set[int] = field(default_factory=set)
 
@@ -170,13 +172,14 @@ class Listener:
         self._selector.unregister(connection.sock)
         connection.sock.close()
         self.num_open -= 1
+        if connection.rank >= 0 and connection.rank not in self.gone:
+            self.gone.append(connection.rank)
         if connection.stream == "control" and connection.rank not in self._ended:
             self._ended.add(connection.rank)
             self.outcomes.append(
                 Outcome(
                     rank=connection.rank,
                     host=connection.host,
-                    pid=connection.pid,
                     code=-1,
                     cause=f"process {connection.pid} died without a word (killed, or crashed)",
                 )
@@ -219,11 +222,11 @@ class Listener:
                 self.screen.hold_launcher = len(self._present) == self.num_ranks
             else:
                 self._ended.add(connection.rank)
+                self.gone.append(connection.rank)
                 self.outcomes.append(
                     Outcome(
                         rank=connection.rank,
                         host=connection.host,
-                        pid=connection.pid,
                         code=int(message["exit"]),
                         cause=message["cause"],
                     )

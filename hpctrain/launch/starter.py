@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -27,11 +26,6 @@ __all__ = ["start"]
 
 # After one rank has failed, MPI ends the others; if it does not within this time, we do.
 _GRACE_S = 3.0
-_BLAME = re.compile(
-    rb"=\s+PID (\d+) RUNNING AT"
-    rb"|process rank (\d+) with PID"
-    rb"|Process name: \[\[\d+,\d+\],(\d+)\]"
-)
 _PASS_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
 
@@ -140,14 +134,11 @@ class _Job:
         return self._conclude(interrupted)
 
     def _failure(self) -> Outcome | None:
-        """The rank that failed first; later ones are usually its victims.
-
-        Ranks that died without a word may be noticed in the wrong order; mpirun knows the first.
-        """
+        """The rank that failed first; later ones are usually its victims."""
         failed = [outcome for outcome in self.listener.outcomes if outcome.code != 0]
         told = [outcome for outcome in failed if outcome.code > 0]
-        named = [o for o in failed if names_rank(self.listener.screen.launcher_words, o)]
-        return next(iter([*told, *named, *failed]), None)
+        first_gone = sorted(failed, key=lambda outcome: self.listener.gone.index(outcome.rank))
+        return next(iter([*told, *first_gone]), None)
 
     def _conclude(self, interrupted: int | None) -> int:
         code = self.process.wait(timeout=10)
@@ -179,17 +170,6 @@ class _Job:
                 process.kill()
         self.process.kill()
         self.process.wait(timeout=10)
-
-
-def names_rank(launcher_words: bytes, outcome: Outcome) -> bool:
-    """Whether mpirun blames this rank: Hydra by its process id, Open MPI by its rank. Pure."""
-    blamed = _BLAME.search(launcher_words)
-    if blamed is None:
-        return False
-    pid, *ranks = blamed.groups()
-    if pid is not None:
-        return int(pid) == outcome.pid
-    return int(next(rank for rank in ranks if rank is not None)) == outcome.rank
 
 
 def _users_stdin() -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -132,6 +133,10 @@ class World:
         text = log.table(("node", "rank", "cores", "threads", "device"), rows, title=title)
         hidden = self.size - len(rows)
         return text + (f"\n ... and {hidden} more ranks" if hidden > 0 else "")
+
+    def at_exit(self, undo: Callable[[], None]) -> None:
+        """Do this when the world's block ends well, last come first served."""
+        self._undo.callback(undo)
 
     def __enter__(self) -> World:
         return self

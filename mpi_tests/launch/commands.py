@@ -34,7 +34,8 @@ class Done:
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The user's environment with this interpreter's tools first and the checkout importable."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **(extra or {})}
+    outer_make = dict.fromkeys(("MAKEFLAGS", "MAKELEVEL", "MFLAGS"), "")
+    return {**os.environ, **outer_make, "PATH": path, "PYTHONPATH": str(ROOT), **(extra or {})}
 
 
 def run(

@@ -49,7 +49,7 @@ def trained(text: str, num_ranks: int) -> bool:
 
 
 def test_make_demo_trains_digits_with_horovod_on_two_ranks():
-    dry = run("make", "-n", "demo")
+    dry = run("make", "-n", "--no-print-directory", "demo")
     command = dry.out.splitlines()[-1]
     assert command.endswith("hpctrain run -n 2 examples/digits.py"), dry.out
     words = shlex.split(command.partition("bin/")[2])

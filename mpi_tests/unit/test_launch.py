@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
 from hpctrain.launch.command import Hosts, launch_command, launch_environment, parse_hosts
-from hpctrain.launch.relay import Outcome
 from hpctrain.launch.screen import Screen
-from hpctrain.launch.starter import names_rank
 from hpctrain.mpi_version import MpiVersion, identify
 
 names = st.from_regex(r"[a-z][a-z0-9]{0,8}(-[a-z0-9]{1,4})?", fullmatch=True)
@@ -105,20 +103,6 @@ def test_whose_launcher_starts_whose_programs():
     assert not OPENMPI4.starts(OPENMPI5)
     assert not OPENMPI4.starts(MPICH)
     assert MpiVersion(family="intel", version="2021.9").starts(MPICH)
-
-
-@pytest.mark.parametrize(
-    ("words", "rank"),
-    [
-        (b"=   BAD TERMINATION\n=   PID 201 RUNNING AT vm\n=   EXIT CODE: 9", 1),
-        (b"mpirun noticed that process rank 2 with PID 0 on node vm exited on signal 9", 2),
-        (b"Process name: [[5230,1],0]\n  Exit code:    5", 0),
-        (b"nothing to say", None),
-    ],
-)
-def test_the_rank_that_mpirun_blames_is_known(words, rank):
-    outcomes = [Outcome(rank=r, host="vm", pid=200 + r, code=-1, cause="") for r in range(3)]
-    assert [o.rank for o in outcomes if names_rank(words, o)] == ([] if rank is None else [rank])
 
 
 def screen(**options):

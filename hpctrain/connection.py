@@ -1,0 +1,45 @@
+"""Floor 3: an engine with a watchdog over it, for a world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain import faults
+from hpctrain.engines import create
+from hpctrain.engines.base import Engine
+from hpctrain.world import World
+
+if TYPE_CHECKING:
+    from hpctrain.faults import Watchdog
+
+__all__ = ["Connection", "connect"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """An engine, why it was chosen, and who watches over it."""
+
+    engine: Engine
+    reason: str
+    watchdog: Watchdog | None = None
+
+
+def connect(world: World, engine: str = "auto", *, timeout_s: float = 600.0) -> Connection:
+    """Collective: connect all ranks by an engine; every rank passes the same arguments.
+
+    The connection lives as long as the world: leaving the world's block closes it.
+
+    Args:
+        world: The ranks.
+        engine: `auto`, `local`, `mpi`, `horovod` or `torch`.
+        timeout_s: How long a collective may wait for a rank before the job ends and names it.
+
+    Raises:
+        ConfigError: the engine is unknown or not built on some rank.
+    """
+    watchdog = faults.start(world, timeout_s=timeout_s)
+    link = create(world, engine, watch=watchdog, timeout_s=timeout_s)
+    world.at_exit(watchdog.stop)
+    world.at_exit(link.close)
+    return Connection(engine=link, reason=link.reason, watchdog=watchdog)

@@ -1,0 +1,122 @@
+"""How a rank goes into a collective: checked, announced to the watch, and with errors in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from hpctrain.engines import wire
+from hpctrain.engines.control import Control
+from hpctrain.engines.op import Op
+from hpctrain.errors import CollectiveError, ConfigError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+__all__ = ["Finish", "Meeting", "Pending", "Watch", "Work"]
+
+T = TypeVar("T")
+Finish = Callable[[], None]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Block until the tensor holds the result."""
+
+
+class Watch(Protocol):
+    """Who is told about every collective, so that a rank that stays out of one can be named."""
+
+    def enter(self, call: str) -> None:
+        """A collective begins; `call` names it and is the same on all ranks."""
+
+    def leave(self) -> None:
+        """The collective has ended."""
+
+
+class Meeting:
+    """What engines share besides the collectives: ranks, device, checks, watch.
+
+    Args:
+        comm: The ranks; duplicated here. None for a rank alone.
+        device: Where this rank's tensors are, besides the CPU.
+        watch: Who is told when this rank waits in a collective.
+    """
+
+    name: ClassVar[str]
+    reason: str = "asked for"
+    """Why this engine was chosen."""
+
+    def __init__(self, comm: Comm | None, device: torch.device, *, watch: Watch | None) -> None:
+        self._control = Control(comm)
+        self._watch = watch
+        self._closed = False
+        self.rank = self._control.rank
+        self.size = self._control.size
+        self.device = device
+
+    def _check(
+        self,
+        call: str,
+        tensor: Tensor,
+        op: Op | None = None,
+        ops: frozenset[Op] = frozenset(),
+        *,
+        written: bool = True,
+    ) -> None:
+        self._check_open(call)
+        written = written and call != "reduce_scatter"
+        wire.check_tensor(tensor, call=call, device=self.device, written=written)
+        if op is not None:
+            wire.check_op(tensor, op, call=call, ops=ops, engine=self.name)
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise ConfigError(f"{call}: this {self.name} engine is closed; make another one")
+
+    def _meet(
+        self,
+        exchange: Callable[[], T],
+        call: str,
+        what: str,
+        tensor: Tensor | None,
+        *,
+        rows_vary: bool = False,
+    ) -> T:
+        """Run what waits for other ranks, and let the watch know."""
+        if self._watch is None:
+            return self._run(exchange, call)
+        if tensor is None:
+            self._watch.enter(call)
+        else:
+            self._watch.enter(wire.describe(call, what, tensor, rows_vary=rows_vary))
+        try:
+            return self._run(exchange, call)
+        finally:
+            self._watch.leave()
+
+    def _run(self, exchange: Callable[[], T], call: str) -> T:
+        try:
+            return exchange()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # MPI's, Horovod's and torch.distributed's errors all are
+            raise CollectiveError(f"{call} failed in the {self.name} engine: {error}") from error
+
+
+class Pending:
+    """A collective that `wait` finishes once."""
+
+    def __init__(self, finish: Finish | None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block until the tensor holds the result."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()

@@ -1,0 +1,175 @@
+"""The `mpi` engine: collectives of mpi4py on a communicator of its own.
+
+Asynchronous collectives run on one worker thread, in the order in which they were started, with the
+interpreter's lock released; a blocking one queues behind those that are pending. A sum is made in
+the order that the MPI library chooses by count and size alone, so equal runs give equal bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.engines import wire
+from hpctrain.engines.base import Engine, Op, Watch
+from hpctrain.engines.gpu_aware import mpi_reads_device_memory
+from hpctrain.engines.meeting import Finish
+from hpctrain.engines.worker import Worker
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+__all__ = ["MpiEngine"]
+
+_DATATYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+}
+_OPS = {Op.SUM: MPI.SUM, Op.MIN: MPI.MIN, Op.MAX: MPI.MAX}
+
+
+class MpiEngine(Engine):
+    """Collectives over MPI; CUDA tensors by MPI itself if it reads device memory, else by the host.
+
+    Args:
+        comm: The ranks; duplicated here.
+        device: This rank's device.
+        watch: Who is told when this rank waits in a collective.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: Comm, device: torch.device, *, watch: Watch | None = None) -> None:
+        super().__init__(comm, device, watch=watch)
+        self._data: Comm = comm.Dup()
+        self._worker = Worker("hpctrain-mpi", device)
+        self._concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._direct = device.type == "cpu" or mpi_reads_device_memory(device.type)
+
+    def _sends(self, dtype: torch.dtype, op: Op, device: torch.device) -> bool:
+        return dtype in _DATATYPES
+
+    def _start_allreduce(self, flat: Tensor, op: Op, what: str) -> Finish:
+        staged = self._stage(flat)
+
+        def combine() -> None:
+            staged.ready()
+            self._data.Allreduce(MPI.IN_PLACE, _buffer(staged.memory), op=_OPS[op])
+
+        if not self._concurrent:  # MPI may not be called by two threads: do it now
+            combine()
+            return staged.bring_back
+        job = self._worker.submit(combine)
+
+        def finish() -> None:
+            job.wait()
+            staged.bring_back()
+
+        return finish
+
+    def _allreduce(self, flat: Tensor, op: Op, what: str) -> None:
+        staged = self._stage(flat)
+        staged.ready()
+        memory = _buffer(staged.memory)
+        self._worker.run(lambda: self._data.Allreduce(MPI.IN_PLACE, memory, op=_OPS[op]))
+        staged.bring_back()
+
+    def _reduce_scatter(self, lines: Tensor, op: Op, what: str) -> Tensor:
+        staged = self._stage(lines)
+        num_rows, width = lines.shape
+        share = wire.shares(num_rows, self.size)
+        part = staged.memory.new_empty(share[self.rank], width)
+        counts = [count * width for count in share]
+        staged.ready()
+        self._worker.run(
+            lambda: self._data.Reduce_scatter(
+                _buffer(staged.memory), _buffer(part), recvcounts=counts, op=_OPS[op]
+            )
+        )
+        return part.to(lines.device)
+
+    def _broadcast(self, flat: Tensor, root: int, what: str) -> None:
+        staged = self._stage(flat)
+        staged.ready()
+        self._worker.run(lambda: self._data.Bcast(_buffer(staged.memory), root=root))
+        staged.bring_back()
+
+    def _allgather(self, what: str, flat: Tensor, counts: list[int]) -> Tensor:
+        staged = self._stage(flat)
+        joined = staged.memory.new_empty(sum(counts))
+        staged.ready()
+        self._worker.run(
+            lambda: self._data.Allgatherv(_buffer(staged.memory), _buffer(joined, counts))
+        )
+        return joined.to(flat.device)
+
+    def _alltoall(self, what: str, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        staged = self._stage(flat)
+        came = staged.memory.new_empty(sum(received))
+        staged.ready()
+        self._worker.run(
+            lambda: self._data.Alltoallv(_buffer(staged.memory, sent), _buffer(came, received))
+        )
+        return came.to(flat.device)
+
+    def _split(self, table: list[tuple[int | None, int]]) -> Engine | None:
+        color, key = table[self.rank]
+        part = self._data.Split(MPI.UNDEFINED if color is None else color, key)
+        if part == MPI.COMM_NULL:
+            return None
+        try:
+            return MpiEngine(part, self.device, watch=self._watch)
+        finally:
+            part.Free()
+
+    def _close(self) -> None:
+        self._worker.stop()
+        self._data.Free()
+
+    def _stage(self, tensor: Tensor) -> _Staged:
+        return _Staged(tensor, by_host=tensor.device.type != "cpu" and not self._direct)
+
+
+class _Staged:
+    """Memory that MPI can read: the tensor's own, or pinned host memory that mirrors it."""
+
+    def __init__(self, tensor: Tensor, *, by_host: bool) -> None:
+        self._tensor = tensor
+        self._by_host = by_host
+        self._event: torch.Event | None = None
+        self.memory = tensor
+        if by_host:
+            self.memory = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self.memory.copy_(tensor, non_blocking=True)
+        if tensor.device.type != "cpu":
+            self._event = torch.Event(tensor.device.type)
+            self._event.record()
+
+    def ready(self) -> None:
+        """Wait until the device has written what is to be sent."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def bring_back(self) -> None:
+        """Put the result where the tensor is."""
+        if self._by_host:
+            self._tensor.copy_(self.memory, non_blocking=True)
+
+
+def _buffer(tensor: Tensor, counts: list[int] | None = None) -> list[object]:
+    """A contiguous tensor as mpi4py takes it: address, counts, datatype."""
+    memory = MPI.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    datatype = _DATATYPES[tensor.dtype]
+    if counts is None:
+        return [memory, tensor.numel(), datatype]
+    starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    return [memory, (counts, starts), datatype]

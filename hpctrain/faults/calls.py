@@ -1,0 +1,99 @@
+"""What a rank is doing: its collectives, numbered in the order in which it enters them.
+
+`enter` and `leave` are on the path of every collective, so they only write plain attributes: no
+locks, and nothing is formatted. Whoever wants to know reads a snapshot from another thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from _thread import get_ident
+from time import monotonic
+
+from hpctrain.faults.answer import Call, Standing
+
+__all__ = ["Lane"]
+
+_RING = 64
+_MASK = _RING - 1  # 64 is a power of two
+_Entry = tuple[int, str, float]
+
+
+class Lane:
+    """The calls of one group of ranks, which all make the same calls in the same order.
+
+    Several threads may call: each has a stack of its own, so calls may also be nested. A call is
+    left by the thread that entered it. The numbers count the whole lane.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], key: str) -> None:
+        self.ranks = ranks
+        self.key = key
+        self._numbers = itertools.count(1)
+        self._stacks: dict[int, list[_Entry]] = {}
+        self._ring: list[_Entry] = [(0, "", 0.0)] * _RING
+        self._ended: tuple[_Entry, float] | None = None
+
+    def enter(self, call: str) -> None:
+        """A collective begins; `call` names it and is the same on all ranks of the lane."""
+        number = next(self._numbers)
+        entry = (number, call, monotonic())
+        self._ring[number & _MASK] = entry
+        try:
+            self._stacks[get_ident()].append(entry)
+        except KeyError:
+            self._stacks[get_ident()] = [entry]
+
+    def leave(self) -> None:
+        """The collective that this thread entered last has ended.
+
+        Raises:
+            RuntimeError: this thread has not entered one.
+        """
+        try:
+            self._ended = (self._stacks[get_ident()].pop(), monotonic())
+        except (KeyError, IndexError):
+            raise RuntimeError(
+                "leave() without enter(): each collective is left by the thread that entered it"
+            ) from None
+
+    def pending(self, now: float) -> list[Call]:
+        """The innermost open call of every thread, and how long nothing has moved in it."""
+        ended = self._ended
+        calls = []
+        for stack in self._open_stacks():
+            number, name, since = stack[-1]
+            # A call that contains others moves as long as they do.
+            if ended is not None and ended[0][0] > number:
+                since = max(since, ended[1])
+            calls.append(Call(number=number, name=name, seconds=now - since))
+        return calls
+
+    def standing(self) -> Standing:
+        """Where this rank stands in the lane."""
+        now = monotonic()
+        ended = self._ended
+        # The stacks before the ring: a call that is open is then always known by name, too.
+        stacks = self._open_stacks()
+        recent = {number: name for number, name, _ in list(self._ring) if number}
+        return Standing(
+            entered=max(recent, default=0),
+            open=tuple(
+                Call(number=number, name=name, seconds=now - since)
+                for stack in stacks
+                for number, name, since in stack
+            ),
+            innermost=tuple(stack[-1][0] for stack in stacks),
+            ended=None
+            if ended is None
+            else Call(number=ended[0][0], name=ended[0][1], seconds=now - ended[1]),
+            recent=recent,
+            num_threads=len(self._stacks),
+        )
+
+    def _open_stacks(self) -> list[tuple[_Entry, ...]]:
+        """Copies of the stacks that are not empty; those of threads that died are dropped."""
+        alive = sys._current_frames()
+        copies = [(ident, tuple(stack)) for ident, stack in list(self._stacks.items())]
+        return [stack for ident, stack in copies if stack and ident in alive]

@@ -1,0 +1,40 @@
+"""The end of a job whose collective does not end."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+from typing import NoReturn
+
+from hpctrain.world import Launch
+from hpctrain.world.guard import report_exit
+
+__all__ = ["EXIT_CODE", "end_all_ranks"]
+
+EXIT_CODE = 124
+"""How a job ends whose collective did not: as after `timeout`, a time limit has passed."""
+
+_ABORT_S = 5
+
+
+def end_all_ranks(launch: Launch, text: str, cause: str) -> NoReturn:
+    """Print `text` and end every rank of the job, from a thread while others are inside MPI.
+
+    `hpctrain run` is told first; where MPI cannot even abort, this process ends all the same.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        # A timer without Python: MPI_Abort may hang while it holds Python's lock.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(_ABORT_S, exit=True, file=nowhere)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    report_exit(launch, EXIT_CODE, cause)
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(EXIT_CODE)
+    os._exit(EXIT_CODE)

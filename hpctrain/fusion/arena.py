@@ -1,0 +1,311 @@
+"""The arena: gradients as views of flat buffers, exchanged one message per bucket.
+
+`p.grad` of every parameter is a view, so nothing is copied into a fusion buffer and nothing has to
+be negotiated. A gradient that has left the arena (`zero_grad(set_to_none=True)`,
+`create_graph=True`) is brought back before it travels.
+
+Which parameters a backward pass used is told by a hook that is a bare `list.append`: no Python code
+runs during backward, except once per bucket where buckets travel while backward still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, ParameterSpec, plan
+
+__all__ = ["Arena", "Arrived", "Carrier", "Work"]
+
+
+class Work(Protocol):
+    """A message under way."""
+
+    def wait(self) -> None:
+        """Block until it has arrived."""
+
+
+Carrier = Callable[[Tensor, str], Work]
+"""Collective: starts summing a flat tensor over all ranks in place; the text says what it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrived:
+    """What came with an exchange, besides gradients. Reading it on a GPU waits for the GPU."""
+
+    control: Tensor
+    """Total weight, backward calls, and ranks that took part, summed over all ranks."""
+    flags: tuple[tuple[tuple[int, ...], Tensor], ...]
+    """For each bucket its members and how many ranks used each."""
+    all_used_here: bool
+    """Whether this rank used every parameter: then the flags have nothing to add."""
+
+    def used(self) -> frozenset[int] | None:
+        """Parameters that some rank used, by index; None means all."""
+        if self.all_used_here:
+            return None
+        found: set[int] = set()
+        for members, flags in self.flags:
+            marks = flags.real.tolist() if flags.is_complex() else flags.tolist()
+            found.update(i for i, mark in zip(members, marks, strict=True) if mark > 0)
+        return frozenset(found)
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """A bucket and its place in memory."""
+
+    bucket: Bucket
+    message: Tensor
+    flags: Tensor
+    control: Tensor | None
+    text: str
+    ready: list[Tensor] = field(default_factory=list)
+    """Filled by the hooks during one backward pass."""
+    used: set[int] = field(default_factory=set)
+    """Filled from `ready` after each backward pass, until the exchange."""
+    work: Work | None = None
+
+
+class Arena:
+    """Flat gradient buffers of a list of parameters."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        bucket_bytes: int | None,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.parameters = tuple(parameters)
+        self._specs = [_spec(name, p) for name, p in zip(names, parameters, strict=True)]
+        self.buckets = plan(self._specs, bucket_bytes=bucket_bytes, order=order)
+        self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
+        self.flats = self._allocate()
+        self._index = {id(p): i for i, p in enumerate(self.parameters)}
+        self._lanes: list[_Lane] = []
+        self._slot_of: dict[int, tuple[_Lane, int]] = {}
+        self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        for bucket in self.buckets:
+            self._open_lane(bucket)
+        self._pointers = [view.data_ptr() for view in self.views]
+        self._hooked: dict[int, RemovableHandle] = {}
+        self._triggers: list[RemovableHandle] = []
+        self._carry: Carrier | None = None
+        self._launched = 0
+        self.num_messages = 0
+        """Messages sent so far."""
+        self.num_trigger_calls = 0
+        """Python hooks called so far."""
+
+    # Building
+
+    def _allocate(self) -> dict[tuple[str, str], Tensor]:
+        sizes: dict[tuple[str, str], int] = {}
+        for bucket in self.buckets:
+            sizes[bucket.dtype, bucket.device] = bucket.stop
+        return {
+            (dtype, device): torch.zeros(size, dtype=getattr(torch, dtype), device=device)
+            for (dtype, device), size in sizes.items()
+        }
+
+    def _open_lane(self, bucket: Bucket) -> None:
+        flat = self.flats[bucket.dtype, bucket.device]
+        control = None
+        if bucket.control is not None:
+            control = flat[bucket.control : bucket.control + CONTROL_WORDS]
+        shown = ", ".join(self.names[i] for i in bucket.members[:3])
+        more = f" and {len(bucket.members) - 3} more" if len(bucket.members) > 3 else ""
+        lane = _Lane(
+            bucket=bucket,
+            message=flat[bucket.start : bucket.stop],
+            flags=flat[bucket.flags : bucket.flags + len(bucket.members)],
+            control=control,
+            text=f"bucket {len(self._lanes)} ({shown}{more})",
+        )
+        self._lanes.append(lane)
+        for index, offset in zip(bucket.members, bucket.offsets, strict=True):
+            self._slot_of[index] = (lane, offset)
+            self.views[index] = self._view(index)
+
+    def fits(self) -> bool:
+        """Whether every parameter still has the size, dtype and device it was laid out for."""
+        return all(
+            (p.dtype, p.device, p.shape) == kind
+            for p, kind in zip(self.parameters, self._kinds, strict=True)
+        )
+
+    def close(self) -> None:
+        """Take the hooks away; gradients stay what they are."""
+        for handle in (*self._hooked.values(), *self._triggers):
+            handle.remove()
+        self._hooked.clear()
+        self._triggers.clear()
+
+    # Around a backward pass
+
+    def attach(self) -> None:
+        """Make every gradient a view, and hook what can have a gradient now.
+
+        What is frozen has none, as after torch's own `zero_grad`.
+        """
+        for index, parameter in enumerate(self.parameters):
+            if not parameter.requires_grad:
+                parameter.grad = None
+                continue
+            if index not in self._hooked:
+                ready = self._slot_of[index][0].ready
+                self._hooked[index] = _hook(parameter, ready.append)
+            if not self._is_home(index):
+                self._bring_home(index)
+
+    def is_attached(self) -> bool:
+        """Whether every gradient is still the arena's own."""
+        return all(self._is_home(i) for i, p in enumerate(self.parameters) if p.requires_grad)
+
+    def _is_home(self, index: int) -> bool:
+        view = self.views[index]
+        return self.parameters[index].grad is view and view.data_ptr() == self._pointers[index]
+
+    def _bring_home(self, index: int) -> None:
+        self.views[index] = self._view(index)
+        self.parameters[index].grad = self.views[index]
+
+    def _view(self, index: int) -> Tensor:
+        lane, offset = self._slot_of[index]
+        parameter = self.parameters[index]
+        flat = self.flats[lane.bucket.dtype, lane.bucket.device]
+        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+    def settle(self) -> None:
+        """After a backward pass: note what it used, and bring back what it wrote elsewhere."""
+        for lane in self._lanes:
+            self._settle(lane)
+
+    def _settle(self, lane: _Lane) -> None:
+        for parameter in lane.ready:
+            index = self._index[id(parameter)]
+            lane.used.add(index)
+            stray = parameter.grad
+            if stray is not None and not self._is_home(index):
+                self._bring_home(index)
+                self.views[index].copy_(stray.detach())
+        lane.ready.clear()
+
+    def versions(self) -> tuple[int, ...]:
+        """Counters that move whenever anybody writes to a gradient."""
+        return tuple(flat._version for flat in self.flats.values())
+
+    def zero(self) -> None:
+        """Forget all gradients, flags and counts."""
+        for flat in self.flats.values():
+            flat.zero_()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget which parameters were used."""
+        for lane in self._lanes:
+            lane.ready.clear()
+            lane.used.clear()
+
+    def unsettled(self) -> list[str]:
+        """Parameters that a backward pass has used which nobody settled, by name."""
+        return [self.names[self._index[id(p)]] for lane in self._lanes for p in lane.ready]
+
+    # Exchange
+
+    def arm(self, carry: Carrier, control: tuple[float, float, float], *, overlap: bool) -> None:
+        """Prepare an exchange; with `overlap`, buckets leave as soon as backward has filled them.
+
+        Args:
+            carry: Starts a message.
+            control: This rank's weight, backward calls, and 1 if it takes part.
+            overlap: Whether backward follows, or is done already.
+        """
+        self._carry = carry
+        self._launched = 0
+        for lane in self._lanes:
+            lane.work = None
+            if lane.control is not None:
+                lane.control.copy_(torch.tensor(control, dtype=torch.float64))
+        if overlap and not self._triggers:
+            self._set_triggers()
+
+    def _set_triggers(self) -> None:
+        for lane in self._lanes:
+            hooked = [i for i in lane.bucket.members if i in self._hooked]
+            if hooked:
+                # Slots are in the order of readiness: the last one usually completes the bucket.
+                last = self.parameters[hooked[-1]]
+                self._triggers.append(_hook(last, self._trigger))
+
+    def _trigger(self, _parameter: Tensor) -> None:
+        self.num_trigger_calls += 1
+        if self._carry is None:
+            return
+        while self._launched < len(self._lanes):
+            lane = self._lanes[self._launched]
+            expected = sum(self.parameters[i].requires_grad for i in lane.bucket.members)
+            if len({id(p) for p in lane.ready}) < expected:
+                return
+            self._launch(lane)
+
+    def _launch(self, lane: _Lane) -> None:
+        if self._carry is None:
+            raise RuntimeError("an arena must be armed before its buckets travel")
+        self._settle(lane)
+        marks = [1.0 if index in lane.used else 0.0 for index in lane.bucket.members]
+        lane.flags.copy_(torch.tensor(marks, dtype=torch.float64))
+        lane.work = self._carry(lane.message, lane.text)
+        self._launched += 1
+        self.num_messages += 1
+
+    def finish(self) -> Arrived:
+        """Collective: send the buckets that have not left yet, and wait for all."""
+        while self._launched < len(self._lanes):
+            self._launch(self._lanes[self._launched])
+        control = torch.zeros(CONTROL_WORDS)
+        num_used = 0
+        for lane in self._lanes:
+            if lane.work is not None:
+                lane.work.wait()
+            lane.work = None
+            num_used += len(lane.used)
+            if lane.control is not None:
+                control = lane.control
+        self._carry = None
+        self.forget()
+        return Arrived(
+            control=control.clone(),
+            flags=tuple((lane.bucket.members, lane.flags.clone()) for lane in self._lanes),
+            all_used_here=num_used == len(self.parameters),
+        )
+
+    def divide(self, divisor: float | Tensor) -> None:
+        """Turn sums into averages."""
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            for flat in self.flats.values():
+                flat.div_(divisor)
+
+
+def _hook(parameter: Tensor, call: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call something whenever a backward pass has added to a parameter's gradient."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _spec(name: str, parameter: torch.nn.Parameter) -> ParameterSpec:
+    return ParameterSpec(
+        name=name,
+        numel=parameter.numel(),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        device=str(parameter.device),
+        itemsize=parameter.element_size(),
+    )

@@ -1,0 +1,124 @@
+"""Where each gradient lives in the flat buffers: buckets, slots, flags, control words. Pure.
+
+A bucket is a contiguous piece of one dtype's buffer and travels as one message:
+
+    [ gradient | gradient | ... | one flag per parameter | control words (one bucket only) ]
+
+The flags say which parameters a rank has used, so that "unused everywhere" can be told from "zero";
+the control words carry sample counts. Neither needs a message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.errors import ConfigError
+
+__all__ = ["CONTROL_WORDS", "Bucket", "ParameterSpec", "plan"]
+
+CONTROL_WORDS = 3
+"""Total weight, number of backward calls, number of ranks that took part."""
+
+_ALIGN_BYTES = 64
+# Exact for the counts that control words carry; half precisions are not.
+_EXACT = ("float64", "float32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSpec:
+    """A parameter as the layout needs to know it."""
+
+    name: str
+    numel: int
+    dtype: str
+    device: str
+    itemsize: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """A contiguous piece of a flat buffer. Offsets count elements from the buffer's start."""
+
+    dtype: str
+    device: str
+    members: tuple[int, ...]
+    """Indices of the parameters, in the order of their slots."""
+    offsets: tuple[int, ...]
+    flags: int
+    """Where the flags begin, one per member."""
+    control: int | None
+    """Where the control words begin, in the one bucket that has them."""
+    start: int
+    stop: int
+
+
+def plan(
+    specs: Sequence[ParameterSpec], *, bucket_bytes: int | None, order: Sequence[int] | None = None
+) -> list[Bucket]:
+    """Lay out parameters in buckets, in the order in which they travel.
+
+    Args:
+        specs: The parameters in the order of the optimizer's groups.
+        bucket_bytes: When to close a bucket; None makes one bucket per dtype and device.
+        order: The order in which gradients become ready; None takes the parameters backwards.
+
+    Returns:
+        The buckets in travelling order. A model with no float32 or float64 parameter gets a bucket
+        of control words alone, since half precision cannot count.
+    """
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ConfigError(f"bucket_bytes={bucket_bytes} must be at least 1, or None for one bucket")
+    sequence = list(reversed(range(len(specs)))) if order is None else list(order)
+    groups: list[tuple[str, str, list[int]]] = []
+    open_groups: dict[tuple[str, str], tuple[list[int], int]] = {}
+    for index in sequence:
+        spec = specs[index]
+        kind = (spec.dtype, spec.device)
+        members, filled = open_groups.get(kind, ([], 0))
+        if not members:
+            groups.append((*kind, members))
+        members.append(index)
+        filled += spec.numel * spec.itemsize
+        full = bucket_bytes is not None and filled >= bucket_bytes
+        open_groups[kind] = ([], 0) if full else (members, filled)
+    return _place(specs, groups)
+
+
+def _place(
+    specs: Sequence[ParameterSpec], groups: list[tuple[str, str, list[int]]]
+) -> list[Bucket]:
+    counting = next((i for i, group in enumerate(groups) if group[0] in _EXACT), None)
+    if counting is None:
+        groups = [*groups, ("float64", groups[0][1] if groups else "cpu", [])]
+        counting = len(groups) - 1
+    ends: dict[tuple[str, str], int] = {}
+    buckets = []
+    for number, (dtype, device, members) in enumerate(groups):
+        start = cursor = ends.get((dtype, device), 0)
+        offsets = []
+        for index in members:
+            offsets.append(cursor)
+            step = max(1, _ALIGN_BYTES // specs[index].itemsize)
+            cursor += -(-specs[index].numel // step) * step
+        flags = cursor
+        cursor += len(members)
+        control = cursor if number == counting else None
+        cursor += CONTROL_WORDS if number == counting else 0
+        itemsize = specs[members[0]].itemsize if members else 8
+        step = max(1, _ALIGN_BYTES // itemsize)
+        stop = cursor
+        ends[dtype, device] = -(-cursor // step) * step
+        buckets.append(
+            Bucket(
+                dtype=dtype,
+                device=device,
+                members=tuple(members),
+                offsets=tuple(offsets),
+                flags=flags,
+                control=control,
+                start=start,
+                stop=stop,
+            )
+        )
+    return buckets

@@ -1,0 +1,98 @@
+"""Floor 4: where engine, fusion and optimizer meet."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.connection import Connection, connect
+from hpctrain.engines.base import Engine
+from hpctrain.errors import ConfigError
+from hpctrain.replica.arena_mode import ArenaMode
+from hpctrain.replica.core import Mode, Replica, Step
+from hpctrain.replica.naming import named_parameters
+from hpctrain.replica.starting import (
+    broadcast_optimizer,
+    broadcast_tensors,
+    check_equal,
+    check_structure,
+)
+from hpctrain.world import World
+
+__all__ = ["Replica", "Step", "distribute"]
+
+_BUCKET_BYTES = 25 << 20
+_REFUSED = {
+    "SparseAdam": "it needs sparse gradients, and gradients travel dense; use Adam or AdamW",
+    "LBFGS": "it evaluates the loss several times a step; use a first-order optimizer",
+}
+
+
+def distribute(
+    world: World,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    engine: str | Engine = "auto",
+    accumulate: int = 1,
+    overlap: bool | None = None,
+    bucket_bytes: int | None = None,
+    timeout_s: float = 600.0,
+) -> Replica:
+    """Collective: train a model on all ranks as one; every rank passes the same arguments.
+
+    Weights, buffers and optimizer state become rank 0's and are checked equal; from here on the
+    global generators draw each rank's own random numbers (see `hpctrain.world.seeding`).
+
+    Args:
+        world: The ranks.
+        model: Built alike on every rank, on `world.device`.
+        optimizer: Over the parameters to train; it stays the user's own.
+        engine: `auto`, a name (`local`, `mpi`, `horovod`, `torch`), or an engine to share.
+        accumulate: Backward calls that make one step.
+        overlap: Whether buckets travel while backward still runs; None: where there is something to
+            hide, that is between nodes and on GPUs.
+        bucket_bytes: When to close a bucket; None: 25 MiB with overlap, everything at once without.
+        timeout_s: How long a collective may wait for a rank before the job ends and names it.
+
+    Raises:
+        ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
+            between ranks.
+    """
+    refused = _REFUSED.get(type(optimizer).__name__)
+    if refused:
+        raise ConfigError(f"{type(optimizer).__name__} cannot be distributed: {refused}")
+    connection = (
+        connect(world, engine, timeout_s=timeout_s)
+        if isinstance(engine, str)
+        else Connection(engine=engine, reason="given")
+    )
+    link = connection.engine
+    hides = link.size > 1 and (world.num_nodes > 1 or world.device.type != "cpu")
+    overlapping = hides if overlap is None else overlap
+    size = bucket_bytes if bucket_bytes is not None else (_BUCKET_BYTES if overlapping else None)
+
+    def lay_out() -> Mode:
+        names, parameters = named_parameters(model, optimizer)
+        check_structure(world, names, parameters)
+        broadcast_tensors(link, names, parameters)
+        return ArenaMode(link, names, parameters, bucket_bytes=size, overlap=overlapping)
+
+    mode = lay_out()
+    buffers = list(model.named_buffers())
+    names, tensors = [name for name, _ in buffers], [buffer for _, buffer in buffers]
+    check_structure(world, names, tensors)
+    broadcast_tensors(link, names, tensors)
+    broadcast_optimizer(world, link, optimizer)
+    everything = [*model.named_parameters(), *buffers]
+    check_equal(world, [n for n, _ in everything], [t for _, t in everything], "at the start")
+    world.streams.bind_own()
+    return Replica(
+        world,
+        model,
+        optimizer,
+        link,
+        mode,
+        accumulate=accumulate,
+        reason=connection.reason,
+        rebuild=lay_out,
+    )

@@ -1,0 +1,146 @@
+"""Gradients through the arena: one message per bucket, on any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpctrain.engines.base import Op
+from hpctrain.fusion import Arena
+from hpctrain.fusion.arena import Arrived
+
+if TYPE_CHECKING:
+    from hpctrain.engines.base import Engine, Work
+
+__all__ = ["ArenaMode", "Control"]
+
+Control = tuple[float, float, float]
+"""Weight, backward calls, and 1 for a rank that takes part."""
+
+
+class ArenaMode:
+    """How a replica's gradients travel when hpctrain lays them out itself."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        bucket_bytes: int | None,
+        overlap: bool,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.overlap = overlap
+        self.arena = Arena(names, parameters, bucket_bytes=bucket_bytes, order=order)
+        self._bucket_bytes = bucket_bytes
+        self._versions = self.arena.versions()
+        self._armed = False
+
+    def fits(self) -> bool:
+        """Whether the parameters are still what they were laid out as."""
+        return self.arena.fits()
+
+    def begin(self, *, fresh: bool) -> None:
+        """Before a backward pass: gradients are views, and zero where a new window begins."""
+        if fresh:
+            self.arena.zero()
+        self.arena.attach()
+
+    def edited(self) -> bool:
+        """Whether somebody has written to gradients since `settle`."""
+        return self.arena.versions() != self._versions or not self.arena.is_attached()
+
+    def foreign(self) -> list[str]:
+        """Parameters that a backward pass of somebody else's has written to."""
+        return self.arena.unsettled()
+
+    def arm(self, control: Control) -> None:
+        """Before the last backward pass of a window: let buckets leave while it runs."""
+        if self.overlap:
+            self.arena.arm(self._carry, control, overlap=True)
+            self._armed = True
+
+    def settle(self) -> None:
+        """After a backward pass."""
+        self.arena.settle()
+        self._versions = self.arena.versions()
+
+    def exchange(self, control: Control) -> Arrived:
+        """Collective: sum all gradients over all ranks."""
+        if not self._armed:
+            self.arena.arm(self._carry, control, overlap=False)
+        self._armed = False
+        return self.arena.finish()
+
+    def average(self, divisor: float | Tensor) -> None:
+        """Turn the sums into averages."""
+        self.arena.divide(divisor)
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        self.arena.zero()
+
+    def hide_unused(self, used: frozenset[int] | None) -> None:
+        """Give parameters that no rank used no gradient at all: None is not zero."""
+        if used is not None:
+            for index, parameter in enumerate(self.arena.parameters):
+                if index not in used:
+                    parameter.grad = None
+
+    def gradients(self) -> list[Tensor | None]:
+        """Copies of the gradients as they are now."""
+        return [None if p.grad is None else p.grad.clone() for p in self.arena.parameters]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients that were set aside."""
+        for parameter, gradient in zip(self.arena.parameters, gradients, strict=True):
+            if gradient is not None and parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What was chosen, in words."""
+        sizes = [
+            f"{flat.numel() * flat.element_size() / 2**20:.1f} MiB {dtype} on {device}"
+            for (dtype, device), flat in self.arena.flats.items()
+        ]
+        when = "while backward runs" if self.overlap else "after backward"
+        return [
+            ("gradients", f"arena: {', '.join(sizes)}"),
+            ("messages", f"{len(self.arena.buckets)} a step, sent {when}"),
+        ]
+
+    def counts(self) -> dict[str, int]:
+        """Messages sent and Python hooks called so far."""
+        return {
+            "messages": self.arena.num_messages,
+            "hooks": self.arena.num_trigger_calls,
+            "bytes": sum(
+                (bucket.stop - bucket.start)
+                * self.arena.flats[bucket.dtype, bucket.device].element_size()
+                for bucket in self.arena.buckets
+            ),
+        }
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self.arena.close()
+
+    def _carry(self, message: Tensor, what: str) -> Work:
+        if self.overlap:
+            return self.engine.allreduce_async_(message, Op.SUM, what=what)
+        self.engine.allreduce_(message, Op.SUM, what=what)
+        return _Arrived()
+
+
+class _Arrived:
+    """A message that has arrived already."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""

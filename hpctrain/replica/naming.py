@@ -1,0 +1,43 @@
+"""Which parameters an optimizer has, in its order, with their names in the model. Pure."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.errors import ConfigError
+
+__all__ = ["named_parameters"]
+
+
+def named_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[list[str], list[torch.nn.Parameter]]:
+    """List the optimizer's parameters in the order of its groups, each once.
+
+    Parameters that are not the model's own are named by their place in the optimizer.
+
+    Raises:
+        ConfigError: there is none, or one is not a leaf that torch could give a gradient.
+    """
+    known = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
+    names: list[str] = []
+    parameters: list[torch.nn.Parameter] = []
+    seen: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            name = known.get(id(parameter), f"group{number}.{place}")
+            if id(parameter) in seen:
+                raise ConfigError(f"parameter {name} is in the optimizer twice; remove one of them")
+            if not parameter.is_leaf:
+                raise ConfigError(f"parameter {name} is not a leaf tensor; optimize its source")
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                raise ConfigError(
+                    f"parameter {name} has dtype {parameter.dtype}, which has no gradient; leave "
+                    "it out of the optimizer"
+                )
+            seen.add(id(parameter))
+            names.append(name)
+            parameters.append(parameter)
+    if not parameters:
+        raise ConfigError("the optimizer has no parameters; give it model.parameters()")
+    return names, parameters

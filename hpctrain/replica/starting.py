@@ -1,0 +1,127 @@
+"""All ranks begin with rank 0's weights, buffers and optimizer state, and prove it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.log import format_ranges
+from hpctrain.world import World, agree
+
+if TYPE_CHECKING:
+    from hpctrain.engines.base import Engine
+
+__all__ = [
+    "broadcast_optimizer",
+    "broadcast_tensors",
+    "check_equal",
+    "check_structure",
+    "digest",
+]
+
+
+def check_structure(world: World, names: Iterable[str], tensors: Iterable[Tensor]) -> None:
+    """Collective: refuse models that differ between ranks, before anything of them is sent."""
+    mine = [
+        f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+        for name, t in zip(names, tensors, strict=True)
+    ]
+    first: list[str] = world.comm.bcast(mine, root=0)
+    trouble = None
+    if mine != first:
+        pairs = zip([*mine, "nothing"], [*first, "nothing"], strict=False)
+        here, there = next((a, b) for a, b in pairs if a != b)
+        trouble = f"the model has {here} where rank 0 has {there}; build the same model everywhere"
+    agree(world.comm, trouble, error=ConfigError)
+
+
+def broadcast_tensors(
+    engine: Engine, names: Iterable[str], tensors: Iterable[Tensor], root: int = 0
+) -> None:
+    """Collective: overwrite tensors with the root's; their structure must match."""
+    with torch.no_grad():
+        for name, tensor in zip(names, tensors, strict=True):
+            engine.broadcast_(tensor.detach(), root, what=name)
+
+
+def broadcast_optimizer(
+    world: World, engine: Engine, optimizer: torch.optim.Optimizer, root: int = 0
+) -> None:
+    """Collective: overwrite group options and state with the root's."""
+    mine = optimizer.state_dict()
+    tensors: list[Tensor] = []
+    plain = world.comm.bcast(_strip(mine, tensors) if world.rank == root else None, root=root)
+    if world.rank == root:
+        for place, tensor in enumerate(tensors):
+            engine.broadcast_(tensor, root, what=f"optimizer state {place}")
+        return
+    received: list[Tensor] = []
+    restored = _restore(plain, received)
+    for place, tensor in enumerate(received):
+        engine.broadcast_(tensor, root, what=f"optimizer state {place}")
+    if received or restored["param_groups"] != mine["param_groups"]:
+        optimizer.load_state_dict(restored)
+
+
+class _Placeholder:
+    """A tensor's shape, dtype and device in a state dict that travels without its tensors."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.on_device = tensor.device.type
+
+
+def _strip(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Placeholder(value)
+    if isinstance(value, Mapping):
+        return {key: _strip(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_strip(item, tensors) for item in value)
+    return value
+
+
+def _restore(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _Placeholder):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.on_device))
+        return tensors[-1]
+    if isinstance(value, dict):
+        return {key: _restore(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_restore(item, tensors) for item in value)
+    return value
+
+
+def digest(tensors: Iterable[Tensor]) -> bytes:
+    """Digest the bytes of tensors."""
+    summed = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        summed.update(flat.view(torch.uint8).numpy().tobytes())
+    return summed.digest()
+
+
+def check_equal(world: World, names: Iterable[str], tensors: Iterable[Tensor], what: str) -> None:
+    """Collective: raise on all ranks, naming rank and tensor, unless all have the same bits.
+
+    Raises:
+        CollectiveError: they differ.
+    """
+    pairs = list(zip(names, tensors, strict=True))
+    digests = world.comm.allgather(digest(tensor for _, tensor in pairs))
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if not others:
+        return
+    each = world.comm.allgather([digest([tensor]) for _, tensor in pairs])
+    place = next(i for i in range(len(pairs)) if len({ranks[i] for ranks in each}) > 1)
+    raise CollectiveError(
+        f"{what}: {pairs[place][0]} on rank {format_ranges(others)} differs from rank 0's; a rank "
+        "has changed it on its own (a rank-dependent edit, an unseeded initialisation), or memory "
+        "is faulty"
+    )

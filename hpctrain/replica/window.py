@@ -1,0 +1,99 @@
+"""The window between two steps: how many backward calls it has, and what their sum is divided by.
+
+Pure: what may follow what, and the arithmetic of the average.
+
+- Within `accumulate=k` the k calls are parts of one batch: their average counts.
+- Otherwise calls add up, as they do in torch: each is averaged over the ranks, then summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from hpctrain.errors import ConfigError
+
+__all__ = ["Window"]
+
+Number = TypeVar("Number", float, Tensor)
+
+
+@dataclass(eq=False, slots=True)
+class Window:
+    """What has been collected on this rank since the last step."""
+
+    accumulate: int
+    calls: int = 0
+    weight: float = 0.0
+    weighted: bool | None = None
+    """Whether calls came with sample counts; all or none of a window's calls do."""
+    exchanged: bool = False
+    closed: int = 0
+    """How often it has been exchanged since the last step."""
+    broken: str = ""
+    """What interrupted a backward pass, while its half-made gradients are still there."""
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ConfigError(f"accumulate={self.accumulate} must be at least 1")
+
+    def admit(self, num_samples: int | None) -> float:
+        """Check that a backward call may come now, and tell its weight.
+
+        Raises:
+            ConfigError: it comes after a failed one, counts samples where others did not, or comes
+                between the last call of an accumulation and its step.
+        """
+        if self.broken:
+            raise ConfigError(
+                f"a backward pass was interrupted by {self.broken} and has left half-made "
+                "gradients; call replica.zero_grad() before the next backward"
+            )
+        if num_samples is not None and num_samples < 0:
+            raise ConfigError(f"num_samples={num_samples} must not be negative")
+        if self.exchanged and self.accumulate > 1:
+            raise ConfigError(
+                f"accumulate={self.accumulate} backward calls were made and the next one came "
+                "without a step; call replica.step() after every backward (it returns False while "
+                "accumulating)"
+            )
+        weighted = num_samples is not None
+        fresh = self.calls == 0 or self.exchanged
+        if not fresh and self.weighted is not None and self.weighted != weighted:
+            raise ConfigError(
+                "some backward calls of this step were given num_samples and some were not; give "
+                "it to all of them or to none"
+            )
+        return float(num_samples) if num_samples is not None else 1.0
+
+    def add(self, weight: float, *, weighted: bool) -> None:
+        """Count a backward call."""
+        if self.exchanged:  # a further call before the step begins a sum of its own
+            self.calls, self.weight, self.exchanged = 0, 0.0, False
+        self.calls += 1
+        self.weight += weight
+        self.weighted = weighted
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last call that was added completes the window."""
+        return self.calls >= self.accumulate
+
+    def mark_exchanged(self) -> None:
+        """Gradients are the averages over all ranks now."""
+        self.exchanged = True
+        self.closed += 1
+
+    def clear(self) -> None:
+        """Begin a new window."""
+        self.calls, self.weight, self.weighted = 0, 0.0, None
+        self.exchanged, self.closed, self.broken = False, 0, ""
+
+    def divisor(self, weight: Number, calls: Number, ranks: Number) -> Number:
+        """What the sum over all ranks is divided by, from the totals over all ranks.
+
+        Numbers, or tensors of one element where reading them would wait for a GPU.
+        """
+        return weight if self.accumulate > 1 else weight * ranks / calls

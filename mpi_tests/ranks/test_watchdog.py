@@ -1,0 +1,147 @@
+"""The watchdog where nothing hangs: it keeps quiet, answers, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+import hpctrain as hpc
+from hpctrain import faults
+from hpctrain.errors import ConfigError
+from hpctrain.faults.answer import Answer
+from hpctrain.faults.stacks import THREAD_PREFIX
+from hpctrain.faults.verdict import Kind, judge
+
+
+@pytest.fixture
+def world():
+    with hpc.init(seed=7) as made:
+        yield made
+
+
+@pytest.fixture
+def make(world):
+    """Collective: a watchdog that is stopped after the test."""
+    made = []
+
+    def start(timeout_s):
+        made.append(faults.start(world, timeout_s=timeout_s))
+        return made[-1]
+
+    yield start
+    world.comm.Barrier()
+    for dog in made:
+        dog.stop()
+
+
+def own_threads():
+    return [t.name for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)]
+
+
+def test_start_and_stop_leave_no_threads(world):
+    dog = faults.start(world, timeout_s=60)
+    assert len(own_threads()) == (0 if world.size == 1 else 2)
+    dog.enter("barrier")
+    world.comm.Barrier()
+    dog.leave()
+    started = time.monotonic()
+    dog.stop()
+    dog.stop()
+    assert time.monotonic() - started < 5
+    assert own_threads() == []
+
+
+def test_wrong_timeouts_are_refused_on_all_ranks(world):
+    last = world.rank == world.size - 1
+    with pytest.raises(ConfigError, match="timeout_s=0 must be more than 0"):
+        faults.start(world, timeout_s=0 if last else 5)
+    if world.size > 1:
+        with pytest.raises(ConfigError, match="must be equal on all ranks"):
+            faults.start(world, timeout_s=6 if last else 5)
+    assert own_threads() == []
+
+
+def test_every_rank_can_say_who_is_missing(world, make):
+    dog = make(60)
+    absent = world.size - 1
+    dog.enter("allreduce bucket 0")
+    dog.leave()
+    if world.rank != absent or world.size == 1:
+        dog.enter("allreduce bucket 1")
+    world.comm.Barrier()
+    if world.size > 1:
+        answers = dog._survey(dog)
+        assert sorted(answers) == list(range(world.size))
+        assert all(isinstance(answer, Answer) for answer in answers.values())
+        verdict = judge(answers)
+        assert (verdict.number, verdict.name) == (2, "allreduce bucket 1")
+        assert verdict.waiting == tuple(range(absent))
+        assert [(one.rank, one.kind) for one in verdict.missing] == [(absent, Kind.OUTSIDE)]
+        assert "test_watchdog.py" in verdict.missing[0].place
+    world.comm.Barrier()
+
+
+def test_a_stranger_gets_no_answer(world, make):
+    dog = make(60)
+    if world.size > 1:
+        peer = dog._peers[(world.rank + 1) % world.size]
+        assert peer.address == "127.0.0.1"
+        for line in (b'{"ask": "stacks"}\n', b"GET / HTTP/1.0\n", b'{"token": "x"}\n', b"x" * 5000):
+            with socket.create_connection((peer.address, peer.port), timeout=10) as sock:
+                sock.sendall(line)
+                try:
+                    assert sock.recv(100) == b""
+                except ConnectionResetError:
+                    continue
+        with socket.create_connection((peer.address, peer.port), timeout=10) as sock:
+            sock.sendall(json.dumps({"ask": "hello", "token": peer.token}).encode() + b"\n")
+            assert json.loads(sock.makefile().readline()) == {"rank": (world.rank + 1) % world.size}
+
+
+def test_patience_of_the_awaited_rank_holds_for_those_who_wait(world, make):
+    dog = make(0.5)
+    if world.rank == 0:
+        with dog.patience(30):
+            time.sleep(1.2)
+        assert dog._patience_s == 30
+        time.sleep(0.3)
+    dog.enter("barrier")
+    world.comm.Barrier()
+    dog.leave()
+    time.sleep(0.6)
+    assert dog._patience_s == 0.5
+    with pytest.raises(ConfigError, match="must be more than 0"), dog.patience(0):
+        pass
+
+
+def test_while_nobody_is_missing_time_counts_from_the_last_arrival(world, make):
+    dog = make(2.0)
+    if world.rank == world.size - 1:
+        time.sleep(1.2)
+    dog.enter("a long exchange")
+    time.sleep(2.5 if world.rank != world.size - 1 else 1.3)
+    dog.leave()
+
+
+def test_a_lane_has_numbers_of_its_own(world, make):
+    dog = make(60)
+    lane = dog.among(range(world.size))
+    again = dog.among(range(world.size))
+    assert lane.key != again.key
+    dog.enter("outer")
+    lane.enter("inner")
+    world.comm.Barrier()
+    if world.size > 1:
+        verdict = judge(dog._survey(lane))
+        assert (verdict.number, verdict.name, verdict.missing) == (1, "inner", ())
+        told = dog._survey(again)[(world.rank + 1) % world.size]
+        assert len(told.elsewhere) == 2
+    world.comm.Barrier()
+    lane.leave()
+    dog.leave()
+    with pytest.raises(ConfigError, match="does not contain this rank"):
+        dog.among([world.rank + 1])

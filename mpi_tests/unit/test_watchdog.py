@@ -1,0 +1,276 @@
+"""The watchdog's verdicts and notes, without MPI."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import timeit
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.faults import Lane
+from hpctrain.faults.answer import Answer, Call, Silence, Standing
+from hpctrain.faults.channel import Responder
+from hpctrain.faults.report import render, summarize
+from hpctrain.faults.stacks import format_stacks, users_place
+from hpctrain.faults.survey import Peer, ask_all, choose_address
+from hpctrain.faults.verdict import Kind, judge
+
+NAMES = [f"allreduce bucket {n}" for n in range(40)]
+
+
+def inside(number, seconds=9.0, *, names=NAMES, outer=(), num_threads=1, **more):
+    """A rank in call `number` (and in `outer` ones around it)."""
+    calls = [Call(number=n, name=names[n], seconds=s) for n, s in (*outer, (number, seconds))]
+    return Answer(
+        standing=Standing(
+            entered=number,
+            open=tuple(calls),
+            innermost=(number,),
+            recent={n: names[n] for n in range(1, number + 1)},
+            num_threads=num_threads,
+        ),
+        timeout_s=5.0,
+        **more,
+    )
+
+
+def outside(last, seconds=9.0, **more):
+    """A rank that is in no call after call `last`."""
+    ended = Call(number=last, name=NAMES[last], seconds=seconds) if last else None
+    recent = {n: NAMES[n] for n in range(1, last + 1)}
+    standing = Standing(entered=last, ended=ended, recent=recent)
+    return Answer(standing=standing, timeout_s=5.0, **more)
+
+
+def renamed(number, name):
+    return [*NAMES[:number], name, *NAMES[number + 1 :]]
+
+
+def kinds(verdict):
+    return {one.rank: one.kind for one in verdict.missing}
+
+
+@given(
+    number=st.integers(1, 30),
+    ranks=st.lists(st.sampled_from(["in", "out", "dead", "ahead"]), min_size=1, max_size=20),
+)
+def test_each_rank_is_waiting_missing_or_ahead(number, ranks):
+    ranks = ["in", *ranks]
+    made = {
+        "in": inside(number),
+        "out": outside(number - 1),
+        "dead": Silence(reason="gone"),
+        "ahead": outside(number),
+    }
+    verdict = judge({rank: made[kind] for rank, kind in enumerate(ranks)})
+    where = {kind: [r for r, k in enumerate(ranks) if k == kind] for kind in made}
+    assert (verdict.number, verdict.name) == (number, NAMES[number])
+    assert list(verdict.waiting) == where["in"]
+    assert list(verdict.ahead) == where["ahead"]
+    assert kinds(verdict) == {
+        **dict.fromkeys(where["out"], Kind.OUTSIDE),
+        **dict.fromkeys(where["dead"], Kind.SILENT),
+    }
+
+
+def test_nobody_in_a_call_is_no_verdict():
+    assert judge({0: outside(3), 1: Silence(reason="gone")}) is None
+
+
+def test_all_there_is_nobodys_fault():
+    verdict = judge({0: inside(3, 9.0), 1: inside(3, 4.0)})
+    assert (verdict.missing, verdict.seconds, verdict.complete_s) == ((), 9.0, 4.0)
+    assert "no rank is missing" in summarize(verdict, timeout_s=5)
+
+
+def test_another_call_at_the_same_number_is_named():
+    other = renamed(17, "broadcast weights")
+    answers = {0: inside(17), 1: inside(17), 2: inside(17, names=other), 3: inside(17)}
+    verdict = judge(answers)
+    assert kinds(verdict) == {2: Kind.OTHER}
+    text = render(
+        verdict,
+        timeout_s=5,
+        hosts=dict.fromkeys(range(4), "node"),
+        stacks={},
+        speaker=(0, verdict.call),
+        code=124,
+    )
+    assert (
+        "rank 2 on node is in 'broadcast weights' #17 for 9.0 s, while ranks 0-1,3 are in "
+        "'allreduce bucket 17' #17" in text
+    )
+
+
+def test_a_rank_that_made_another_call_and_went_on_is_named():
+    names = renamed(17, "broadcast weights")
+    verdict = judge({0: inside(17), 1: inside(17), 2: inside(18, names=names)})
+    assert kinds(verdict) == {2: Kind.OTHER}
+    assert verdict.missing[0].doing.startswith("made 'broadcast weights' as #17 and is in")
+
+
+def test_the_earliest_call_that_holds_up_the_others_is_reported():
+    verdict = judge({0: inside(17), 1: inside(15), 2: outside(14), 3: inside(17)})
+    assert verdict.number == 15
+    assert verdict.waiting == (1,)
+    assert kinds(verdict) == {2: Kind.OUTSIDE}
+    assert verdict.ahead == (0, 3)
+
+
+def test_a_slow_rank_on_its_way_is_not_mistaken_for_one_that_waits():
+    verdict = judge({0: inside(17), 1: inside(15, 0.1), 2: outside(14)}, long_s=2.5)
+    assert verdict.number == 17
+    assert kinds(verdict) == {1: Kind.EARLIER, 2: Kind.OUTSIDE}
+
+
+def test_nested_calls_blame_the_rank_that_is_not_in_the_inner_one():
+    deep = inside(8, 8.0, outer=[(7, 9.0)])
+    verdict = judge({0: deep, 1: deep, 2: inside(7)})
+    assert verdict.number == 8
+    assert kinds(verdict) == {2: Kind.EARLIER}
+
+
+def test_threads_that_entered_in_another_order_are_not_blamed():
+    def both(names):
+        calls = tuple(Call(number=n, name=names[n], seconds=9.0) for n in (5, 6))
+        standing = Standing(
+            entered=6, open=calls, innermost=(5, 6), recent=dict(enumerate(names)), num_threads=2
+        )
+        return Answer(standing=standing, timeout_s=5.0)
+
+    swapped = [*NAMES[:5], NAMES[6], NAMES[5]]
+    verdict = judge({0: both(NAMES[:7]), 1: both(swapped), 2: outside(4)})
+    assert (verdict.waiting, kinds(verdict)) == ((0, 1), {2: Kind.OUTSIDE})
+    assert judge({0: both(NAMES[:7]), 1: both(swapped)}).missing == ()
+
+
+@given(answer=st.sampled_from([inside(3, outer=[(2, 9.5)]), outside(4), outside(0)]))
+def test_answers_survive_the_channel(answer):
+    assert Answer.read(json.loads(json.dumps(asdict(answer)))) == answer
+
+
+def test_a_lane_notes_calls_of_all_threads():
+    lane = Lane((0, 1), "world")
+    go, done = threading.Event(), threading.Event()
+
+    def work():
+        lane.enter("in the worker")
+        go.set()
+        done.wait(10)
+        lane.leave()
+
+    lane.enter("first")
+    lane.leave()
+    worker = threading.Thread(target=work)
+    worker.start()
+    go.wait(10)
+    lane.enter("outer")
+    lane.enter("inner")
+    standing = lane.standing()
+    assert sorted((c.number, c.name) for c in standing.open) == [
+        (2, "in the worker"),
+        (3, "outer"),
+        (4, "inner"),
+    ]
+    assert sorted(standing.innermost) == [2, 4]
+    assert (standing.entered, standing.ended.name, standing.num_threads) == (4, "first", 2)
+    lane.leave()
+    lane.leave()
+    done.set()
+    worker.join()
+    assert lane.standing().open == ()
+    with pytest.raises(RuntimeError, match=r"leave\(\) without enter\(\)"):
+        lane.leave()
+
+
+def test_a_call_moves_while_those_inside_it_do():
+    lane = Lane((0, 1), "world")
+    lane.enter("all chunks")
+    since = lane._stacks[threading.get_ident()][0][2]
+    lane.enter("chunk")
+    lane.leave()
+    ended = lane._ended[1]
+    (call,) = lane.pending(since + 100.0)
+    assert call.name == "all chunks"
+    assert call.seconds == pytest.approx(100.0 - (ended - since))
+
+
+def test_a_thread_that_died_in_a_call_is_forgotten():
+    lane = Lane((0, 1), "world")
+    worker = threading.Thread(target=lane.enter, args=("never left",))
+    worker.start()
+    worker.join()
+    assert lane.standing().open == ()
+
+
+def test_a_long_history_keeps_the_last_calls():
+    lane = Lane((0, 1), "world")
+    for n in range(1000):
+        lane.enter(f"call {n}")
+        lane.leave()
+    standing = lane.standing()
+    assert standing.entered == 1000
+    assert standing.recent == {n: f"call {n - 1}" for n in range(937, 1001)}
+
+
+def test_noting_a_call_costs_about_a_microsecond():
+    lane = Lane((0, 1), "world")
+    repeats = timeit.repeat(lambda: (lane.enter("x"), lane.leave()), number=20_000, repeat=9)
+    # 0.8 us where it was measured; the bound is loose for machines that are busy.
+    assert statistics.median(repeats) / 20_000 < 1.5e-6
+
+
+def test_many_ranks_are_asked_at_once_and_the_dead_ones_are_told():
+    responder = Responder(
+        lambda question: {"heard": question["ask"], "x": "y" * 100_000}, remote=False
+    )
+    live = Peer(address="127.0.0.1", port=responder.port, token=responder.token, pid=1, birth="")
+    wrong = Peer(address="127.0.0.1", port=responder.port, token="no", pid=1, birth="")
+    peers = {**dict.fromkeys(range(300), live), 300: wrong}
+    answers = ask_all(peers, {"ask": "hello"}, timeout_s=30)
+    assert [answers[rank]["heard"] for rank in range(300)] == ["hello"] * 300
+    assert answers[300] == "closed the connection without an answer"
+    responder.close()
+    answers = ask_all({0: live}, {"ask": "hello"}, timeout_s=5)
+    assert answers[0].startswith("cannot be reached (Connection refused")
+
+
+def test_a_rank_that_accepts_and_says_nothing_is_given_up():
+    hold = threading.Event()
+    responder = Responder(lambda _: {"held": hold.wait(10)}, remote=False)
+    peer = Peer(address="127.0.0.1", port=responder.port, token=responder.token, pid=1, birth="")
+    assert ask_all({3: peer}, {"ask": "hello"}, timeout_s=0.2) == {3: "no answer in 0.2 s"}
+    hold.set()
+    responder.close()
+
+
+@pytest.mark.parametrize(
+    ("resolved", "theirs", "mine", "expected"),
+    [
+        (["10.0.0.2"], ["10.0.0.2/24"], ["10.0.0.1/24"], "10.0.0.2"),
+        (["127.0.1.1"], ["172.17.0.1/16", "10.0.0.2/24"], ["10.0.0.1/24"], "10.0.0.2"),
+        ([], ["172.17.0.1/16", "10.1.0.2/24"], ["172.17.0.1/16", "10.2.0.1/24"], "10.1.0.2"),
+        ([], ["172.17.0.1/16"], ["172.17.0.1/16"], ""),
+    ],
+)
+def test_the_address_of_another_node(resolved, theirs, mine, expected):
+    assert choose_address(resolved, theirs, mine) == expected
+
+
+def test_stacks_show_the_users_lines():
+    assert "test_watchdog.py" in users_place()
+    assert "in test_stacks_show_the_users_lines" in users_place()
+    stop = threading.Event()
+    worker = threading.Thread(target=stop.wait, name="a worker")
+    worker.start()
+    text = format_stacks()
+    stop.set()
+    worker.join()
+    assert text.startswith("MainThread, most recent call last:")
+    assert "a worker, most recent call last:" in text
+    assert "text = format_stacks()" in text
