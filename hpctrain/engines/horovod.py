@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HorovodEngine", "create"]
 
-_SENDS = {
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float32,
-    torch.float64,
-}
+_SENDS = {torch.int32, torch.int64, torch.float32, torch.float64}
 _OPS = {Op.SUM: "Sum", Op.MIN: "Min", Op.MAX: "Max", Op.ADASUM: "Adasum"}
 _SLOTS = 2
 _NAMELESS_SLOTS = 8

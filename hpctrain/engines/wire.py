@@ -39,6 +39,8 @@ DTYPES: tuple[torch.dtype, ...] = (*FLOATS, *COMPLEX, *INTEGERS, torch.bool)
 _WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
     torch.int16: torch.int32,
 }
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -148,7 +150,7 @@ def encode(flat: Tensor, op: Op, sends: Sends, size: int, *, owned: bool) -> tup
     if flat.dtype.is_complex:
         return torch.view_as_real(flat).view(-1), on_wire
     if flat.dtype is torch.bool:
-        return flat.view(torch.uint8), Op.MIN if op is Op.MIN else Op.MAX
+        flat, on_wire = flat.view(torch.uint8), Op.MIN if op is Op.MIN else Op.MAX
     if flat.dtype.is_floating_point and op in (Op.MIN, Op.MAX):
         wide = flat.to(_WIDER.get(flat.dtype, flat.dtype))
         return _order_keys(-wide if op is Op.MIN else wide), Op.MAX
@@ -168,7 +170,9 @@ def decode(wire: Tensor, dtype: torch.dtype, op: Op, size: int) -> Tensor:
         wire.div_(size)
     if dtype.is_complex:
         return torch.view_as_complex(wire.view(-1, 2))
-    return wire.view(dtype) if dtype is torch.bool else wire.to(dtype)
+    if dtype is torch.bool and wire.dtype is torch.uint8:
+        return wire.view(dtype)
+    return wire.to(dtype)
 
 
 def _divides_before(wire_dtype: torch.dtype, op: Op) -> bool:

@@ -100,6 +100,7 @@ class Arena:
         self._triggers: list[RemovableHandle] = []
         self._carry: Carrier | None = None
         self._launched = 0
+        self.hook()
         self.num_messages = 0
         """Messages sent so far."""
         self.num_trigger_calls = 0
@@ -152,19 +153,23 @@ class Arena:
     # Around a backward pass
 
     def attach(self) -> None:
-        """Make every gradient a view, and hook what can have a gradient now.
+        """Make every gradient a view.
 
         What is frozen has none, as after torch's own `zero_grad`.
         """
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad:
                 parameter.grad = None
-                continue
-            if index not in self._hooked:
+            elif not self._is_home(index):
+                self._bring_home(index)
+        self.hook()
+
+    def hook(self) -> None:
+        """Hook what can have a gradient now; what was frozen until now included."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and index not in self._hooked:
                 ready = self._slot_of[index][0].ready
                 self._hooked[index] = _hook(parameter, ready.append)
-            if not self._is_home(index):
-                self._bring_home(index)
 
     def is_attached(self) -> bool:
         """Whether every gradient is still the arena's own."""

@@ -10,12 +10,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.replica.arena_mode import ArenaMode
 from hpctrain.replica.core import Mode, Replica, Step
 from hpctrain.replica.naming import named_parameters
-from hpctrain.replica.starting import (
-    broadcast_optimizer,
-    broadcast_tensors,
-    check_equal,
-    check_structure,
-)
+from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.world import World
 
 __all__ = ["Replica", "Step", "distribute"]
@@ -71,20 +66,13 @@ def distribute(
     overlapping = hides if overlap is None else overlap
     size = bucket_bytes if bucket_bytes is not None else (_BUCKET_BYTES if overlapping else None)
 
-    def lay_out() -> Mode:
+    def lay_out(broadcast: bool) -> Mode:
+        make_equal(world, link, model, optimizer, broadcast=broadcast)
         names, parameters = named_parameters(model, optimizer)
-        check_structure(world, names, parameters)
-        broadcast_tensors(link, names, parameters)
         return ArenaMode(link, names, parameters, bucket_bytes=size, overlap=overlapping)
 
-    mode = lay_out()
-    buffers = list(model.named_buffers())
-    names, tensors = [name for name, _ in buffers], [buffer for _, buffer in buffers]
-    check_structure(world, names, tensors)
-    broadcast_tensors(link, names, tensors)
-    broadcast_optimizer(world, link, optimizer)
-    everything = [*model.named_parameters(), *buffers]
-    check_equal(world, [n for n, _ in everything], [t for _, t in everything], "at the start")
+    mode = lay_out(True)
+    make_equal_state(world, link, model, optimizer)
     world.streams.bind_own()
     return Replica(
         world,

@@ -100,7 +100,7 @@ class Replica:
         *,
         accumulate: int,
         reason: str,
-        rebuild: Callable[[], Mode],
+        rebuild: Callable[[bool], Mode],
     ) -> None:
         self.world = world
         self.model = model
@@ -117,8 +117,23 @@ class Replica:
         self._rebuild = rebuild
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the model forward."""
+        """Run the model forward.
+
+        Collective when parameters were added or converted since the last step: they become rank
+        0's before they are used.
+        """
+        if not self._window.calls and self._is_outgrown():
+            self._rebuild_mode(broadcast=True)
         return self.model(*arguments, **named)
+
+    def _is_outgrown(self) -> bool:
+        return _count(self.optimizer) != self._num_parameters or not self._mode.fits()
+
+    def _rebuild_mode(self, *, broadcast: bool) -> None:
+        """Collective: lay the gradients out anew."""
+        self._mode.close()
+        self._mode = self._rebuild(broadcast)
+        self._num_parameters = _count(self.optimizer)
 
     def backward(
         self,
@@ -185,15 +200,13 @@ class Replica:
 
     def _check_habits(self) -> None:
         """Refuse what would make ranks silently different, by name."""
-        if _count(self.optimizer) != self._num_parameters or not self._mode.fits():
+        if self._is_outgrown():
             if self._window.calls:
                 raise ConfigError(
                     "parameters were added or converted in the middle of a step; do it after "
                     "replica.step()"
                 )
-            self._mode.close()
-            self._mode = self._rebuild()
-            self._num_parameters = _count(self.optimizer)
+            self._rebuild_mode(broadcast=False)  # forward has used them: too late to change them
         foreign = self._mode.foreign()
         if foreign:
             raise ConfigError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.log import format_ranges
+from hpctrain.replica.naming import named_parameters
 from hpctrain.world import World, agree
 
 if TYPE_CHECKING:
@@ -22,7 +23,51 @@ __all__ = [
     "check_equal",
     "check_structure",
     "digest",
+    "make_equal",
+    "make_equal_state",
 ]
+
+
+def make_equal(
+    world: World,
+    engine: Engine,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    broadcast: bool,
+) -> None:
+    """Collective: give all ranks rank 0's parameters, or only check that they have them.
+
+    Args:
+        world: The ranks.
+        engine: What carries the weights.
+        model: Its parameters, trained or not.
+        optimizer: Its parameters that are not the model's.
+        broadcast: Overwrite, or leave them and raise where they differ.
+
+    Raises:
+        ConfigError: the ranks have different models.
+        CollectiveError: parameters differ, by name and rank.
+    """
+    found = {id(p): (name, p) for name, p in model.named_parameters()}
+    for name, parameter in zip(*named_parameters(model, optimizer), strict=True):
+        found.setdefault(id(parameter), (name, parameter))
+    names, tensors = [n for n, _ in found.values()], [p for _, p in found.values()]
+    check_structure(world, names, tensors)
+    if broadcast:
+        broadcast_tensors(engine, names, tensors)
+    check_equal(world, names, tensors, "before training")
+
+
+def make_equal_state(
+    world: World, engine: Engine, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Collective: give all ranks rank 0's buffers and optimizer state."""
+    buffers = dict(model.named_buffers())
+    check_structure(world, buffers.keys(), buffers.values())
+    broadcast_tensors(engine, buffers.keys(), buffers.values())
+    check_equal(world, buffers.keys(), buffers.values(), "buffers before training")
+    broadcast_optimizer(world, engine, optimizer)
 
 
 def check_structure(world: World, names: Iterable[str], tensors: Iterable[Tensor]) -> None:

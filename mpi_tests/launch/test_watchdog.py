@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 
 import pytest
 
 from hpctrain.faults import EXIT_CODE
-from mpi_tests.launch.commands import HPCTRAIN, run
+from mpi_tests.cluster.mpi import mpi_of_this_python
+from mpi_tests.launch.commands import HPCTRAIN, clean_environment, run
 
 TIMEOUT_S = 2.0
 
@@ -151,3 +153,30 @@ def test_threads_lanes_and_a_chain_of_waits(hang):
     assert re.search(r"rank 1 on .*; it is in 'gather of the pair' #1 of ranks 1-2 for", report)
     assert re.search(r"rank 2 on .* is outside; .* ended [\d.]+ s ago\n", report)
     assert "fifo, most recent call last" in report
+
+
+def test_a_stopped_and_a_sleeping_rank_on_another_node(nodes, tmp_path):
+    mpi = mpi_of_this_python()
+    path = tmp_path / "train.py"
+    path.write_text(
+        HEAD.replace("TIMEOUT_S", str(TIMEOUT_S)) + "ready()\n"
+        "if rank == 1:\n"
+        "    time.sleep(60)\n"
+        "if rank == 2:\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "call('barrier', comm.Barrier)\n"
+    )
+    result = nodes.run(
+        "node1",
+        mpi.command({"node1": 1, "node2": 2}, [sys.executable, str(path)]),
+        timeout_s=40,
+        cwd=tmp_path,
+        env={**clean_environment(), **nodes.environment(mpi.family)},
+        check=False,
+    )
+    report = result.stdout + result.stderr
+    assert "in 'barrier' #4 for ranks 1-2 (of 3)" in report, report
+    assert re.search(r"rank 1 on node2 \(process \d+\) is outside; its last call", report), report
+    assert re.search(r"rank 2 on node2 .* does not answer: no answer in 2 s; it has ended", report)
+    assert "watchdog's TCP connections fail" not in report
+    assert result.returncode == EXIT_CODE, report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import threading
+import time
 import timeit
 from dataclasses import asdict
 
@@ -219,9 +220,15 @@ def test_a_long_history_keeps_the_last_calls():
 
 
 def test_noting_a_call_costs_about_a_microsecond():
+    # CPU time: beside two busy processes on two cores wall time doubles, and this does not move.
     lane = Lane((0, 1), "world")
-    repeats = timeit.repeat(lambda: (lane.enter("x"), lane.leave()), number=20_000, repeat=9)
-    # 0.8 us where it was measured; the bound is loose for machines that are busy.
+    repeats = timeit.repeat(
+        "lane.enter('x'); lane.leave()",
+        globals={"lane": lane},
+        timer=time.thread_time,
+        number=20_000,
+        repeat=9,
+    )
     assert statistics.median(repeats) / 20_000 < 1.5e-6
 
 

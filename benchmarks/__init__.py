@@ -1,0 +1,1 @@
+"""Benchmarks of hpctrain and its peers; docs/benchmarks.md says how they measure."""

@@ -1,0 +1,584 @@
+"""What users do in their own loops: each equal to one process, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import hpctrain as hpc
+from hpctrain.replica.starting import digest
+from mpi_tests.models import MODELS, OPTIMIZERS, batch
+
+STEPS = 8
+
+
+def build(name="mlp"):
+    torch.manual_seed(5)
+    return MODELS[name]().double()
+
+
+class Pair:
+    """The same training twice: on all ranks, and alone with the whole batch."""
+
+    def __init__(self, world, engine, model="mlp", optimizer="adamw", **options):
+        self.world = world
+        self.model, self.alone = build(model), build(model)
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
+        self.own = OPTIMIZERS[optimizer](self.alone)
+        self.replica = hpc.distribute(world, self.model, self.optimizer, engine=engine, **options)
+
+    def chunks(self, step):
+        return batch(step, [3] * self.world.size)
+
+    def loss(self, step):
+        x, y = self.chunks(step)[self.world.rank]
+        return cross_entropy(self.replica(x, self.world.rank), y)
+
+    def whole_loss(self, step):
+        chunks = self.chunks(step)
+        losses = [cross_entropy(self.alone(x, i), y) for i, (x, y) in enumerate(chunks)]
+        return sum(losses) / len(losses)
+
+    def check(self):
+        for (name, mine), other in zip(
+            self.model.named_parameters(), self.alone.named_parameters(), strict=True
+        ):
+            assert torch.allclose(mine, other[1], rtol=0, atol=1e-9), name
+        digests = self.world.comm.allgather(digest(self.model.parameters()))
+        assert len(set(digests)) == 1
+        self.replica.close()
+
+
+@pytest.fixture
+def pair(world, engines):
+    def make(**options):
+        return Pair(world, engines["mpi"], **options)
+
+    return make
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("whose", ["optimizer", "model", "replica"])
+def test_zero_grad_by_anyone(pair, whose, set_to_none):
+    p = pair()
+    for step in range(STEPS):
+        target = {"optimizer": p.optimizer, "model": p.model, "replica": p.replica}[whose]
+        target.zero_grad(set_to_none=set_to_none)
+        p.replica.backward(p.loss(step))
+        p.replica.step()
+        p.own.zero_grad()
+        p.whole_loss(step).backward()
+        p.own.step()
+    p.check()
+
+
+def test_clipping_and_reading_gradients_between_backward_and_step(pair):
+    p = pair(optimizer="sgd")
+    for step in range(STEPS):
+        p.replica.backward(p.loss(step))
+        norm = nn.utils.clip_grad_norm_(p.model.parameters(), 0.05)
+        p.own.zero_grad()
+        p.whole_loss(step).backward()
+        own_norm = nn.utils.clip_grad_norm_(p.alone.parameters(), 0.05)
+        assert torch.allclose(norm, own_norm, rtol=1e-9)
+        for mine, other in zip(p.model.parameters(), p.alone.parameters(), strict=True):
+            assert torch.allclose(mine.grad, other.grad, rtol=0, atol=1e-12)
+        p.replica.step()
+        p.own.step()
+        for mine, other in zip(p.model.parameters(), p.alone.parameters(), strict=True):
+            assert torch.allclose(mine.grad, other.grad, rtol=0, atol=1e-12)  # after the step too
+    p.check()
+
+
+def test_replacing_a_gradient_before_the_step(pair):
+    p = pair()
+    for step in range(STEPS):
+        p.replica.backward(p.loss(step))
+        p.own.zero_grad()
+        p.whole_loss(step).backward()
+        for model in (p.model, p.alone):
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad * 0.5
+        p.replica.step()
+        p.own.step()
+    p.check()
+
+
+def test_editing_weights_after_the_step(pair):
+    p = pair()
+    for step in range(STEPS):
+        p.replica.backward(p.loss(step))
+        p.replica.step()
+        p.own.zero_grad()
+        p.whole_loss(step).backward()
+        p.own.step()
+        with torch.no_grad():
+            for model in (p.model, p.alone):
+                for parameter in model.parameters():
+                    parameter.mul_(0.9).clamp_(-0.5, 0.5)
+    p.check()
+
+
+def test_freezing_and_unfreezing(pair):
+    p = pair()
+    for step in range(12):
+        for model in (p.model, p.alone):
+            model.layers[0].weight.requires_grad_(not 3 <= step < 7)
+            model.layers[2].bias.requires_grad_(step >= 5)
+        p.replica.backward(p.loss(step))
+        p.replica.step()
+        p.own.zero_grad()
+        p.whole_loss(step).backward()
+        p.own.step()
+    assert len(p.optimizer.state) == len(p.own.state)
+    p.check()
+
+
+def test_two_backward_calls_add_up_as_in_torch(pair):
+    p = pair(optimizer="sgd")
+    for step in range(STEPS):
+        p.replica.backward(p.loss(2 * step), retain_graph=True)
+        p.replica.backward(p.loss(2 * step + 1))
+        p.replica.step()
+        p.own.zero_grad()
+        p.whole_loss(2 * step).backward(retain_graph=True)
+        p.whole_loss(2 * step + 1).backward()
+        p.own.step()
+    p.check()
+
+
+def test_the_same_graph_twice(pair):
+    p = pair(optimizer="sgd")
+    for step in range(STEPS):
+        loss, whole = p.loss(step), p.whole_loss(step)
+        p.replica.backward(loss, retain_graph=True)
+        p.replica.backward(loss)
+        p.replica.step()
+        p.own.zero_grad()
+        whole.backward(retain_graph=True)
+        whole.backward()
+        p.own.step()
+    p.check()
+
+
+def test_create_graph_and_a_gradient_penalty(pair):
+    p = pair(optimizer="sgd")
+    for step in range(STEPS):
+        x, y = p.chunks(step)[p.world.rank]
+
+        def penalised(model, x, y, chunk):
+            x = x.clone().requires_grad_()
+            loss = cross_entropy(model(x, chunk), y)
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + slope.square().mean()
+
+        with pytest.warns(UserWarning, match="create_graph=True") if step == 0 else _nothing():
+            p.replica.backward(penalised(p.replica, x, y, p.world.rank), create_graph=step == 0)
+        p.replica.step()
+        p.own.zero_grad()
+        chunks = enumerate(p.chunks(step))
+        losses = [penalised(p.alone, a, b, i) for i, (a, b) in chunks]
+        (sum(losses) / len(losses)).backward()
+        p.own.step()
+    p.check()
+
+
+def _nothing():
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_no_sync_adds_up_and_exchanges_once(pair):
+    p = pair(optimizer="sgd")
+    before = p.replica.counts()["messages"]
+    for step in range(STEPS):
+        with p.replica.no_sync():
+            p.replica.backward(p.loss(3 * step))
+            p.replica.backward(p.loss(3 * step + 1))
+            assert not p.replica.step()
+        p.replica.backward(p.loss(3 * step + 2))
+        assert p.replica.step()
+        p.own.zero_grad()
+        for part in range(3):
+            p.whole_loss(3 * step + part).backward()
+        p.own.step()
+    assert p.replica.counts()["messages"] - before == STEPS
+    p.check()
+
+
+def test_a_partial_window_steps_when_it_is_flushed(pair):
+    p = pair(optimizer="sgd", accumulate=4)
+    for part in range(3):
+        p.replica.backward(p.loss(part))
+        assert p.replica.step().reason == "accumulating"
+    assert p.replica.step(flush=True).reason == "stepped"
+    (sum(p.whole_loss(part) for part in range(3)) / 3).backward()
+    p.own.step()
+    p.check()
+
+
+def test_synchronize_makes_gradients_readable_in_the_middle(pair):
+    p = pair(optimizer="sgd", accumulate=2)
+    p.replica.backward(p.loss(0))
+    p.replica.synchronize()
+    p.whole_loss(0).backward()
+    for mine, other in zip(p.model.parameters(), p.alone.parameters(), strict=True):
+        assert torch.allclose(mine.grad, other.grad, rtol=0, atol=1e-12)
+    p.replica.step()
+    p.own.step()
+    p.check()
+
+
+def test_converting_the_model_after_distribute(pair):
+    p = pair(optimizer="sgd")
+    p.replica.backward(p.loss(0))
+    p.replica.step()
+    p.model.float()
+    chunks = [(x.float(), y) for x, y in p.chunks(1)]
+    x, y = chunks[p.world.rank]
+    p.replica.backward(cross_entropy(p.replica(x, p.world.rank), y))
+    assert all(q.grad.dtype == torch.float32 for q in p.model.parameters())
+    p.replica.step()
+    p.whole_loss(0).backward()
+    p.own.step()
+    p.alone.float()
+    p.own.zero_grad()
+    losses = [cross_entropy(p.alone(x, i), y) for i, (x, y) in enumerate(chunks)]
+    (sum(losses) / len(losses)).backward()
+    p.own.step()
+    for mine, other in zip(p.model.parameters(), p.alone.parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-6)
+    assert len(set(p.world.comm.allgather(digest(p.model.parameters())))) == 1
+    p.replica.close()
+
+
+def test_adding_a_parameter_group(pair):
+    p = pair(optimizer="sgd")
+    p.replica.backward(p.loss(0))
+    p.replica.step()
+    p.whole_loss(0).backward()
+    p.own.step()
+    extras = []
+    for model, optimizer in ((p.model, p.optimizer), (p.alone, p.own)):
+        torch.manual_seed(9 + (p.world.rank if model is p.model else 0))  # rank 0's counts
+        extra = nn.Linear(4, 4).double()
+        optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.3})
+        extras.append(extra)
+    for step in range(1, STEPS):
+        x, y = p.chunks(step)[p.world.rank]
+        p.replica.backward(cross_entropy(extras[0](p.replica(x, p.world.rank)), y))
+        p.replica.step()
+        p.own.zero_grad()
+        chunks = enumerate(p.chunks(step))
+        losses = [cross_entropy(extras[1](p.alone(x, i)), y) for i, (x, y) in chunks]
+        (sum(losses) / len(losses)).backward()
+        p.own.step()
+    for mine, other in zip(extras[0].parameters(), extras[1].parameters(), strict=True):
+        assert torch.allclose(mine, other, rtol=0, atol=1e-9)
+    p.check()
+
+
+def test_two_replicas_as_in_a_gan(world, engines):
+    def make():
+        torch.manual_seed(3)
+        return nn.Linear(4, 12).double(), build()
+
+    def train(generator, judge, steps, backward_of, step_of, chunk_of):
+        for step in range(steps):
+            real, noise = chunk_of(step)
+            fake = generator(noise)
+            backward_of("judge", lambda m, r=real, f=fake: _judge_loss(m, r, f.detach()))
+            step_of("judge")
+            backward_of("generator", lambda m, f=fake: -m(f, 0).mean())
+            step_of("generator")
+
+    def _judge_loss(judge, real, fake):
+        return (judge(fake, 0) - judge(real, 0)).mean() + judge(real, 0).square().mean()
+
+    generator, judge = make()
+    optimizers = {
+        "generator": torch.optim.Adam(generator.parameters(), 0.01),
+        "judge": torch.optim.SGD(judge.parameters(), 0.05, momentum=0.5),
+    }
+    replicas = {
+        "generator": hpc.distribute(
+            world, generator, optimizers["generator"], engine=engines["mpi"]
+        ),
+        "judge": hpc.distribute(world, judge, optimizers["judge"], engine=engines["mpi"]),
+    }
+
+    def data(step, chunk):
+        x, _ = batch(step, [3] * world.size)[chunk]
+        return x, x[:, :4].contiguous()
+
+    def backward(name, loss):
+        if name == "judge":
+            replicas["judge"].zero_grad()  # what the generator's loss left in it
+        replicas[name].backward(loss(judge))
+
+    train(
+        generator, judge, 6, backward, lambda n: replicas[n].step(), lambda s: data(s, world.rank)
+    )
+
+    lone_generator, lone_judge = make()
+    lone = {
+        "generator": torch.optim.Adam(lone_generator.parameters(), 0.01),
+        "judge": torch.optim.SGD(lone_judge.parameters(), 0.05, momentum=0.5),
+    }
+    for step in range(6):
+        chunks = [data(step, chunk) for chunk in range(world.size)]
+        fakes = [lone_generator(noise) for _, noise in chunks]
+        lone["judge"].zero_grad()
+        losses = [
+            _judge_loss(lone_judge, real, fake.detach())
+            for (real, _), fake in zip(chunks, fakes, strict=True)
+        ]
+        (sum(losses) / len(losses)).backward()
+        lone["judge"].step()
+        lone["generator"].zero_grad()
+        (sum(-lone_judge(fake, 0).mean() for fake in fakes) / len(fakes)).backward()
+        lone["generator"].step()
+    for mine, other in ((generator, lone_generator), (judge, lone_judge)):
+        for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-9)
+    for replica in replicas.values():
+        replica.close()
+
+
+def test_an_exception_in_mid_step_that_is_caught(pair):
+    p = pair(optimizer="sgd")
+    for step in range(STEPS):
+        if step == 3:
+
+            class Burst(Exception):
+                pass
+
+            def burst(_gradient):
+                raise Burst
+
+            loss = p.loss(step)
+            handle = p.model.layers[0].weight.register_hook(burst)
+            with pytest.raises(Burst):
+                p.replica.backward(loss)
+            handle.remove()
+            with pytest.raises(hpc.ConfigError, match="interrupted by Burst"):
+                p.replica.step()
+            with pytest.raises(hpc.ConfigError, match="zero_grad"):
+                p.replica.backward(p.loss(step))
+            p.replica.zero_grad()
+            continue
+        p.replica.backward(p.loss(step))
+        p.replica.step()
+        p.own.zero_grad()
+        p.whole_loss(step).backward()
+        p.own.step()
+    p.check()
+
+
+def test_using_the_model_after_it_was_let_go(pair, tmp_path):
+    p = pair()
+    p.replica.backward(p.loss(0))
+    p.replica.step()
+    p.replica.close()
+    twin = copy.deepcopy(p.model)
+    torch.save(p.model.state_dict(), tmp_path / "m.pt")
+    loaded = build()
+    loaded.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True))
+    x, _ = p.chunks(5)[0]
+    assert torch.equal(p.model(x, 0), twin(x, 0))
+    assert torch.equal(p.model(x, 0), loaded(x, 0))
+    size = (tmp_path / "m.pt").stat().st_size
+    assert size < 20_000  # the weights, and no arena behind them
+    p.whole_loss(0).backward()
+    p.own.step()
+    p.check()
+
+
+@pytest.mark.parametrize("with_counts", [True, False])
+def test_join_neither_hangs_nor_shrinks_gradients(world, engines, with_counts):
+    p = Pair(world, engines["mpi"], optimizer="adamw")
+    schedule = torch.optim.lr_scheduler.ExponentialLR(p.optimizer, 0.9)
+    own_schedule = torch.optim.lr_scheduler.ExponentialLR(p.own, 0.9)
+    mine = 3 + 2 * p.world.rank
+    with p.replica.join():
+        for step in range(mine):
+            p.replica.backward(p.loss(step), num_samples=3 if with_counts else None)
+            assert p.replica.step()
+            schedule.step()
+    for step in range(3 + 2 * (world.size - 1)):
+        chunks = [c for i, c in enumerate(p.chunks(step)) if step < 3 + 2 * i]
+        first = world.size - len(chunks)
+        losses = [cross_entropy(p.alone(x, first + i), y) for i, (x, y) in enumerate(chunks)]
+        p.own.zero_grad()
+        (sum(losses) / len(losses)).backward()
+        p.own.step()
+        own_schedule.step()
+    assert p.optimizer.param_groups[0]["lr"] == p.own.param_groups[0]["lr"]
+    p.check()
+
+
+def test_an_empty_batch_takes_part_with_nothing(pair):
+    p = pair(optimizer="adamw")
+    for step in range(STEPS):
+        empty = p.world.size > 1 and step % p.world.size == p.world.rank
+        x, y = p.chunks(step)[p.world.rank]
+        count = 0 if empty else len(y)
+        loss = cross_entropy(p.replica(x[:count], p.world.rank), y[:count])
+        p.replica.backward(loss, num_samples=count)
+        p.replica.step()
+        p.own.zero_grad()
+        skipped = step % p.world.size if p.world.size > 1 else -1
+        kept = [(i, c) for i, c in enumerate(p.chunks(step)) if i != skipped]
+        losses = [cross_entropy(p.alone(x, i), y) for i, (x, y) in kept]
+        (sum(losses) / len(losses)).backward()
+        p.own.step()
+    p.check()
+
+
+def test_no_samples_anywhere_moves_nothing(pair):
+    p = pair()
+    before = digest(p.model.parameters())
+    p.replica.backward(torch.zeros(()), num_samples=0)
+    assert p.replica.step().reason == "no samples"
+    assert p.replica.step().reason == "no gradients"
+    assert digest(p.model.parameters()) == before
+    p.check()
+
+
+# Refused by name
+
+
+def test_a_plain_backward_is_refused_by_name(pair):
+    p = pair()
+    p.loss(0).backward()
+    with pytest.raises(hpc.ConfigError, match=r"replica\.backward\(loss\) instead of loss"):
+        p.replica.backward(p.loss(1))
+    p.replica.zero_grad()
+    p.replica.backward(p.loss(1))
+    p.loss(2).backward()
+    with pytest.raises(hpc.ConfigError, match=r"layers\.\d\.(weight|bias)"):
+        p.replica.step()
+    p.replica.close()
+
+
+@pytest.mark.parametrize("edit", ["clip", "zero", "none"])
+def test_changing_gradients_in_the_middle_of_a_window_is_refused(pair, edit):
+    p = pair(accumulate=2)
+    p.replica.backward(p.loss(0))
+    if edit == "clip":
+        nn.utils.clip_grad_norm_(p.model.parameters(), 1e-3)
+    else:
+        p.optimizer.zero_grad(set_to_none=edit == "none")
+    with pytest.raises(hpc.ConfigError, match="between backward calls 1 and 2"):
+        p.replica.backward(p.loss(1))
+    p.replica.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda r, loss: r.backward(loss.expand(3)), "reduce it to one number"),
+        (lambda r, loss: r.backward(loss, num_samples=-1), "must not be negative"),
+    ],
+)
+def test_wrong_arguments_of_backward(pair, call, message):
+    p = pair()
+    with pytest.raises(hpc.ConfigError, match=message):
+        call(p.replica, p.loss(0))
+    p.replica.close()
+
+
+def test_combinations_that_cannot_be(pair, world, engines):
+    p = pair(accumulate=2)
+    with pytest.raises(hpc.ConfigError, match="both say when to exchange"), p.replica.no_sync():
+        pass
+    p.replica.backward(p.loss(0), num_samples=3)
+    with pytest.raises(hpc.ConfigError, match="to all of them or to none"):
+        p.replica.backward(p.loss(1))
+    p.replica.backward(p.loss(1), num_samples=3)
+    with pytest.raises(hpc.ConfigError, match="without a step"):
+        p.replica.backward(p.loss(2), num_samples=3)
+    p.replica.close()
+    model = build()
+    for optimizer in (
+        torch.optim.LBFGS(model.parameters()),
+        torch.optim.SparseAdam(model.parameters()),
+    ):
+        with pytest.raises(hpc.ConfigError, match="cannot be distributed"):
+            hpc.distribute(world, model, optimizer, engine=engines["mpi"])
+    for options, word in (
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0"),
+    ):
+        with pytest.raises(hpc.ConfigError, match=word):
+            hpc.distribute(
+                world,
+                model,
+                torch.optim.SGD(model.parameters(), 0.1),
+                engine=engines["mpi"],
+                **options,
+            )
+
+
+# Counts
+
+
+def test_messages_and_hooks_are_exact(pair):
+    p = pair(optimizer="sgd")
+    for step in range(3):
+        p.replica.backward(p.loss(step))
+        p.replica.step()
+    before = p.replica.counts()
+    for step in range(10):
+        p.replica.backward(p.loss(step))
+        p.replica.step()
+    after = p.replica.counts()
+    assert after["messages"] - before["messages"] == 10  # one bucket, one dtype, nothing else
+    assert after["hooks"] == before["hooks"] == 0
+    p.replica.close()
+
+
+@pytest.mark.parametrize("model_name", ["mlp", "branches", "complex"])
+@pytest.mark.parametrize("engine_name", ["mpi", "torch"])
+def test_overlap_sends_buckets_while_backward_runs(world, engines, engine_name, model_name):
+    engine = engines[engine_name]
+    p = Pair(world, engine, model=model_name, overlap=True, bucket_bytes=600)
+    num_buckets = len(p.replica._mode.arena.buckets)
+    assert num_buckets > 1
+    for step in range(STEPS):
+        before = p.replica.counts()
+        p.replica.backward(p.loss(step))
+        p.replica.step()
+        after = p.replica.counts()
+        assert after["messages"] - before["messages"] == num_buckets
+        assert after["hooks"] - before["hooks"] <= num_buckets  # one per bucket at most
+        p.own.zero_grad()
+        p.whole_loss(step).backward()
+        p.own.step()
+    p.check()
+
+
+def test_overlap_with_accumulation(world, engines):
+    p = Pair(world, engines["mpi"], overlap=True, bucket_bytes=600, accumulate=2)
+    for step in range(STEPS):
+        for part in range(2):
+            p.replica.backward(p.loss(2 * step + part))
+            p.replica.step()
+        p.own.zero_grad()
+        ((p.whole_loss(2 * step) + p.whole_loss(2 * step + 1)) / 2).backward()
+        p.own.step()
+    p.check()
+
+
+def test_describe_says_what_was_chosen(pair):
+    p = pair()
+    text = p.replica.describe()
+    assert "mpi" in text
+    assert "1 a step" in text
+    assert "AdamW" in text
+    p.replica.close()
