@@ -9,12 +9,13 @@ HOROVOD ?= auto
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ranks lint clean
+.PHONY: help setup demo test test-all test-ranks lint clean
 
 help:
 	@echo "make setup       a venv with torch, MPI, hpctrain and Horovod (quick when up to date)"
 	@echo "make demo        setup, then a two-rank training on handwritten digits"
 	@echo "make test        setup, then all tests"
+	@echo "make test-all    setup, then all tests with every combination; keeps the dated result"
 	@echo "make test-ranks  setup, then the tests that run under mpirun"
 	@echo "make lint        setup, then ruff, mypy and import-linter"
 	@echo "make clean       remove the venv and what tools left behind; built Horovods stay cached"
@@ -32,6 +33,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m mpi_tests
+
+test-all: setup
+	MPI_TESTS_FULL=1 $(BIN)/python -m mpi_tests --keep-result
 
 test-ranks: setup
 	$(BIN)/python -m mpi_tests ranks

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.connection import Connection, connect
-    from hpctrain.replica import Replica, distribute
     from hpctrain.errors import (
         CollectiveError,
         ConfigError,
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         InstallError,
         LaunchError,
     )
+    from hpctrain.replica import Replica, distribute
     from hpctrain.world import World, agree, init
 
 __version__ = "0.1.0"

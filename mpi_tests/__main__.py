@@ -6,6 +6,8 @@ Each part runs in a process of its own with an outer time limit; the last line c
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import re
 import signal
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("unit", "ranks", "launch")
+OUT_OF_TIME = -1000  # no process ends so
 LIMIT_S = {"unit": 600, "ranks": 600, "launch": 1200}
 
 
@@ -46,7 +49,7 @@ def run_bounded(command: list[str], limit_s: float) -> tuple[int, str]:
             lines.append(line)
         signal.alarm(0)
         code = process.wait()
-    return (124 if killer["fired"] else code), "".join(lines)
+    return (OUT_OF_TIME if killer["fired"] else code), "".join(lines)
 
 
 def _alarm(process: subprocess.Popen[str], limit_s: float) -> dict[str, bool]:
@@ -80,10 +83,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mpi_tests", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     parser.add_argument("-n", "--sizes", default="1,2,3,4", help="ranks to run `ranks` with")
+    parser.add_argument("--keep-result", action="store_true", help="write a dated summary")
     args = parser.parse_args(own)
     sizes = [int(size) for size in args.sizes.split(",")]
     total: dict[str, int] = {}
-    broken = []
+    broken, rows = [], []
     for name, command in commands(args.parts or list(PARTS), sizes, extra):
         print(f"\n=== {name}", flush=True)
         started = time.monotonic()
@@ -92,15 +96,34 @@ def main() -> int:
         for key, number in counts(text).items():
             total[key] = total.get(key, 0) + number
         if code != 0:
-            why = f"ended after {limit_s} s" if code == 124 else f"exit code {code}"
+            why = f"ended after {limit_s} s" if code == OUT_OF_TIME else f"exit code {code}"
             broken.append(f"{name}: {why}")
+        rows.append(f"{name}: {counts(text)} in {time.monotonic() - started:.0f} s")
         print(f"=== {name}: {time.monotonic() - started:.0f} s", flush=True)
     for line in broken:
         print(f"BROKEN {line}")
     failed = total.get("failed", 0) + total.get("error", 0)
     failed = max(failed, len(broken))  # a part that died counts even if it counted nothing
-    print(f"{total.get('passed', 0)} passed, {failed} failed, {total.get('skipped', 0)} skipped")
+    closing = f"{total.get('passed', 0)} passed, {failed} failed, {total.get('skipped', 0)} skipped"
+    if args.keep_result:
+        keep_result([*rows, *(f"BROKEN {line}" for line in broken), closing])
+    print(closing)
     return 1 if failed else 0
+
+
+def keep_result(lines: list[str]) -> None:
+    """Write what a complete run gave to a dated file that is committed."""
+    from importlib.metadata import version
+
+    from hpctrain.install.mpi import loaded_mpi
+
+    day = time.strftime("%Y-%m-%d")
+    machine = f"{platform.machine()}-{len(os.sched_getaffinity(0))}cores"
+    words = f"{day}, {machine}, torch {version('torch')}, {loaded_mpi().mpi}"
+    folder = HERE / "results"
+    folder.mkdir(exist_ok=True)
+    text = "\n".join([words, *lines]) + "\n"
+    (folder / f"test-all-{day}-{machine}.txt").write_text(text)
 
 
 if __name__ == "__main__":

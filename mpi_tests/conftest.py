@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-pytest_plugins = ["mpi_tests.cluster.fixtures", "mpi_tests.engine_fixture"]
+pytest_plugins = ["mpi_tests.cluster.fixtures"]
 
 
 # Set once by torch's compiler, and by the horovod engine before Horovod starts.

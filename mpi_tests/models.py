@@ -22,7 +22,8 @@ class ConvBatchNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(1, 4, 3, padding=1)
+        # A bias before a normalisation has no gradient but rounding, which Adam would magnify.
+        self.conv = nn.Conv1d(1, 4, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm1d(4)
         self.out = nn.Linear(4 * FEATURES, CLASSES)
 

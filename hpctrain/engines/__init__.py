@@ -14,7 +14,8 @@ from hpctrain.errors import ConfigError
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine, Watch
+    from hpctrain.engines.base import Engine
+    from hpctrain.engines.meeting import Watchdog
     from hpctrain.world import World
 
 __all__ = ["ENGINES", "Choice", "HorovodOptions", "HorovodState", "Op", "choose", "create"]
@@ -103,7 +104,7 @@ def create(
     world: World,
     name: str = AUTO,
     *,
-    watch: Watch | None = None,
+    watch: Watchdog | None = None,
     options: HorovodOptions | None = None,
     timeout_s: float = 300.0,
 ) -> Engine:
@@ -129,9 +130,13 @@ def create(
         except ConfigError as error:
             trouble = str(error)
     agree(world.comm, trouble, error=ConfigError, timeout_s=timeout_s)
-    names = world.comm.allgather(choice.name if choice else "")
-    if choice is None or len(set(names)) > 1:
-        raise ConfigError(f"the ranks would use different engines: {', '.join(names)}; name one")
+    wanted = world.comm.allgather((choice.name if choice else "", options))
+    if choice is None or any(other != wanted[0] for other in wanted):
+        odd = next(rank for rank, other in enumerate(wanted) if other != wanted[0])
+        raise ConfigError(
+            f"the ranks would use different engines: rank 0 {wanted[0]}, rank {odd} {wanted[odd]}; "
+            "give all ranks the same name and options"
+        )
     if name == AUTO and world.rank == 0:
         ignored = options is not None and choice.name != "horovod"
         rest = "; the Horovod options are not used" if ignored else ""

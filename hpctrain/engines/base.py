@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpctrain.engines import rows, wire
 from hpctrain.engines.meeting import Finish, Meeting, Pending, Watch, Work
-from hpctrain.engines.op import Op
+from hpctrain.engines.op import Op, as_op
 from hpctrain.errors import ConfigError
 
 __all__ = ["Engine", "Op", "Watch", "Work"]
@@ -49,6 +49,7 @@ class Engine(Meeting, ABC):
             op: How to combine. AVERAGE needs a floating or complex dtype.
             what: What this is, for messages about ranks that stay out: a bucket, a parameter.
         """
+        op = as_op(op)
         parcel, on_wire = self._pack(tensor, op)
         if parcel is None:
             return tensor
@@ -63,6 +64,7 @@ class Engine(Meeting, ABC):
 
     def allreduce_async_(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Work:
         """Collective: start what `allreduce_` does; leave the tensor alone until `wait()`."""
+        op = as_op(op)
         parcel, on_wire = self._pack(tensor, op)
         if parcel is None:
             return Pending(None)
@@ -79,6 +81,7 @@ class Engine(Meeting, ABC):
 
     def reduce_scatter(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:
         """Collective: combine and keep this rank's part of dimension 0, as `torch.tensor_split`."""
+        op = as_op(op)
         self._check("reduce_scatter", tensor, op, self.ops - {Op.ADASUM})
         if tensor.dim() == 0:
             raise ConfigError(
@@ -159,21 +162,13 @@ class Engine(Meeting, ABC):
     def split(self, color: int | None, key: int = 0) -> Engine | None:
         """Collective: an engine over the ranks of the same color, ordered by key; None: in none."""
         self._check_open("split")
-        table = self._meet(lambda: self._control.gather_objects((color, key)), "split", "", None)
-        wrong = [rank for rank, (given, _) in enumerate(table) if given is not None and given < 0]
-        if wrong:
-            raise ConfigError(
-                f"split: rank {wrong[0]} gave color={table[wrong[0]][0]}; colors are 0 or more, or "
-                "None to be in no part"
-            )
-        return self._split(table)
+        return self._meet(lambda: self._divide(color, key), "split", "", None)
 
     def close(self) -> None:
         """Collective: give back what the engine holds; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._close()
-            self._control.free()
+            self._meet(self._give_back, "close", "", None)
 
     # What an engine adds: primitives on flat, contiguous tensors.
 
@@ -218,6 +213,25 @@ class Engine(Meeting, ABC):
         for piece in torch.split(whole.view(-1), self.chunk):
             self._allreduce(piece, op, what)
         return whole.tensor_split(self.size)[self.rank].clone()
+
+    def _divide(self, color: int | None, key: int) -> Engine | None:
+        table = self._control.gather_objects((color, key))
+        wrong = [rank for rank, (given, _) in enumerate(table) if given is not None and given < 0]
+        if wrong:
+            raise ConfigError(
+                f"split: rank {wrong[0]} gave color={table[wrong[0]][0]}; colors are 0 or more, or "
+                "None to be in no part"
+            )
+        part = self._split(table)
+        if part is not None:
+            own = table[self.rank][0]
+            ordered = sorted((k, rank) for rank, (c, k) in enumerate(table) if c == own)
+            part.watch_among(self._watchdog, [self.members[rank] for _, rank in ordered])
+        return part
+
+    def _give_back(self) -> None:
+        self._close()
+        self._control.free()
 
     def _pack(self, tensor: Tensor, op: Op) -> tuple[Tensor | None, Op]:
         """Check a tensor for allreduce and make it flat; None when there is nothing to send."""

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["Control"]
+__all__ = ["Control", "parts_of"]
 
 T = TypeVar("T")
 
@@ -59,3 +59,14 @@ class Control:
         if self.comm is not None:
             self.comm.Free()
             self.comm = None
+
+
+def parts_of(table: list[tuple[int | None, int]]) -> dict[int, list[int]]:
+    """The ranks of each color, in the order of their keys, then of their ranks. Pure."""
+    parts: dict[int, list[int]] = {}
+    order = sorted(range(len(table)), key=lambda rank: (table[rank][1], rank))
+    for rank in order:
+        color = table[rank][0]
+        if color is not None:
+            parts.setdefault(color, []).append(rank)
+    return dict(sorted(parts.items()))

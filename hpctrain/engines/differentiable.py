@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.engines import wire
-from hpctrain.engines.base import Engine, Op
+from hpctrain.engines.base import Engine
+from hpctrain.engines.op import Op, as_op
 from hpctrain.errors import ConfigError
 
 __all__ = ["allgather", "allreduce", "alltoall", "reduce_scatter"]
@@ -24,8 +25,7 @@ _LINEAR = (Op.SUM, Op.AVERAGE)
 
 def allreduce(engine: Engine, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:
     """Collective: combine over all ranks into a new tensor; sum or average."""
-    _check(op, "allreduce")
-    return _apply(_Allreduce, engine, tensor, op, what)
+    return _apply(_Allreduce, engine, tensor, _linear(op, "allreduce"), what)
 
 
 def allgather(engine: Engine, tensor: Tensor, *, what: str = "") -> Tensor:
@@ -35,8 +35,7 @@ def allgather(engine: Engine, tensor: Tensor, *, what: str = "") -> Tensor:
 
 def reduce_scatter(engine: Engine, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:
     """Collective: combine and keep this rank's share of the rows; sum or average."""
-    _check(op, "reduce_scatter")
-    return _apply(_ReduceScatter, engine, tensor, op, what)
+    return _apply(_ReduceScatter, engine, tensor, _linear(op, "reduce_scatter"), what)
 
 
 def alltoall(
@@ -54,9 +53,11 @@ def _apply(function: Any, *arguments: object) -> Tensor:
     return result
 
 
-def _check(op: Op, call: str) -> None:
+def _linear(op: Op, call: str) -> Op:
+    op = as_op(op)
     if op not in _LINEAR:
         raise ConfigError(f"{call}: {op.value} has no gradient here; use sum or average")
+    return op
 
 
 class _Allreduce(torch.autograd.Function):

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine, Watch
+    from hpctrain.engines.base import Engine
     from hpctrain.engines.horovod_options import HorovodOptions
+    from hpctrain.engines.meeting import Watchdog
     from hpctrain.world import World
 
 __all__ = ["make_horovod", "make_local", "make_mpi", "make_torch"]
 
 
 def make_local(
-    world: World, *, watch: Watch | None, options: HorovodOptions | None, timeout_s: float
+    world: World, *, watch: Watchdog | None, options: HorovodOptions | None, timeout_s: float
 ) -> Engine:
     """One rank alone."""
     from hpctrain.engines.local import LocalEngine
@@ -22,7 +23,7 @@ def make_local(
 
 
 def make_mpi(
-    world: World, *, watch: Watch | None, options: HorovodOptions | None, timeout_s: float
+    world: World, *, watch: Watchdog | None, options: HorovodOptions | None, timeout_s: float
 ) -> Engine:
     """Collective: over mpi4py."""
     from hpctrain.engines.mpi import MpiEngine
@@ -31,7 +32,7 @@ def make_mpi(
 
 
 def make_horovod(
-    world: World, *, watch: Watch | None, options: HorovodOptions | None, timeout_s: float
+    world: World, *, watch: Watchdog | None, options: HorovodOptions | None, timeout_s: float
 ) -> Engine:
     """Collective: over Horovod, which is started if it does not run yet."""
     from hpctrain.engines.horovod import create
@@ -40,7 +41,7 @@ def make_horovod(
 
 
 def make_torch(
-    world: World, *, watch: Watch | None, options: HorovodOptions | None, timeout_s: float
+    world: World, *, watch: Watchdog | None, options: HorovodOptions | None, timeout_s: float
 ) -> Engine:
     """Collective: over torch.distributed."""
     from hpctrain.engines.torch_dist import TorchEngine

@@ -13,10 +13,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.engines.base import Engine, Op, Watch
+from hpctrain.engines.base import Engine, Op
+from hpctrain.engines.control import parts_of
 from hpctrain.engines.horovod_options import HorovodOptions
 from hpctrain.engines.horovod_start import Running, start
-from hpctrain.engines.meeting import Finish
+from hpctrain.engines.meeting import Finish, Watchdog
 from hpctrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def create(
     comm: Comm,
     device: torch.device,
     *,
-    watch: Watch | None,
+    watch: Watchdog | None,
     options: HorovodOptions | None,
     timeout_s: float,
 ) -> HorovodEngine:
@@ -67,7 +68,7 @@ class HorovodEngine(Engine):
         device: torch.device,
         members: Sequence[int],
         *,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
     ) -> None:
         super().__init__(comm, device, watch=watch)
         self._comm: Comm = comm.Dup()
@@ -169,7 +170,7 @@ class HorovodEngine(Engine):
         return name
 
     def _split(self, table: list[tuple[int | None, int]]) -> Engine | None:
-        parts = _parts(table)
+        parts = parts_of(table)
         self._add_sets(parts)
         color, key = table[self.rank]
         part = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
@@ -177,7 +178,7 @@ class HorovodEngine(Engine):
             return None
         members = [self._members[rank] for rank in parts[color]]
         try:
-            return HorovodEngine(self._running, part, self.device, members, watch=self._watch)
+            return HorovodEngine(self._running, part, self.device, members, watch=None)
         finally:
             part.Free()
 
@@ -202,14 +203,3 @@ class HorovodEngine(Engine):
             )
         for ranks in missing:
             self._running.sets[ranks] = self._hvd.add_process_set(list(ranks))
-
-
-def _parts(table: list[tuple[int | None, int]]) -> dict[int, list[int]]:
-    """The ranks of each color, in the order of their keys, then of their ranks. Pure."""
-    parts: dict[int, list[int]] = {}
-    order = sorted(range(len(table)), key=lambda rank: (table[rank][1], rank))
-    for rank in order:
-        color = table[rank][0]
-        if color is not None:
-            parts.setdefault(color, []).append(rank)
-    return dict(sorted(parts.items()))

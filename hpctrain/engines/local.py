@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpctrain.engines.base import Engine, Op, Watch
-from hpctrain.engines.meeting import Finish
+from hpctrain.engines.base import Engine, Op
+from hpctrain.engines.meeting import Finish, Watchdog
 
 __all__ = ["LocalEngine"]
 
@@ -16,7 +16,7 @@ class LocalEngine(Engine):
 
     name = "local"
 
-    def __init__(self, device: torch.device, *, watch: Watch | None = None) -> None:
+    def __init__(self, device: torch.device, *, watch: Watchdog | None = None) -> None:
         super().__init__(None, device, watch=watch)
 
     @property
@@ -41,7 +41,7 @@ class LocalEngine(Engine):
 
     def _split(self, table: list[tuple[int | None, int]]) -> Engine | None:
         color, _ = table[0]
-        return None if color is None else LocalEngine(self.device, watch=self._watch)
+        return None if color is None else LocalEngine(self.device, watch=None)
 
 
 def _done() -> None:

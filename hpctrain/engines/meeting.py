@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from hpctrain.errors import CollectiveError, ConfigError
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["Finish", "Meeting", "Pending", "Watch", "Work"]
+__all__ = ["Finish", "Meeting", "Pending", "Watch", "Watchdog", "Work"]
 
 T = TypeVar("T")
 Finish = Callable[[], None]
@@ -39,6 +39,13 @@ class Watch(Protocol):
         """The collective has ended."""
 
 
+class Watchdog(Watch, Protocol):
+    """A watch over all ranks, which can give each part of them a watch of its own."""
+
+    def among(self, ranks: Sequence[int]) -> Watch:
+        """A watch for the collectives of some ranks only."""
+
+
 class Meeting:
     """What engines share besides the collectives: ranks, device, checks, watch.
 
@@ -52,13 +59,22 @@ class Meeting:
     reason: str = "asked for"
     """Why this engine was chosen."""
 
-    def __init__(self, comm: Comm | None, device: torch.device, *, watch: Watch | None) -> None:
+    def __init__(self, comm: Comm | None, device: torch.device, *, watch: Watchdog | None) -> None:
         self._control = Control(comm)
-        self._watch = watch
+        self._watchdog = watch
+        self._watch: Watch | None = watch
         self._closed = False
         self.rank = self._control.rank
         self.size = self._control.size
         self.device = device
+        self.members: tuple[int, ...] = tuple(range(self.size))
+        """The ranks of the world that this engine is over, in the order of its own."""
+
+    def watch_among(self, watchdog: Watchdog | None, members: Sequence[int]) -> None:
+        """Collective over a part of the ranks: count its calls apart from everybody's."""
+        self.members = tuple(members)
+        self._watchdog = watchdog
+        self._watch = None if watchdog is None else watchdog.among(members)
 
     def _check(
         self,

@@ -15,9 +15,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.engines import wire
-from hpctrain.engines.base import Engine, Op, Watch
+from hpctrain.engines.base import Engine, Op
 from hpctrain.engines.gpu_aware import mpi_reads_device_memory
-from hpctrain.engines.meeting import Finish
+from hpctrain.engines.meeting import Finish, Watchdog
 from hpctrain.engines.worker import Worker
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class MpiEngine(Engine):
 
     name = "mpi"
 
-    def __init__(self, comm: Comm, device: torch.device, *, watch: Watch | None = None) -> None:
+    def __init__(self, comm: Comm, device: torch.device, *, watch: Watchdog | None = None) -> None:
         super().__init__(comm, device, watch=watch)
         self._data: Comm = comm.Dup()
         self._worker = Worker("hpctrain-mpi", device)
@@ -127,7 +127,7 @@ class MpiEngine(Engine):
         if part == MPI.COMM_NULL:
             return None
         try:
-            return MpiEngine(part, self.device, watch=self._watch)
+            return MpiEngine(part, self.device, watch=None)
         finally:
             part.Free()
 

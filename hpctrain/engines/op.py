@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Op"]
+from hpctrain.errors import ConfigError
+
+__all__ = ["Op", "as_op"]
 
 
 class Op(StrEnum):
@@ -15,3 +17,16 @@ class Op(StrEnum):
     MIN = "min"
     MAX = "max"
     ADASUM = "adasum"
+
+
+def as_op(op: Op | str) -> Op:
+    """The op of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return Op(op)
+    except ValueError:
+        names = ", ".join(known.value for known in Op)
+        raise ConfigError(f"op={op!r} is unknown; choose one of {names}") from None

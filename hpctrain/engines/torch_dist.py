@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from hpctrain.engines import wire
-from hpctrain.engines.base import Engine, Op, Watch
-from hpctrain.engines.meeting import Finish
+from hpctrain.engines.base import Engine, Op
+from hpctrain.engines.meeting import Finish, Watchdog
 from hpctrain.engines.torch_store import open_store
 from hpctrain.errors import ConfigError
 from hpctrain.world import agree
@@ -77,7 +77,7 @@ class TorchEngine(Engine):
         comm: Comm,
         device: torch.device,
         *,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         super().__init__(comm, device, watch=watch)
@@ -168,7 +168,7 @@ class TorchEngine(Engine):
             return None
         limit_s = self._limit.total_seconds()
         try:
-            return TorchEngine(part, self.device, watch=self._watch, timeout_s=limit_s)
+            return TorchEngine(part, self.device, watch=None, timeout_s=limit_s)
         finally:
             part.Free()
 

@@ -9,11 +9,13 @@ from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.replica.arena_mode import ArenaMode
 from hpctrain.replica.core import Mode, Replica, Step
+from hpctrain.replica.horovod_engine import choose_engine
+from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.world import World
 
-__all__ = ["Replica", "Step", "distribute"]
+__all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
 
 _BUCKET_BYTES = 25 << 20
 _REFUSED = {
@@ -32,6 +34,7 @@ def distribute(
     overlap: bool | None = None,
     bucket_bytes: int | None = None,
     timeout_s: float = 600.0,
+    horovod: HorovodTraining | None = None,
 ) -> Replica:
     """Collective: train a model on all ranks as one; every rank passes the same arguments.
 
@@ -48,6 +51,8 @@ def distribute(
             hide, that is between nodes and on GPUs.
         bucket_bytes: When to close a bucket; None: 25 MiB with overlap, everything at once without.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
+        horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
+            Adasum, and its switches.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
@@ -56,6 +61,7 @@ def distribute(
     refused = _REFUSED.get(type(optimizer).__name__)
     if refused:
         raise ConfigError(f"{type(optimizer).__name__} cannot be distributed: {refused}")
+    engine = choose_engine(world, engine, horovod, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     connection = (
         connect(world, engine, timeout_s=timeout_s)
         if isinstance(engine, str)
@@ -69,6 +75,10 @@ def distribute(
     def lay_out(broadcast: bool) -> Mode:
         make_equal(world, link, model, optimizer, broadcast=broadcast)
         names, parameters = named_parameters(model, optimizer)
+        if horovod is not None and horovod.fusion == "horovod":
+            from hpctrain.replica.horovod_mode import HorovodMode
+
+            return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)
         return ArenaMode(link, names, parameters, bucket_bytes=size, overlap=overlapping)
 
     mode = lay_out(True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.log import format_ranges
 from hpctrain.replica.naming import named_parameters
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, roll_call
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine
@@ -72,6 +72,7 @@ def make_equal_state(
 
 def check_structure(world: World, names: Iterable[str], tensors: Iterable[Tensor]) -> None:
     """Collective: refuse models that differ between ranks, before anything of them is sent."""
+    roll_call(world.comm, "comparing the model of all ranks", timeout_s=300.0)
     mine = [
         f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
         for name, t in zip(names, tensors, strict=True)

@@ -123,7 +123,8 @@ class World:
         """Draw the job as a table: node, rank, cores, threads, device. The same on every rank."""
         batch = f", {self.launch.batch_system} job {self.launch.job_id}"
         title = (
-            f"{self.size} ranks on {self.num_nodes} nodes, started by {self.launch.title}, "
+            f"{_count(self.size, 'rank')} on {_count(self.num_nodes, 'node')}, "
+            f"started by {self.launch.title}, "
             f"{self.mpi}{batch if self.launch.batch_system else ''}, seed {self.seed}"
         )
         rows = [
@@ -152,3 +153,7 @@ class World:
         if not_alone and error is not None and guard.exit_code_of(error) != 0:
             guard.end_all_ranks(self.launch, error)
         self._undo.close()
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -29,7 +29,6 @@ AS_A_USER = {
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory) -> Path:
-    pytest.importorskip("horovod", reason="Horovod is not built here, and the script uses it")
     (script,) = [text for kind, text in BLOCKS if kind == "python"]
     path = tmp_path_factory.mktemp("readme") / "train.py"
     path.write_text(script)
@@ -58,8 +57,7 @@ def test_make_demo_trains_digits_with_horovod_on_two_ranks():
     accuracy = re.findall(r"([\d.]+)%", done.out)
     assert float(accuracy[-1]) >= 95.0
     assert "2 ranks on 1 node" in done.out
-    engine = "Horovod" if _has_horovod() else "MPI"
-    assert f"gradients averaged by {engine}" in done.out
+    assert re.search(r"engine +" + ("horovod" if _has_horovod() else "mpi"), done.out), done.out
 
 
 def _has_horovod() -> bool:

@@ -529,7 +529,7 @@ def test_combinations_that_cannot_be(pair, world, engines):
 
 
 def test_messages_and_hooks_are_exact(pair):
-    p = pair(optimizer="sgd")
+    p = pair(optimizer="sgd", overlap=False)
     for step in range(3):
         p.replica.backward(p.loss(step))
         p.replica.step()

@@ -1,0 +1,105 @@
+"""Allreduce from 1 KiB to 256 MiB on each engine, against one copy of the same memory.
+
+`python -m benchmarks.collectives --help`; docs/benchmarks.md says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from statistics import median
+from typing import Any
+
+from benchmarks.harness import command
+from benchmarks.harness.session import Case, Plan, Variant, run_plan
+from hpctrain import log
+from hpctrain.engines.horovod_state import probe_horovod
+
+__all__ = ["SIZES", "VARIANTS", "bandwidths", "main", "parse_size", "repeats_for"]
+
+SIZES = tuple(f"{4**i} KiB" for i in range(5)) + tuple(f"{4**i} MiB" for i in range(5))
+VARIANTS = tuple(Variant(name=name, launch=name) for name in ("memcpy", "mpi", "torch", "horovod"))
+_UNITS = {"KiB": 2**10, "MiB": 2**20}
+# A block lasts about half a second, or the load, which is told in ticks of 10 ms, is a guess.
+_BYTES_A_BLOCK = 256 << 20
+_MOST_REPEATS = 300
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `4 KiB`. Pure."""
+    number, unit = text.split()
+    return int(number) * _UNITS[unit]
+
+
+def repeats_for(size: int) -> int:
+    """How often a block repeats a size: enough to be timed, not more than takes a moment. Pure."""
+    return max(2, min(_MOST_REPEATS, _BYTES_A_BLOCK // size))
+
+
+def bandwidths(size: int, seconds: float, copy_s: float, num_ranks: int) -> dict[str, float]:
+    """The field's terms: algbw, busbw (both GB/s), and busbw in per cent of memcpy's. Pure.
+
+    busbw is what an ideal ring would have to move per rank, so that it can be compared over
+    numbers of ranks and with the speed of memory.
+    """
+    algbw = size / seconds / 1e9
+    busbw = algbw * 2 * (num_ranks - 1) / num_ranks
+    return {
+        "algbw GB/s": algbw,
+        "busbw GB/s": busbw,
+        "% of memcpy": 100 * busbw * copy_s / size * 1e9,
+    }
+
+
+def main() -> int:
+    """Measure, or be a rank that is measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=__doc__)
+    command.add_arguments(parser, blocks=11)
+    parser.add_argument("--sizes", metavar="A,B", help=f"from {', '.join(SIZES)} (default: all)")
+    args = parser.parse_args()
+    if args.worker:
+        from benchmarks.collective_subjects import make
+        from benchmarks.harness.worker import serve
+
+        serve(args.worker, args.variants.split(","), make)
+        return 0
+    rules = command.rules_of(args)
+    known = [variant.name for variant in VARIANTS]
+    names = command.choose("variant", args.variants or ",".join(_built(known)), known)
+    default = SIZES[:7:3] if args.quick else SIZES
+    sizes = command.choose("size", args.sizes or ",".join(default), SIZES)
+    plan = Plan(
+        name="collectives",
+        module="benchmarks.collectives",
+        cases=[Case(name=s, warmup=1, repeats=repeats_for(parse_size(s))) for s in sizes],
+        variants=[variant for variant in VARIANTS if variant.name in names],
+        comparisons=[(name, "memcpy") for name in known[1:]],
+        rules=rules,
+        settings={"operation": "allreduce in place, sum, float32"},
+    )
+    result: dict[str, Any] = run_plan(plan)
+    _add_metrics(result, rules.num_ranks)
+    return command.report(args, result)
+
+
+def _built(known: list[str]) -> list[str]:
+    """The variants that can run here."""
+    horovod = probe_horovod()
+    if not horovod.built:
+        log.notice(f"horovod is left out: {horovod.why}")
+    return [name for name in known if horovod.built or name != "horovod"]
+
+
+def _add_metrics(result: dict[str, Any], num_ranks: int) -> None:
+    copies = {s["case"]: median(s["seconds"]) for s in result["series"] if s["variant"] == "memcpy"}
+    for item in result["series"]:
+        size, seconds = parse_size(item["case"]), median(item["seconds"])
+        if item["variant"] == "memcpy":
+            item["metrics"] = {"algbw GB/s": size / seconds / 1e9}
+            continue
+        metrics = bandwidths(size, seconds, copies.get(item["case"], 0.0), num_ranks)
+        item["metrics"] = {k: v for k, v in metrics.items() if v or k != "% of memcpy"}
+
+
+if __name__ == "__main__":
+    sys.exit(command.run_main(main))

@@ -1,0 +1,179 @@
+"""A rank's side of `step_overhead`: the same training step, by each way of exchanging gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hpctrain as hpc
+from benchmarks.harness.worker import Subject
+from benchmarks.workloads import WORKLOADS
+from hpctrain.engines.base import Engine
+from hpctrain.replica import Replica
+from hpctrain.world import World
+
+__all__ = ["make_maker"]
+
+_FIRST_STEPS = 5
+_SEED = 11
+
+
+class Compute:
+    """Forward, backward and the optimizer on every rank, and no communication at all."""
+
+    exchanges = False
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def prepare(self, case: str) -> dict[str, object]:
+        """Collective: build model and optimizer, and take the first steps, which are slow."""
+        workload = WORKLOADS[case]
+        torch.manual_seed(_SEED)
+        self.model = workload.model()
+        self.optimizer = workload.optimizer(self.model)
+        self.x, self.y = workload.data(self.world.rank)
+        self.distribute()
+        self.run(_FIRST_STEPS)
+        return self.facts()
+
+    def distribute(self) -> None:
+        """Collective: let the ranks train together; here they do not."""
+
+    def facts(self) -> dict[str, object]:
+        """What is known of a step beforehand."""
+        return {}
+
+    def loss(self) -> Tensor:
+        """The mean over this rank's batch."""
+        return nn.functional.mse_loss(self.model(self.x), self.y)
+
+    def run(self, repeats: int) -> None:
+        """Take steps."""
+        for _ in range(repeats):
+            self.optimizer.zero_grad()
+            torch.autograd.backward(self.loss())
+            self.optimizer.step()
+
+    def counts(self) -> dict[str, int]:
+        """Nothing is counted in other people's software."""
+        return {}
+
+    def finish(self) -> dict[str, object]:
+        """Collective: the weights' digest, which ranks must share, and the loss over all ranks."""
+        outcome: dict[str, object] = {}
+        if self.exchanges:
+            digest = hashlib.sha256()
+            for parameter in self.model.parameters():
+                digest.update(parameter.detach().numpy().tobytes())
+            loss = sum(self.world.comm.allgather(self.loss().item())) / self.world.size
+            outcome = {"weights": digest.hexdigest()[:16], "loss": loss}
+        self.release()
+        return outcome
+
+    def release(self) -> None:
+        """Let the case's memory go."""
+        del self.model, self.optimizer
+
+
+class Distributed(Compute):
+    """`hpctrain.distribute` on an engine."""
+
+    exchanges = True
+    replica: Replica
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world)
+        self.engine = engine
+
+    def distribute(self) -> None:
+        """Collective: make the replica."""
+        self.replica = hpc.distribute(self.world, self.model, self.optimizer, engine=self.engine)
+
+    def facts(self) -> dict[str, object]:
+        """How large an exchange is."""
+        return {"bytes": self.replica.counts()["bytes"]}
+
+    def run(self, repeats: int) -> None:
+        """Collective: take steps."""
+        for _ in range(repeats):
+            self.replica.backward(self.loss())
+            self.replica.step()
+
+    def counts(self) -> dict[str, int]:
+        """Messages sent and Python hooks called so far."""
+        counts = self.replica.counts()
+        return {name: counts[name] for name in ("messages", "hooks")}
+
+    def release(self) -> None:
+        """Let the model go."""
+        self.replica.close()
+        del self.replica
+        super().release()
+
+
+class RawHorovod(Compute):
+    """Horovod's own DistributedOptimizer, as its documentation has it."""
+
+    exchanges = True
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its own imports warn of what setuptools will drop
+            import horovod.torch as hvd
+        hvd.init()
+        self.hvd = hvd
+
+    def distribute(self) -> None:
+        """Collective: wrap the optimizer."""
+        self.hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        self.optimizer = self.hvd.DistributedOptimizer(
+            self.optimizer, named_parameters=self.model.named_parameters()
+        )
+
+
+class RawDdp(Compute):
+    """DistributedDataParallel over Gloo, with the options that make it fastest here."""
+
+    exchanges = True
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        dist.init_process_group("gloo")
+        world.at_exit(dist.destroy_process_group)
+
+    def distribute(self) -> None:
+        """Collective: wrap the model."""
+        self.model = nn.parallel.DistributedDataParallel(
+            self.model, gradient_as_bucket_view=True, static_graph=True
+        )
+
+
+def make_maker() -> Callable[[World, str], Subject]:
+    """What makes the subject of a variant; variants of a launch share its engine."""
+    engines: dict[str, Engine] = {}
+
+    def connect(world: World, name: str) -> Engine:
+        if name not in engines:
+            engines[name] = hpc.connect(world, name).engine
+        return engines[name]
+
+    def make(world: World, variant: str) -> Subject:
+        if variant in ("compute", "compute-again"):
+            return Compute(world)
+        if variant == "compute-beside-idle":
+            connect(world, "mpi")
+            return Compute(world)
+        if variant == "horovod":
+            return RawHorovod(world)
+        if variant == "ddp":
+            return RawDdp(world)
+        return Distributed(world, connect(world, variant.removeprefix("hpctrain-")))
+
+    return make

@@ -1,0 +1,143 @@
+"""Horovod's `DistributedOptimizer` as a carrier of gradients, and all that is known of its insides.
+
+It wraps a stand-in optimizer that never steps. Its public methods cannot say "send what is left and
+wait later", nor take its hooks away, so a few of its attributes are used; they are those of Horovod
+0.28, its last release.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from hpctrain.engines.base import Op
+from hpctrain.engines.horovod import HorovodEngine
+from hpctrain.errors import ConfigError
+from hpctrain.replica.horovod_settings import HorovodTraining, cut_into_groups
+from hpctrain.replica.horovod_wire import Wire
+
+__all__ = ["Carrier", "unfrozen"]
+
+_NEVER = 2**62  # backward passes until Horovod's own hooks send something
+_num_carriers = 0
+
+
+class Carrier:
+    """Collective: sums gradients over all ranks, in place.
+
+    Args:
+        engine: Over Horovod.
+        names: Of the parameters; the same on every rank.
+        parameters: Whose gradients travel; those without elements stay.
+        settings: Groups, op and predivision.
+        wire: How gradients look on their way.
+    """
+
+    def __init__(
+        self,
+        engine: HorovodEngine,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        settings: HorovodTraining,
+        wire: Wire,
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its own imports warn of what setuptools will drop
+            import horovod.torch as hvd
+        self._hvd = hvd
+        predivided = settings.gradient_predivide_factor != 1.0
+        if predivided and hvd.rocm_built():
+            raise ConfigError("gradient_predivide_factor: Horovod has it not on ROCm; leave it out")
+        self.divided_by = engine.size if predivided else 1
+        """What sums have been divided by on arrival: Horovod averages where it predivides."""
+        sent = [(name, p) for name, p in zip(names, parameters, strict=True) if p.numel()]
+        self._parameters = [p for _, p in sent]
+        self._optimizer: Any = None
+        self._groups: list[tuple[torch.nn.Parameter, ...]] = []
+        if engine.size > 1 and sent:
+            prefix = _prefix(engine)
+            groups = None
+            if settings.num_groups:
+                kinds = [(p, f"{wire.carried_as(p.dtype)} {p.device}") for p in self._parameters]
+                groups = cut_into_groups(kinds, settings.num_groups)
+                self._groups = [tuple(group) for group in groups]
+            with unfrozen(self._parameters):
+                self._optimizer = hvd.DistributedOptimizer(
+                    torch.optim.SGD(self._parameters, lr=0.0),
+                    named_parameters=[(f"{prefix}.{name}", p) for name, p in sent],
+                    compression=wire,
+                    backward_passes_per_step=_NEVER,
+                    op=hvd.Average if predivided else hvd.Sum,
+                    gradient_predivide_factor=settings.gradient_predivide_factor,
+                    groups=groups,
+                    process_set=engine.process_set,
+                )
+            if settings.op == "adasum":
+                # Asked for by name, Horovod would step inside backward, each rank with a state of
+                # its own; set here, gradients are combined and all ranks step alike.
+                self._optimizer.op = hvd.Adasum
+
+    @property
+    def num_parcels(self) -> int:
+        """How many tensors or groups are handed to Horovod in one step."""
+        return len(self._groups or self._parameters) if self._optimizer is not None else 0
+
+    def watch_backward(self, on: bool) -> None:
+        """Whether gradients leave as soon as a backward pass has added to them."""
+        if self._optimizer is not None:
+            self._optimizer._handles.clear()  # of passes that sent nothing
+            self._optimizer.set_backward_passes_per_step(1 if on else _NEVER)
+            for group in self._groups:
+                self._optimizer._group_counts[group] = 0
+
+    def send_the_rest(self) -> int:
+        """Collective: send what backward has not sent; every parameter has a gradient by now.
+
+        Returns:
+            How many tensors or groups are on their way, earlier ones included.
+        """
+        if self._optimizer is None:
+            return 0
+        handles = self._optimizer._handles
+        for group in self._groups:
+            if group not in handles:
+                for parameter in group:
+                    handles.pop(parameter, None)
+                handles[group] = self._optimizer._grouped_allreduce_grad_async(group)
+        for parameter in [] if self._groups else self._parameters:
+            if handles.get(parameter, (None, None))[0] is None:
+                handles[parameter] = self._optimizer._allreduce_grad_async(parameter)
+        return self.num_parcels
+
+    def wait(self) -> None:
+        """Wait until all gradients are here; errors are Horovod's own."""
+        if self._optimizer is not None:
+            self._optimizer.synchronize()
+
+    def close(self) -> None:
+        """Let the parameters go: Horovod cannot take its hooks away, but they end with these."""
+        if self._optimizer is not None:
+            self.watch_backward(False)
+            self._optimizer._grad_accs.clear()
+
+
+def unfrozen(parameters: Sequence[torch.nn.Parameter]) -> ExitStack:
+    """Let parameters be hooked that are frozen now, so that they may be unfrozen later."""
+    stack = ExitStack()
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            parameter.requires_grad_(True)
+            stack.callback(parameter.requires_grad_, False)
+    return stack
+
+
+def _prefix(engine: HorovodEngine) -> str:
+    """Collective: a name that no other carrier over these ranks has."""
+    global _num_carriers  # Horovod's names are the process's own
+    number = torch.tensor([_num_carriers])
+    _num_carriers = int(engine.allreduce_(number, Op.MAX, what="carriers").item()) + 1
+    return f"hpctrain.carrier{_num_carriers}"

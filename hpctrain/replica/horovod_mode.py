@@ -1,0 +1,297 @@
+"""Gradients through Horovod's own `DistributedOptimizer` and tensor fusion, with a replica's rules.
+
+Horovod's optimizer only carries gradients here: it wraps a stand-in that never steps, and the
+user's own optimizer stays the truth. What is mended on our side:
+
+- raw Horovod gives unused parameters zeros, so that they decay: which parameters some rank used
+  travels with the weights of the average, in one small message per step;
+- groups hang in raw Horovod when ranks use different branches: they travel as groups regardless;
+- sparse, bfloat16, complex and non-contiguous gradients; ranks that have run out of data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpctrain.engines.base import Op
+from hpctrain.engines.horovod import HorovodEngine
+from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.fusion.arena import Arrived
+from hpctrain.replica.horovod_carrier import Carrier, unfrozen
+from hpctrain.replica.horovod_settings import HorovodTraining
+from hpctrain.replica.horovod_wire import Wire, check_parameters, near_power_of_two
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from hpctrain.engines.base import Engine
+    from hpctrain.replica.arena_mode import Control
+
+__all__ = ["HorovodMode"]
+
+_WORDS = 5  # weight, calls, ranks, ranks that counted samples, ranks that were interrupted
+
+
+class HorovodMode:
+    """How a replica's gradients travel when Horovod fuses them. See `core.Mode`.
+
+    Args:
+        engine: Over Horovod.
+        names: Of the parameters; the same on every rank.
+        parameters: What the user's optimizer updates.
+        settings: Checked among themselves; here against engine and parameters.
+        overlap: Whether gradients leave while backward still runs.
+
+    Raises:
+        ConfigError: the same on all ranks; Horovod cannot do that here.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        settings: HorovodTraining,
+        overlap: bool,
+    ) -> None:
+        if not isinstance(engine, HorovodEngine):
+            raise ConfigError(
+                f"fusion='horovod' on the {engine.name} engine; use engine='horovod', or "
+                "fusion='arena', which works on every engine"
+            )
+        self._adasum = settings.op == "adasum"
+        _check_engine(engine, settings)
+        check_parameters(names, parameters, adasum=self._adasum)
+        self.engine = engine
+        self.settings = settings
+        self.overlap = overlap
+        self.names = tuple(names)
+        self.parameters = tuple(parameters)
+        self._kinds = [(p.dtype, p.device, p.shape) for p in parameters]
+        self._index = {id(p): i for i, p in enumerate(parameters)}
+        self._wire = Wire(half=settings.compression == "fp16")
+        self._carrier = Carrier(engine, self.names, self.parameters, settings, self._wire)
+        with unfrozen(self.parameters):
+            self._hooks = [_hook(p, self._note) for p in parameters]
+        self._ready: dict[int, None] = {}  # in order, by index
+        self._used: set[int] = set()
+        self._seen: list[tuple[Tensor | None, int]] = []
+        self._armed = False
+        self._scale: float | None = None  # for float16: about the weight of a step, over all ranks
+        self._weight = 1.0  # of the last exchange, over all ranks
+        self._num_messages = self._num_notes = 0
+
+    # Around a backward pass
+
+    def fits(self) -> bool:
+        """Whether the parameters are still what they were laid out as."""
+        now = [(p.dtype, p.device, p.shape) for p in self.parameters]
+        return now == self._kinds
+
+    def begin(self, *, fresh: bool) -> None:
+        """Before a backward pass; what is fresh or frozen has no gradient, as in torch."""
+        for parameter in self.parameters:
+            if fresh or not parameter.requires_grad:
+                parameter.grad = None
+        if fresh:
+            self._forget()
+
+    def edited(self) -> bool:
+        """Whether somebody has written to gradients since `settle`."""
+        now = self._look()
+        pairs = zip(now, self._seen, strict=True)
+        return any(a is not b or m != n for (a, m), (b, n) in pairs)
+
+    def foreign(self) -> list[str]:
+        """Parameters that a backward pass of somebody else's has written to."""
+        return [self.names[index] for index in self._ready]
+
+    def arm(self, control: Control) -> None:
+        """Before the last backward pass of a window: let gradients leave while it runs."""
+        if self.overlap and self.engine.size > 1:
+            self._prepare(control)
+            self._carrier.watch_backward(True)
+            self._armed = True
+
+    def settle(self) -> None:
+        """After a backward pass."""
+        self._used.update(self._ready)
+        self._ready.clear()
+        self._seen = self._look()
+
+    def _note(self, parameter: Tensor) -> None:
+        """Called when a backward pass has added to a gradient, and before Horovod's own hook."""
+        self._num_notes += 1
+        index = self._index[id(parameter)]
+        if self._armed and index in self._ready:
+            raise ConfigError(
+                f"the gradient of {self.names[index]} was added to twice in one backward pass "
+                "(reentrant checkpointing does so), and the first part may have left already; use "
+                "overlap=False, or checkpoint(..., use_reentrant=False)"
+            )
+        self._ready[index] = None
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            parameter.grad = gradient.detach().to_dense()
+        elif gradient is not None and gradient.requires_grad:  # of create_graph=True
+            parameter.grad = gradient.detach().clone()
+
+    def _look(self) -> list[tuple[Tensor | None, int]]:
+        gradients = [p.grad for p in self.parameters]
+        return [(g, 0 if g is None else g._version) for g in gradients]
+
+    def _forget(self) -> None:
+        self._ready.clear()
+        self._used.clear()
+        self._seen.clear()
+        self._carrier.watch_backward(False)
+
+    # Exchange
+
+    def exchange(self, control: Control) -> Arrived:
+        """Collective: sum all gradients over all ranks.
+
+        Raises:
+            ConfigError: on all ranks; Adasum cannot count samples.
+            CollectiveError: another rank's backward pass was interrupted.
+        """
+        totals = self._travel(control)
+        num_used = len(self._used)
+        self._forget()
+        interrupted, weighted = totals[4].item(), totals[3].item()
+        if interrupted or (weighted and self._adasum):
+            self.begin(fresh=True)
+        if interrupted:
+            raise CollectiveError(
+                f"the backward pass of {interrupted:.0f} ranks was interrupted while gradients "
+                "were travelling; catch an exception on all ranks or on none, or use overlap=False"
+            )
+        if weighted and self._adasum:
+            raise ConfigError(
+                "op='adasum' has no weights, so num_samples means nothing to it; leave out "
+                "num_samples, or use op='average'"
+            )
+        flags = (tuple(range(len(self.parameters))), totals[_WORDS:])
+        every = num_used == len(self.parameters)
+        return Arrived(control=totals[:3], flags=(flags,), all_used_here=every)
+
+    def _travel(self, control: Control, *, interrupted: bool = False) -> Tensor:
+        """Collective: sum gradients and words over all ranks; returns the words."""
+        weight, calls, _ = control
+        words = [*control, float(weight not in (0.0, calls)), float(interrupted)]
+        marks = [float(index in self._used) for index in range(len(self.parameters))]
+        totals = torch.tensor([*words, *marks], dtype=torch.float64)
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        if self.engine.size > 1:
+            if not self._armed:
+                self._prepare(control)
+            self._armed = False
+            self._num_messages += self._carrier.send_the_rest() + 1
+            # All gradients of this rank are on their way, so a rank that is missing is told here.
+            self.engine.allreduce_(totals, Op.SUM, what="weights and use of gradients")
+            self.engine._meet(self._carrier.wait, "gradients by Horovod", "", None)
+        self._weight = totals[0].item()
+        return totals
+
+    def _prepare(self, control: Control) -> None:
+        """Collective the first time: settle what gradients are divided by before they leave."""
+        if self._adasum:
+            self._wire.divisor = control[0] or 1.0  # each rank's own mean
+            return
+        if not self._wire.half:
+            return
+        if self._scale is None:
+            first = torch.tensor([control[0]], dtype=torch.float64)
+            self._weight = self.engine.allreduce_(first, Op.SUM, what="first weights").item()
+            self._num_messages += 1
+        if self._weight > 0:  # of the step before: near enough, and no rank has to wait for it
+            self._scale = near_power_of_two(self._weight)
+        self._wire.divisor = self._scale or 1.0
+
+    def average(self, divisor: float | Tensor) -> None:
+        """Turn what came into averages."""
+        rest = float(divisor)
+        if self.engine.size > 1:
+            rest /= self._weight if self._adasum else self._wire.divisor * self._carrier.divided_by
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if rest != 1.0 and gradients:
+            torch._foreach_div_(gradients, rest)
+
+    def zero(self) -> None:
+        """Forget all gradients. Collective after an interrupted backward pass that sent some."""
+        if self._armed:
+            self._travel((0.0, 0.0, 0.0), interrupted=True)
+        self.begin(fresh=True)
+
+    def hide_unused(self, used: frozenset[int] | None) -> None:
+        """Give parameters that no rank used no gradient at all: None is not zero."""
+        if used is not None:
+            for index, parameter in enumerate(self.parameters):
+                if index not in used:
+                    parameter.grad = None
+
+    def gradients(self) -> list[Tensor | None]:
+        """Copies of the gradients as they are now."""
+        return [None if p.grad is None else p.grad.clone() for p in self.parameters]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients that were set aside."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    # Telling
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What was chosen, in words."""
+        when = "while backward runs" if self.overlap else "after backward"
+        groups = f" in {self._carrier.num_parcels} groups" if self.settings.num_groups else ""
+        return [
+            ("gradients", f"Horovod: {len(self.parameters)} tensors{groups}, fused by Horovod"),
+            ("messages", f"as Horovod fuses, and 1 for weights; sent {when}"),
+            ("combined by", f"{self.settings.op}, compression {self.settings.compression}"),
+        ]
+
+    def counts(self) -> dict[str, int]:
+        """Tensors handed to Horovod (which fuses them), Python hooks called, bytes a step."""
+        sizes = [
+            p.numel() * (2 if p.is_complex() else 1) * self._wire.carried_as(p.dtype).itemsize
+            for p in self.parameters
+        ]
+        per_note = 2 if self.engine.size > 1 else 1  # ours and Horovod's
+        return {
+            "messages": self._num_messages,
+            "hooks": self._num_notes * per_note,
+            "bytes": sum(sizes),
+        }
+
+    def close(self) -> None:
+        """Let the parameters go."""
+        for hook in self._hooks:
+            hook.remove()
+        self._carrier.close()
+
+
+def _check_engine(engine: HorovodEngine, settings: HorovodTraining) -> None:
+    if settings.op == "adasum" and engine.size > 1 and Op.ADASUM not in engine.ops:
+        raise ConfigError(
+            f"op='adasum' over {engine.size} ranks: Horovod has it for the whole world, and for a "
+            "power of two ranks (on GPUs: nodes); use op='average', or other ranks"
+        )
+    if settings.num_groups and engine.process_set.process_set_id != 0:
+        raise ConfigError(
+            "num_groups on a part of the world: Horovod makes groups over all of its ranks alone; "
+            "leave it out, or use fusion='arena'"
+        )
+
+
+def _hook(parameter: Tensor, call: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+    return handle

@@ -1,0 +1,156 @@
+"""The benchmarks run, and what they count is exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from benchmarks.harness.control import Launch
+from benchmarks.harness.schema import validate
+from hpctrain.errors import LaunchError
+from mpi_tests.built import BUILT
+from mpi_tests.launch.commands import ROOT, clean_environment, run
+
+LIMIT_S = 280.0  # seconds on a quiet machine
+PYTHON = [sys.executable, "-m"]
+
+
+def result_of(benchmark: str, path, *words: str) -> dict:
+    done = run(
+        *PYTHON, f"benchmarks.{benchmark}", "--quick", "--json", path, *words, timeout_s=LIMIT_S
+    )
+    assert done.code == 0, done.text
+    result = json.loads(path.read_text())
+    assert validate(result) == []
+    assert os.uname().nodename not in path.read_text()
+    assert str(ROOT) not in path.read_text()
+    return result
+
+
+def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
+    result = result_of("step_overhead", tmp_path / "result.json")
+    series = {item["variant"]: item for item in result["series"]}
+    engines = {f"hpctrain-{name}" for name in BUILT}
+    peers = {"ddp", "horovod"} if "horovod" in BUILT else {"ddp"}
+    plain = {"compute", "compute-again", "compute-beside-idle"}
+    assert set(series) == engines | peers | plain
+    assert len(result["blocks"]) == 2
+    assert all(sorted(block["order"]) == sorted(series) for block in result["blocks"])
+    for name in engines:
+        counts = series[name]["counts"]
+        # one dtype, no overlap on one node: one message with all gradients, no Python in backward
+        assert counts["messages"] == 1, name
+        assert counts["hooks"] == 0, name
+        gradients = 20 * (256 * 256 + 256) * 4
+        assert gradients <= counts["bytes"] <= gradients + 1024, name
+    assert all(series[name]["counts"] == {} for name in plain | peers)
+    # all of them did train together: equal weights on the ranks, and the same loss everywhere
+    losses = [series[name]["outcome"]["loss"] for name in engines | peers]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+    compared = {(r["variant"], r["baseline"]) for r in result["ratios"]}
+    assert ("hpctrain-mpi", "ddp") in compared
+    assert {variant for variant, baseline in compared if baseline == "compute"} == set(series) - {
+        "compute"
+    }
+
+
+def test_collectives_run_on_every_engine(tmp_path):
+    result = result_of("collectives", tmp_path / "result.json", "--sizes", "1 KiB,1 MiB")
+    found = {(item["case"], item["variant"]) for item in result["series"]}
+    assert found == {(s, v) for s in ("1 KiB", "1 MiB") for v in ["memcpy", *BUILT]}
+    for item in result["series"]:
+        if item["variant"] != "memcpy":
+            metrics = item["metrics"]
+            assert metrics["busbw GB/s"] == pytest.approx(metrics["algbw GB/s"])  # two ranks
+            assert metrics["% of memcpy"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--variants", "nobody"], "variant 'nobody' is unknown; choose from compute"),
+        (["--workloads", "huge"], "workload 'huge' is unknown"),
+        (["--blocks", "0", "--variants", "compute"], "blocks=0 must be at least 1"),
+        (["--quick", "--save"], "--quick measures nothing worth saving"),
+    ],
+)
+def test_mistakes_are_named(words, message):
+    done = run(*PYTHON, "benchmarks.step_overhead", *words)
+    assert done.code == 2, done.text
+    assert message in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_killed_benchmark_leaves_no_stopped_ranks_behind():
+    words = ["benchmarks.step_overhead", "--variants", "compute,compute-beside-idle"]
+    with subprocess.Popen(
+        [*PYTHON, *words, "--blocks", "100000"],
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        top = psutil.Process(process.pid)
+        try:
+            family = wait_for_a_stopped_rank(top)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []
+
+
+def wait_for_a_stopped_rank(top: psutil.Process) -> list[psutil.Process]:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        family = top.children(recursive=True)
+        if any(status_of(process) == psutil.STATUS_STOPPED for process in family):
+            return family
+        time.sleep(0.1)
+    raise AssertionError("no rank was ever stopped")
+
+
+def status_of(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
+    variant = "horovod" if "horovod" in BUILT else "ddp"
+    launch = Launch(
+        variant, "benchmarks.step_overhead", num_ranks=2, variants=[variant], environ={}
+    )
+    try:
+        ranks = [psutil.Process(hello["pid"]) for hello in launch.greet(LIMIT_S)]
+        before = [rank.cpu_times()[:2] for rank in ranks]
+        time.sleep(1.0)  # a span of time to be idle in, not a wait for something
+        assert [rank.cpu_times()[:2] for rank in ranks] == before
+        ask = {"variant": variant, "case": "256-sgd", "warmup": 1, "repeats": 2}
+        launch.ask({**ask, "do": "prepare"}, timeout_s=LIMIT_S)
+        answers = launch.ask({**ask, "do": "measure"}, timeout_s=LIMIT_S)
+        assert all(answer["seconds"] > 0 for answer in answers)
+        first, second = launch.ask({**ask, "do": "finish"}, timeout_s=LIMIT_S)
+        assert first == second
+    finally:
+        launch.close()
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_a_rank_that_fails_is_told_with_its_traceback():
+    launch = Launch(
+        "broken", "benchmarks.step_overhead", num_ranks=2, variants=["compute"], environ={}
+    )
+    try:
+        launch.greet(LIMIT_S)
+        with pytest.raises(LaunchError, match="KeyError: 'huge'"):
+            launch.ask({"do": "prepare", "variant": "compute", "case": "huge"}, timeout_s=LIMIT_S)
+    finally:
+        launch.close()

@@ -1,0 +1,34 @@
+"""One world and one engine of each kind for all suites of a session: Horovod starts only once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from mpi4py import MPI
+
+import hpctrain as hpc
+from hpctrain.engines.base import Engine
+from mpi_tests.built import BUILT
+
+# `local` is for one rank; MPI is up already when this is imported.
+ALL = [*(["local"] if MPI.COMM_WORLD.Get_size() == 1 else []), *BUILT]
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[hpc.World]:
+    """All ranks, for the whole session."""
+    with hpc.init(seed=7, device="cpu", num_threads=1) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def engines(world: hpc.World) -> dict[str, Engine]:
+    """Every engine that is built here, by name, under the watchdog."""
+    return {name: hpc.connect(world, name, timeout_s=100).engine for name in ALL}
+
+
+@pytest.fixture(params=ALL)
+def engine(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Engine:
+    """Every engine that is built, in turn."""
+    return engines[request.param]

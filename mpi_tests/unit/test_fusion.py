@@ -1,0 +1,125 @@
+"""The layout of the flat buffers, and the arithmetic of the window."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import ConfigError
+from hpctrain.fusion import Arena, ParameterSpec, plan
+from hpctrain.fusion.layout import CONTROL_WORDS
+from hpctrain.replica.window import Window
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "complex128": 16}
+specs = st.lists(
+    st.builds(
+        lambda numel, dtype: ParameterSpec(
+            name="p", numel=numel, dtype=dtype, device="cpu", itemsize=ITEMSIZE[dtype]
+        ),
+        st.integers(0, 300),
+        st.sampled_from(sorted(ITEMSIZE)),
+    ),
+    max_size=30,
+)
+
+
+@given(specs, st.one_of(st.none(), st.integers(1, 4000)))
+def test_every_gradient_has_a_place_of_its_own(parameters, bucket_bytes):
+    buckets = plan(parameters, bucket_bytes=bucket_bytes)
+    assert sorted(i for bucket in buckets for i in bucket.members) == list(range(len(parameters)))
+    taken: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for bucket in buckets:
+        spans = taken.setdefault((bucket.dtype, bucket.device), [])
+        for index, offset in zip(bucket.members, bucket.offsets, strict=True):
+            assert parameters[index].dtype == bucket.dtype
+            assert (offset * parameters[index].itemsize) % 64 == 0
+            spans.append((offset, offset + parameters[index].numel))
+        spans.append((bucket.flags, bucket.flags + len(bucket.members)))
+        if bucket.control is not None:
+            spans.append((bucket.control, bucket.control + CONTROL_WORDS))
+        assert all(bucket.start <= a and b <= bucket.stop for a, b in spans[-1:])
+    for spans in taken.values():
+        spans = sorted(span for span in spans if span[0] < span[1])
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+@given(specs, st.one_of(st.none(), st.integers(1, 4000)))
+def test_counts_travel_once_and_exactly(parameters, bucket_bytes):
+    (carrier,) = [b for b in plan(parameters, bucket_bytes=bucket_bytes) if b.control is not None]
+    assert carrier.dtype in ("float32", "float64")
+
+
+@given(specs, st.integers(1, 4000))
+def test_buckets_are_closed_when_they_are_full(parameters, bucket_bytes):
+    for bucket in plan(parameters, bucket_bytes=bucket_bytes):
+        sizes = [parameters[i].numel * parameters[i].itemsize for i in bucket.members]
+        assert sum(sizes[:-1]) < bucket_bytes
+
+
+@given(specs)
+def test_gradients_travel_in_reverse_order(parameters):
+    for bucket in plan(parameters, bucket_bytes=None):
+        assert list(bucket.members) == sorted(bucket.members, reverse=True)
+
+
+def test_gradients_are_views_and_strays_come_back():
+    model = torch.nn.Linear(3, 2)
+    arena = Arena(["w", "b"], list(model.parameters()), bucket_bytes=None)
+    arena.attach()
+    flat = next(iter(arena.flats.values()))
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    assert sorted(arena.unsettled()) == ["b", "w"]
+    arena.settle()
+    assert arena.unsettled() == []
+    model.zero_grad()  # sets gradients to None
+    model(torch.ones(1, 3)).sum().backward()
+    assert not arena.is_attached()
+    arena.settle()
+    assert arena.is_attached()
+    assert model.weight.grad.tolist() == [[1.0] * 3] * 2
+    arena.close()
+
+
+def window(accumulate=1, calls=()):
+    made = Window(accumulate)
+    for weight in calls:
+        made.admit(None if weight is None else int(weight))
+        made.add(1.0 if weight is None else weight, weighted=weight is not None)
+    return made
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_an_accumulation_divides_by_all_samples(ranks):
+    windows = [window(3, map(float, counts)) for counts in ranks]
+    total = sum(w.weight for w in windows)
+    calls = sum(w.calls for w in windows)
+    assert windows[0].is_full
+    assert windows[0].divisor(total, float(calls), float(len(ranks))) == sum(map(sum, ranks))
+
+
+@given(st.integers(1, 6), st.integers(1, 5))
+def test_without_counts_calls_add_up_and_ranks_are_averaged(size, num_calls):
+    w = window(1, [None] * num_calls)
+    assert w.divisor(float(size * num_calls), float(size * num_calls), float(size)) == size
+
+
+def test_what_may_follow_what():
+    w = window(2, [None])
+    with pytest.raises(ConfigError, match="all of them or to none"):
+        w.admit(3)
+    w.add(1.0, weighted=False)
+    w.mark_exchanged()
+    with pytest.raises(ConfigError, match="without a step"):
+        w.admit(None)
+    w.clear()
+    assert w.admit(3) == 3.0
+    w.broken = "KeyboardInterrupt"
+    with pytest.raises(ConfigError, match="interrupted by KeyboardInterrupt"):
+        w.admit(None)
+    with pytest.raises(ConfigError, match="accumulate=0"):
+        Window(0)
