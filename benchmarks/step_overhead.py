@@ -24,15 +24,18 @@ VARIANTS = (
     Variant(name="hpctrain-mpi", launch="mpi"),
     Variant(name="hpctrain-torch", launch="torch"),
     Variant(name="hpctrain-horovod", launch="hpctrain-horovod"),
+    Variant(name="hpctrain-horovod-fusion", launch="hpctrain-horovod"),
     Variant(name="horovod", launch="horovod", environ=_YIELD),
     Variant(name="ddp", launch="ddp"),
 )
 """`compute-again` shows the noise of the method; `compute-beside-idle` the cost of an hpctrain that
-is connected and does nothing. Horovod and DDP have threads, so each has processes of its own."""
+is connected and does nothing; `hpctrain-horovod` is the arena, `-fusion` Horovod's own. Horovod and
+DDP have threads, so each has processes of its own."""
 
 COMPARISONS = (
     *((variant.name, "compute") for variant in VARIANTS[1:]),
     ("hpctrain-horovod", "horovod"),
+    ("hpctrain-horovod-fusion", "horovod"),
     ("hpctrain-mpi", "horovod"),
     ("hpctrain-torch", "ddp"),
     ("hpctrain-mpi", "ddp"),

@@ -14,7 +14,7 @@ import hpctrain as hpc
 from benchmarks.harness.worker import Subject
 from benchmarks.workloads import WORKLOADS
 from hpctrain.engines.base import Engine
-from hpctrain.replica import Replica
+from hpctrain.replica import HorovodTraining, Replica
 from hpctrain.world import World
 
 __all__ = ["make_maker"]
@@ -87,13 +87,18 @@ class Distributed(Compute):
     exchanges = True
     replica: Replica
 
-    def __init__(self, world: World, engine: Engine) -> None:
+    def __init__(
+        self, world: World, engine: Engine, horovod: HorovodTraining | None = None
+    ) -> None:
         super().__init__(world)
         self.engine = engine
+        self.horovod = horovod
 
     def distribute(self) -> None:
         """Collective: make the replica."""
-        self.replica = hpc.distribute(self.world, self.model, self.optimizer, engine=self.engine)
+        self.replica = hpc.distribute(
+            self.world, self.model, self.optimizer, engine=self.engine, horovod=self.horovod
+        )
 
     def facts(self) -> dict[str, object]:
         """How large an exchange is."""
@@ -174,6 +179,9 @@ def make_maker() -> Callable[[World, str], Subject]:
             return RawHorovod(world)
         if variant == "ddp":
             return RawDdp(world)
+        if variant == "hpctrain-horovod-fusion":
+            own_fusion = HorovodTraining(fusion="horovod")
+            return Distributed(world, connect(world, "horovod"), own_fusion)
         return Distributed(world, connect(world, variant.removeprefix("hpctrain-")))
 
     return make

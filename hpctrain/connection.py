@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain import faults
-from hpctrain.engines import create
+from hpctrain.engines import HorovodOptions, create
 from hpctrain.engines.base import Engine
 from hpctrain.world import World
 
@@ -25,7 +25,13 @@ class Connection:
     watchdog: Watchdog | None = None
 
 
-def connect(world: World, engine: str = "auto", *, timeout_s: float = 600.0) -> Connection:
+def connect(
+    world: World,
+    engine: str = "auto",
+    *,
+    timeout_s: float = 600.0,
+    options: HorovodOptions | None = None,
+) -> Connection:
     """Collective: connect all ranks by an engine; every rank passes the same arguments.
 
     The connection lives as long as the world: leaving the world's block closes it.
@@ -34,12 +40,13 @@ def connect(world: World, engine: str = "auto", *, timeout_s: float = 600.0) -> 
         world: The ranks.
         engine: `auto`, `local`, `mpi`, `horovod` or `torch`.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
+        options: How Horovod works inside, where the engine is `horovod`.
 
     Raises:
         ConfigError: the engine is unknown or not built on some rank.
     """
     watchdog = faults.start(world, timeout_s=timeout_s)
-    link = create(world, engine, watch=watchdog, timeout_s=timeout_s)
+    link = create(world, engine, watch=watchdog, options=options, timeout_s=timeout_s)
     world.at_exit(watchdog.stop)
     world.at_exit(link.close)
     return Connection(engine=link, reason=link.reason, watchdog=watchdog)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -88,8 +91,12 @@ class Together:
         MPI.COMM_WORLD.Abort(70)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Join the ranks; all but rank 0 report to nobody."""
+    """Join the ranks; all but rank 0 report to nobody, and each has a temporary folder."""
+    folder = tempfile.mkdtemp(prefix=f"mpi-tests-{MPI.COMM_WORLD.Get_rank()}-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    config.option.basetemp = str(Path(folder) / "base")
     config.pluginmanager.register(Together(config), "together")
     if MPI.COMM_WORLD.Get_rank() != 0:
         reporter = config.pluginmanager.getplugin("terminalreporter")

@@ -58,7 +58,7 @@ class Engine(Meeting, ABC):
             for piece in torch.split(parcel, self.chunk):
                 self._allreduce(piece, on_wire, what)
 
-        self._meet(exchange, "allreduce", what, tensor)
+        self.meet(exchange, "allreduce", what, tensor)
         wire.store(wire.decode(parcel, tensor.dtype, op, self.size), tensor)
         return tensor
 
@@ -74,7 +74,7 @@ class Engine(Meeting, ABC):
         )
 
         def finish() -> None:
-            self._meet(lambda: _end_all(ends), "allreduce", what, tensor)
+            self.meet(lambda: _end_all(ends), "allreduce", what, tensor)
             wire.store(wire.decode(parcel, tensor.dtype, op, self.size), tensor)
 
         return Pending(finish)
@@ -96,7 +96,7 @@ class Engine(Meeting, ABC):
         lines = parcel.view(tensor.shape[0], -1)
         fits = parcel.numel() <= self.chunk
         exchange = self._reduce_scatter if fits else self._reduce_and_cut
-        part = self._meet(lambda: exchange(lines, on_wire, what), "reduce_scatter", what, tensor)
+        part = self.meet(lambda: exchange(lines, on_wire, what), "reduce_scatter", what, tensor)
         return wire.decode(part.reshape(-1), tensor.dtype, op, self.size).view(shape)
 
     def broadcast_(self, tensor: Tensor, root: int = 0, *, what: str = "") -> Tensor:
@@ -112,7 +112,7 @@ class Engine(Meeting, ABC):
             for piece in torch.split(wire.to_bytes(flat), self.chunk):
                 self._broadcast(piece, root, what)
 
-        self._meet(exchange, "broadcast", what, tensor)
+        self.meet(exchange, "broadcast", what, tensor)
         wire.store(flat, tensor)
         return tensor
 
@@ -131,7 +131,7 @@ class Engine(Meeting, ABC):
         def exchange() -> tuple[Tensor, list[int]]:
             return rows.allgather(self._control, lines, self.chunk, partial(self._allgather, what))
 
-        return self._meet(exchange, "allgather", what, lines, rows_vary=True)
+        return self.meet(exchange, "allgather", what, lines, rows_vary=True)
 
     def alltoall(
         self, tensor: Tensor, splits: Sequence[int] | None = None, *, what: str = ""
@@ -152,23 +152,23 @@ class Engine(Meeting, ABC):
             send = partial(self._alltoall, what)
             return rows.alltoall(self._control, tensor, splits, self.chunk, send)
 
-        return self._meet(exchange, "alltoall", what, tensor, rows_vary=True)
+        return self.meet(exchange, "alltoall", what, tensor, rows_vary=True)
 
     def barrier(self) -> None:
         """Collective: wait for all ranks."""
         self._check_open("barrier")
-        self._meet(self._control.barrier, "barrier", "", None)
+        self.meet(self._control.barrier, "barrier", "", None)
 
     def split(self, color: int | None, key: int = 0) -> Engine | None:
         """Collective: an engine over the ranks of the same color, ordered by key; None: in none."""
         self._check_open("split")
-        return self._meet(lambda: self._divide(color, key), "split", "", None)
+        return self.meet(lambda: self._divide(color, key), "split", "", None)
 
     def close(self) -> None:
         """Collective: give back what the engine holds; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._meet(self._give_back, "close", "", None)
+            self.meet(self._give_back, "close", "", None)
 
     # What an engine adds: primitives on flat, contiguous tensors.
 

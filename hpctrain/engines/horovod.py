@@ -7,6 +7,7 @@ Horovod's cache spares the negotiation. Sub-worlds are process sets.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,14 +94,14 @@ class HorovodEngine(Engine):
         """Horovod's own process set, for what drives Horovod directly."""
         return self._set
 
-    @property
+    @cached_property
     def ops(self) -> frozenset[Op]:
         """What allreduce can do: Adasum only over all ranks, and only for powers of two."""
         return super().ops | ({Op.ADASUM} if self._has_adasum() else set())
 
     def _has_adasum(self) -> bool:
         nodes = self._hvd.size() // self._hvd.local_size() if self._nccl else self.size
-        even = not self._nccl or self._hvd.is_homogeneous()
+        even = not self._nccl or self._hvd.mpi_ops.is_homogeneous()
         return self._set.process_set_id == 0 and even and nodes & (nodes - 1) == 0
 
     def _sends(self, dtype: torch.dtype, op: Op, device: torch.device) -> bool:

@@ -95,7 +95,7 @@ class Meeting:
         if self._closed:
             raise ConfigError(f"{call}: this {self.name} engine is closed; make another one")
 
-    def _meet(
+    def meet(
         self,
         exchange: Callable[[], T],
         call: str,

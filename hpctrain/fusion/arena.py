@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from hpctrain.errors import ConfigError
 from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, ParameterSpec, plan
 
 __all__ = ["Arena", "Arrived", "Carrier", "Work"]
@@ -100,6 +101,7 @@ class Arena:
         self._triggers: list[RemovableHandle] = []
         self._carry: Carrier | None = None
         self._launched = 0
+        self._late: list[str] = []
         self.hook()
         self.num_messages = 0
         """Messages sent so far."""
@@ -191,7 +193,9 @@ class Arena:
 
     def settle(self) -> None:
         """After a backward pass: note what it used, and bring back what it wrote elsewhere."""
-        for lane in self._lanes:
+        for number, lane in enumerate(self._lanes):
+            if number < self._launched:
+                self._late += [self.names[self._index[id(p)]] for p in lane.ready]
             self._settle(lane)
 
     def _settle(self, lane: _Lane) -> None:
@@ -236,6 +240,7 @@ class Arena:
         """
         self._carry = carry
         self._launched = 0
+        self._late = []
         for lane in self._lanes:
             lane.work = None
             if lane.control is not None:
@@ -276,6 +281,7 @@ class Arena:
         """Collective: send the buckets that have not left yet, and wait for all."""
         while self._launched < len(self._lanes):
             self._launch(self._lanes[self._launched])
+        late = self._late
         control = torch.zeros(CONTROL_WORDS)
         num_used = 0
         for lane in self._lanes:
@@ -286,7 +292,14 @@ class Arena:
             if lane.control is not None:
                 control = lane.control
         self._carry = None
+        self._launched = 0
         self.forget()
+        if late:
+            raise ConfigError(
+                f"{late[0]} got more gradient after its bucket had left, as reentrant activation "
+                "checkpoints do; pass overlap=False to distribute, or use_reentrant=False to "
+                "torch.utils.checkpoint"
+            )
         return Arrived(
             control=control.clone(),
             flags=tuple((lane.bucket.members, lane.flags.clone()) for lane in self._lanes),

@@ -61,9 +61,10 @@ def distribute(
     refused = _REFUSED.get(type(optimizer).__name__)
     if refused:
         raise ConfigError(f"{type(optimizer).__name__} cannot be distributed: {refused}")
-    engine = choose_engine(world, engine, horovod, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    engine = choose_engine(engine, horovod, bucket_bytes=bucket_bytes)
+    options = horovod.options if horovod is not None else None
     connection = (
-        connect(world, engine, timeout_s=timeout_s)
+        connect(world, engine, timeout_s=timeout_s, options=options)
         if isinstance(engine, str)
         else Connection(engine=engine, reason="given")
     )

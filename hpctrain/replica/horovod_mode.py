@@ -104,8 +104,10 @@ class HorovodMode:
     def edited(self) -> bool:
         """Whether somebody has written to gradients since `settle`."""
         now = self._look()
-        pairs = zip(now, self._seen, strict=True)
-        return any(a is not b or m != n for (a, m), (b, n) in pairs)
+        pairs = zip(now, self._seen, strict=False)
+        return len(now) != len(self._seen) or any(
+            mine is not seen or version != before for (mine, version), (seen, before) in pairs
+        )
 
     def foreign(self) -> list[str]:
         """Parameters that a backward pass of somebody else's has written to."""
@@ -168,8 +170,9 @@ class HorovodMode:
             self.begin(fresh=True)
         if interrupted:
             raise CollectiveError(
-                f"the backward pass of {interrupted:.0f} ranks was interrupted while gradients "
-                "were travelling; catch an exception on all ranks or on none, or use overlap=False"
+                f"a backward pass was interrupted on {interrupted:.0f} of {self.engine.size} ranks "
+                "while gradients were travelling; catch an exception on all ranks or on none, or "
+                "use overlap=False"
             )
         if weighted and self._adasum:
             raise ConfigError(
@@ -196,7 +199,7 @@ class HorovodMode:
             self._num_messages += self._carrier.send_the_rest() + 1
             # All gradients of this rank are on their way, so a rank that is missing is told here.
             self.engine.allreduce_(totals, Op.SUM, what="weights and use of gradients")
-            self.engine._meet(self._carrier.wait, "gradients by Horovod", "", None)
+            self.engine.meet(self._carrier.wait, "gradients by Horovod", "", None)
         self._weight = totals[0].item()
         return totals
 

@@ -40,7 +40,8 @@ def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
     engines = {f"hpctrain-{name}" for name in BUILT}
     peers = {"ddp", "horovod"} if "horovod" in BUILT else {"ddp"}
     plain = {"compute", "compute-again", "compute-beside-idle"}
-    assert set(series) == engines | peers | plain
+    fusion = {"hpctrain-horovod-fusion"} if "horovod" in BUILT else set()
+    assert set(series) == engines | fusion | peers | plain
     assert len(result["blocks"]) == 2
     assert all(sorted(block["order"]) == sorted(series) for block in result["blocks"])
     for name in engines:
@@ -50,9 +51,11 @@ def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
         assert counts["hooks"] == 0, name
         gradients = 20 * (256 * 256 + 256) * 4
         assert gradients <= counts["bytes"] <= gradients + 1024, name
+    for name in fusion:  # each of the 40 parameters travels on its own until Horovod fuses it
+        assert series[name]["counts"]["messages"] >= 40
     assert all(series[name]["counts"] == {} for name in plain | peers)
     # all of them did train together: equal weights on the ranks, and the same loss everywhere
-    losses = [series[name]["outcome"]["loss"] for name in engines | peers]
+    losses = [series[name]["outcome"]["loss"] for name in engines | fusion | peers]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     compared = {(r["variant"], r["baseline"]) for r in result["ratios"]}
     assert ("hpctrain-mpi", "ddp") in compared

@@ -563,6 +563,55 @@ def test_overlap_sends_buckets_while_backward_runs(world, engines, engine_name, 
     p.check()
 
 
+class Checkpointed(nn.Module):
+    """One layer in two activation checkpoints."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layer, self.out = nn.Linear(12, 12).double(), nn.Linear(12, 4).double()
+        self.reentrant = reentrant
+
+    def forward(self, x, chunk):
+        from torch.utils.checkpoint import checkpoint
+
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda v: torch.tanh(self.layer(v)), x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_activation_checkpoints(world, engines, reentrant, overlap):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(Checkpointed(reentrant))
+    model, alone = models
+    optimizer, own = (torch.optim.SGD(m.parameters(), 0.1) for m in models)
+    engine = engines["mpi"]
+    replica = hpc.distribute(
+        world, model, optimizer, engine=engine, overlap=overlap, bucket_bytes=8
+    )
+    for step in range(4):
+        chunks = batch(step, [3] * world.size)
+        x, y = chunks[world.rank]
+        loss = cross_entropy(replica(x, 0), y)
+        if reentrant and overlap:
+            with pytest.raises(hpc.ConfigError, match="pass overlap=False"):
+                replica.backward(loss)
+            break
+        replica.backward(loss)
+        replica.step()
+        own.zero_grad()
+        losses = [cross_entropy(alone(x, 0), y) for x, y in chunks]
+        (sum(losses) / len(losses)).backward()
+        own.step()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(mine, other, rtol=0, atol=1e-9)
+    replica.close()
+
+
 def test_overlap_with_accumulation(world, engines):
     p = Pair(world, engines["mpi"], overlap=True, bucket_bytes=600, accumulate=2)
     for step in range(STEPS):
