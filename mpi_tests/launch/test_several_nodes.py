@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.launch.commands import HPCTRAIN, ROOT
 
+# Every engine, and the whole of what can differ between nodes; `make test-all` adds the habits.
+SUITES = ["engines", "equivalence", *(["habits"] if os.environ.get("MPI_TESTS_FULL") else [])]
+
 
 @pytest.mark.parametrize("ranks", [(2, 2), (2, 1)])
 def test_engines_and_equivalence_between_nodes(nodes, ranks):
     hosts = ",".join(f"{host}:{count}" for host, count in zip(nodes.hosts, ranks, strict=True))
-    suites = ["engines", "equivalence", "habits"]
-    files = [str(path) for s in suites for path in (ROOT / "mpi_tests/ranks").glob(f"test_{s}.py")]
+    files = [str(ROOT / f"mpi_tests/ranks/test_{suite}.py") for suite in SUITES]
     pytest_words = ["-m", "pytest", "-q", "-p", "mpi_tests.together", *files]
     done = nodes.run(
         nodes.hosts[0],
