@@ -15,7 +15,7 @@ help:
 	@echo "make setup       a venv with torch, MPI, hpctrain and Horovod (quick when up to date)"
 	@echo "make demo        setup, then a two-rank training on handwritten digits"
 	@echo "make test        setup, then all tests"
-	@echo "make test-all    setup, then all tests with every combination; keeps the dated result"
+	@echo "make test-all    setup, then what takes too long for every day: each engine with each model and optimizer"
 	@echo "make test-ranks  setup, then the tests that run under mpirun"
 	@echo "make lint        setup, then ruff, mypy and import-linter"
 	@echo "make clean       remove the venv and what tools left behind; built Horovods stay cached"
@@ -35,7 +35,7 @@ test: setup
 	$(BIN)/python -m mpi_tests
 
 test-all: setup
-	MPI_TESTS_FULL=1 $(BIN)/python -m mpi_tests --keep-result
+	MPI_TESTS_FULL=1 $(BIN)/python -m mpi_tests ranks nodes --keep-result
 
 test-ranks: setup
 	$(BIN)/python -m mpi_tests ranks

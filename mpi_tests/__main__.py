@@ -18,14 +18,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PARTS = ("unit", "ranks", "launch")
 OUT_OF_TIME = -1000  # no process ends so
-LIMIT_S = {"unit": 600, "ranks": 600, "launch": 1200}
+LIMIT_S = {"unit": 600, "ranks": 900, "launch": 1200, "nodes": 900}
+MORE_PARTS = {"nodes": "launch/test_several_nodes.py"}
 
 
 def commands(parts: list[str], sizes: list[int], extra: list[str]) -> list[tuple[str, list[str]]]:
     """What to run for these parts, in order."""
     todo = []
     for part in parts:
-        pytest = ["-m", "pytest", str(HERE / part), *extra]
+        pytest = ["-m", "pytest", str(HERE / MORE_PARTS.get(part, part)), *extra]
         if part == "ranks":
             for size in sizes:
                 run = ["-m", "hpctrain", "run", "-n", str(size), "--quiet"]
@@ -81,7 +82,7 @@ def main() -> int:
     if "--" in own:
         own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(prog="python -m mpi_tests", description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, *MORE_PARTS, []], help="default: unit ranks launch")
     parser.add_argument("-n", "--sizes", default="1,2,3,4", help="ranks to run `ranks` with")
     parser.add_argument("--keep-result", action="store_true", help="write a dated summary")
     args = parser.parse_args(own)

@@ -48,7 +48,7 @@ def distribute(
         engine: `auto`, a name (`local`, `mpi`, `horovod`, `torch`), or an engine to share.
         accumulate: Backward calls that make one step.
         overlap: Whether buckets travel while backward still runs; None: where there is something to
-            hide, that is between nodes and on GPUs.
+            hide, that is between nodes and on GPUs, and with Horovod's own fusion.
         bucket_bytes: When to close a bucket; None: 25 MiB with overlap, everything at once without.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
         horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
@@ -69,14 +69,16 @@ def distribute(
         else Connection(engine=engine, reason="given")
     )
     link = connection.engine
-    hides = link.size > 1 and (world.num_nodes > 1 or world.device.type != "cpu")
+    # Horovod's thread sends while backward runs in any case; for ours there must be time to hide.
+    by_horovod = horovod is not None and horovod.fusion == "horovod"
+    hides = link.size > 1 and (by_horovod or world.num_nodes > 1 or world.device.type != "cpu")
     overlapping = hides if overlap is None else overlap
     size = bucket_bytes if bucket_bytes is not None else (_BUCKET_BYTES if overlapping else None)
 
     def lay_out(broadcast: bool) -> Mode:
         make_equal(world, link, model, optimizer, broadcast=broadcast)
         names, parameters = named_parameters(model, optimizer)
-        if horovod is not None and horovod.fusion == "horovod":
+        if horovod is not None and by_horovod:
             from hpctrain.replica.horovod_mode import HorovodMode
 
             return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)

@@ -113,6 +113,9 @@ class Replica:
         self._no_sync = False
         self._joining = False
         self._empty = False  # whether the last exchange brought no samples at all
+        # Losses are divided by what the last sum was divided by, the same on all ranks: while batch
+        # sizes stay the same, the sums are averages already, and large counts overflow nothing.
+        self._scale = 1.0
         self._num_parameters = _count(optimizer)
         self._rebuild = rebuild
 
@@ -188,7 +191,8 @@ class Replica:
     def _differentiate(
         self, loss: Tensor, weight: float, retain_graph: bool | None, create_graph: bool
     ) -> None:
-        seed = None if weight == 1.0 else torch.full_like(loss, weight)
+        share = weight / self._scale
+        seed = None if share == 1.0 else torch.full_like(loss, share)
         try:
             torch.autograd.backward(
                 loss, seed, retain_graph=retain_graph, create_graph=create_graph
@@ -233,7 +237,9 @@ class Replica:
             weight, calls, ranks = arrived.control.tolist()
             self._empty = weight == 0
             if not self._empty:
-                self._mode.average(window.divisor(weight, calls, ranks))
+                divisor = window.divisor(weight, calls, ranks)
+                self._mode.average(divisor / self._scale)
+                self._scale = divisor if on_cpu else 1.0
         else:
             self._mode.average(window.divisor(*arrived.control.unbind()))
         self._mode.hide_unused(frozenset() if self._empty else arrived.used())
