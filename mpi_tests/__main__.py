@@ -82,7 +82,9 @@ def main() -> int:
     if "--" in own:
         own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(prog="python -m mpi_tests", description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, *MORE_PARTS, []], help="default: unit ranks launch")
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, *MORE_PARTS, []], help="default: unit ranks launch"
+    )
     parser.add_argument("-n", "--sizes", default="1,2,3,4", help="ranks to run `ranks` with")
     parser.add_argument("--keep-result", action="store_true", help="write a dated summary")
     args = parser.parse_args(own)

@@ -11,7 +11,11 @@ from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.launch.commands import HPCTRAIN, ROOT
 
 # Every engine, and the whole of what can differ between nodes; `make test-all` adds the habits.
-SUITES = ["engines", "equivalence", *(["habits"] if os.environ.get("MPI_TESTS_FULL") else [])]
+SUITES = [
+    "engines",
+    "equivalence",
+    *(["habits", "uneven", "travel"] if os.environ.get("MPI_TESTS_FULL") else []),
+]
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (2, 1)])
