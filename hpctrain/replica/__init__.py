@@ -12,12 +12,12 @@ from hpctrain.replica.core import Mode, Replica, Step
 from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.naming import named_parameters
+from hpctrain.replica.overlapping import bucket_size, can_hide
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.world import World
 
 __all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
 
-_BUCKET_BYTES = 25 << 20
 _REFUSED = {
     "SparseAdam": "it needs sparse gradients, and gradients travel dense; use Adam or AdamW",
     "LBFGS": "it evaluates the loss several times a step; use a first-order optimizer",
@@ -48,8 +48,9 @@ def distribute(
         engine: `auto`, a name (`local`, `mpi`, `horovod`, `torch`), or an engine to share.
         accumulate: Backward calls that make one step.
         overlap: Whether buckets travel while backward still runs; None: where there is something to
-            hide, that is between nodes and on GPUs, and with Horovod's own fusion.
-        bucket_bytes: When to close a bucket; None: 25 MiB with overlap, everything at once without.
+            hide: see `hpctrain.replica.overlapping`.
+        bucket_bytes: When to close a bucket; None: an eighth of the gradients, 4 to 25 MiB,
+            with overlap, and everything at once without.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
         horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
             Adasum, and its switches.
@@ -69,19 +70,21 @@ def distribute(
         else Connection(engine=engine, reason="given")
     )
     link = connection.engine
-    # Horovod's thread sends while backward runs in any case; for ours there must be time to hide.
     by_horovod = horovod is not None and horovod.fusion == "horovod"
-    hides = link.size > 1 and (by_horovod or world.num_nodes > 1 or world.device.type != "cpu")
-    overlapping = hides if overlap is None else overlap
-    size = bucket_bytes if bucket_bytes is not None else (_BUCKET_BYTES if overlapping else None)
 
     def lay_out(broadcast: bool) -> Mode:
         make_equal(world, link, model, optimizer, broadcast=broadcast)
         names, parameters = named_parameters(model, optimizer)
+        total = sum(p.numel() * p.element_size() for p in parameters)
+        hides = by_horovod and link.size > 1  # it sends while backward runs in any case
+        overlapping = hides or can_hide(world, link, total) if overlap is None else overlap
         if horovod is not None and by_horovod:
             from hpctrain.replica.horovod_mode import HorovodMode
 
             return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)
+        size = bucket_bytes
+        if size is None and overlapping:
+            size = bucket_size(total)
         return ArenaMode(link, names, parameters, bucket_bytes=size, overlap=overlapping)
 
     mode = lay_out(True)

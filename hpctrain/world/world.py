@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain import log
 from hpctrain.world import guard
+from hpctrain.world.cores import parse_cpus
 from hpctrain.world.devices import DeviceInfo
 from hpctrain.world.launcher import Launch
 from hpctrain.world.seeding import Streams
@@ -113,6 +114,16 @@ class World:
     def num_threads(self) -> int:
         """Threads this rank computes with."""
         return self.ranks[self.rank].num_threads
+
+    @property
+    def num_spare_cores(self) -> int:
+        """Cores that the ranks may use and do not compute on, on the node that has the fewest."""
+        spare = []
+        for node in range(self.num_nodes):
+            ranks = [info for info in self.ranks if info.node_rank == node]
+            cpus = frozenset().union(*(parse_cpus(info.cpus) for info in ranks))
+            spare.append(len(cpus) - sum(info.num_threads for info in ranks))
+        return max(0, min(spare))
 
     @property
     def seed(self) -> int:

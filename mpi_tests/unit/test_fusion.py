@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import Arena, ParameterSpec, plan
 from hpctrain.fusion.layout import CONTROL_WORDS
+from hpctrain.replica.overlapping import bucket_size
 from hpctrain.replica.window import Window
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "complex128": 16}
@@ -123,3 +124,10 @@ def test_what_may_follow_what():
         w.admit(None)
     with pytest.raises(ConfigError, match="accumulate=0"):
         Window(0)
+
+
+@given(st.integers(0, 10**10))
+def test_gradients_are_cut_into_pieces_worth_sending(total):
+    size = bucket_size(total)
+    assert 4 << 20 <= size <= 25 << 20
+    assert total < 200 << 20 or size == 25 << 20
