@@ -31,7 +31,6 @@ def can_hide(world: World, engine: Engine, total_bytes: int) -> bool:
 def bucket_size(total_bytes: int) -> int:
     """Cut gradients into some eight pieces: enough to begin early, few enough to be worth sending.
 
-    The last piece is what backward cannot hide; small pieces cost more in latency than they bring
-    (5 MB of gradients in pieces of 1 MiB took longer than all at once, on every engine).
+    The last piece is what backward cannot hide; small pieces cost more in latency than they bring.
     """
     return min(max(total_bytes // _PIECES, _SMALLEST_BYTES), _LARGEST_BYTES)
