@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain import log
-from hpctrain.engines.base import Engine
+from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.fusion.arena import Arrived
 from hpctrain.replica.arena_mode import Control
@@ -115,7 +115,7 @@ class Replica:
         self._empty = False  # whether the last exchange brought no samples at all
         # Losses are divided by what the last sum was divided by, the same on all ranks: while batch
         # sizes stay the same, the sums are averages already, and large counts overflow nothing.
-        self._scale = 1.0
+        self._scale: float | None = None
         self._num_parameters = _count(optimizer)
         self._rebuild = rebuild
 
@@ -176,6 +176,7 @@ class Replica:
         closing = not self._no_sync and calls >= self._window.accumulate
         if closing and fresh and weight > 0 and self.engine.size == 1:
             weight = 1.0  # nothing to be weighed against: bit for bit what torch does
+        self._agree_on_scale(weight)
         if closing:
             so_far = 0.0 if fresh else self._window.weight
             self._mode.arm((so_far + weight, float(calls), 1.0))
@@ -188,10 +189,18 @@ class Replica:
             if aside is not None:
                 self._mode.add(aside)
 
+    def _agree_on_scale(self, weight: float) -> None:
+        """Collective, once: a first guess of what sums are divided by, from the largest batch."""
+        if self._scale is not None:
+            return
+        largest = torch.tensor([weight], dtype=torch.float64)
+        self.engine.allreduce_(largest, Op.MAX, what="the largest batch")
+        self._scale = max(1.0, largest.item() * self.engine.size * self._window.accumulate)
+
     def _differentiate(
         self, loss: Tensor, weight: float, retain_graph: bool | None, create_graph: bool
     ) -> None:
-        share = weight / self._scale
+        share = weight / (self._scale or 1.0)
         seed = None if share == 1.0 else torch.full_like(loss, share)
         try:
             torch.autograd.backward(
@@ -238,10 +247,11 @@ class Replica:
             self._empty = weight == 0
             if not self._empty:
                 divisor = window.divisor(weight, calls, ranks)
-                self._mode.average(divisor / self._scale)
-                self._scale = divisor if on_cpu else 1.0
+                self._mode.average(divisor / (self._scale or 1.0))
+                self._scale = divisor if on_cpu else self._scale
         else:
-            self._mode.average(window.divisor(*arrived.control.unbind()))
+            divisor_there = window.divisor(*arrived.control.unbind())
+            self._mode.average(divisor_there / (self._scale or 1.0))
         self._mode.hide_unused(frozenset() if self._empty else arrived.used())
         window.mark_exchanged()
         return arrived
@@ -261,6 +271,7 @@ class Replica:
         For `join`: every rank of the block is either in this call or in a closing backward.
         """
         leftover = self._window.calls > 0 and not self._window.exchanged
+        self._agree_on_scale(0.0)
         if not leftover:
             self._window.clear()
             self._mode.begin(fresh=True)

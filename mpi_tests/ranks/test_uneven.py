@@ -136,3 +136,21 @@ def test_combinations_that_cannot_be(pair, world, engines):
                 engine=engines["mpi"],
                 **options,
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_large_counts_overflow_nothing_in_half_precision(world, engines, dtype, accumulate):
+    torch.manual_seed(5)
+    model = nn.Linear(4, 1).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    options = {"engine": engines["mpi"], "accumulate": accumulate}
+    replica = hpc.distribute(world, model, optimizer, **options)
+    for step in range(3):
+        x = torch.full((2, 4), 3.0 + step, dtype=dtype)
+        alone = torch.autograd.grad((model(x) - 50).square().mean(), model.weight)[0]
+        for _ in range(accumulate):
+            replica.backward((replica(x) - 50).square().mean(), num_samples=70_000)
+        assert torch.allclose(model.weight.grad, alone, rtol=0.02)
+        assert replica.step()
+    replica.close()
