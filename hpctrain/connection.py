@@ -45,8 +45,10 @@ def connect(
     Raises:
         ConfigError: the engine is unknown or not built on some rank.
     """
+    # The engine's own limit must not come first: it knows nobody's name.
+    patience_s = 2 * timeout_s + 60.0
     watchdog = faults.start(world, timeout_s=timeout_s)
-    link = create(world, engine, watch=watchdog, options=options, timeout_s=timeout_s)
+    link = create(world, engine, watch=watchdog, options=options, timeout_s=patience_s)
     world.at_exit(watchdog.stop)
     world.at_exit(link.close)
     return Connection(engine=link, reason=link.reason, watchdog=watchdog)

@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     called = next((word for word in words if not word.startswith("-")), None)
     for verb, line in VERBS.items():
         child = verbs.add_parser(
-            verb, help=line, description=line, formatter_class=argparse.RawDescriptionHelpFormatter
+            verb,
+            help=line,
+            description=line,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         if verb == called:
             import_module(f"hpctrain.cli.{verb}").add_arguments(child)

@@ -14,8 +14,8 @@ _MORE = """\
 Outside a launcher, the mpirun that belongs to mpi4py's MPI is started; under mpirun, mpiexec or
 srun the script is only run. Whatever ends one rank ends all of them, with that rank's traceback.
 
-The script sees RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so
-scripts written for torch.distributed's env:// or for horovod.torch run unchanged.
+The script sees RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
+MASTER_PORT: scripts written for torch.distributed's env:// or for horovod.torch run unchanged.
 
 examples:
   hpctrain run -n 4 train.py --epochs 3
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hpctrain run [options] SCRIPT|-m MODULE [ARGS ...]"
     parser.add_argument(
         "-n",
+        "-np",
         "--ranks",
         type=int,
         metavar="N",

@@ -7,6 +7,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from hpctrain.world.guard import end_all_ranks, exit_code_of, install_hook, repo
 from hpctrain.world.library import load_mpi
 from hpctrain.world.topology import Place, split
 
-__all__ = ["Program", "run_here"]
+__all__ = ["Program", "make_log_dir", "run_here"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,14 +115,23 @@ def _export(place: Place, address: str, port: int) -> None:
     )
 
 
-def _tee_output(folder: Path, rank: int) -> None:
-    """Copy this rank's output to a file, by a process of its own that outlives a killed rank."""
-    path = folder / f"rank-{rank:05d}.log"
+def make_log_dir(folder: Path) -> None:
+    """Make the folder of the log files, or say why that cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise ConfigError(f"--log-dir {folder}: cannot write {path.name} ({error})") from error
+        raise ConfigError(
+            f"--log-dir {folder} cannot be written to ({error}); name a folder that can"
+        ) from error
+
+
+def _tee_output(folder: Path, rank: int) -> None:
+    """Copy this rank's output to a file, by a process of its own that outlives a killed rank."""
+    make_log_dir(folder)
+    path = folder / f"rank-{rank:05d}.log"
+    path.write_bytes(b"")
     out, err = os.pipe(), os.pipe()
     subprocess.Popen(
         [sys.executable, "-I", "-S", tee.__file__, str(path), str(out[0]), str(err[0])],

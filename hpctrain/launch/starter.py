@@ -19,7 +19,7 @@ from hpctrain.install.mpi import loaded_mpi, matching_mpirun
 from hpctrain.launch.command import Hosts, launch_command, launch_environment
 from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
-from hpctrain.launch.script import Program
+from hpctrain.launch.script import Program, make_log_dir
 from hpctrain.world import detect
 
 __all__ = ["start"]
@@ -52,6 +52,8 @@ def start(
         The exit code: the failing rank's own, 130 after Ctrl-C, else mpirun's.
     """
     program.check()
+    if log_dir is not None:
+        make_log_dir(log_dir)
     mpirun, version = matching_mpirun(loaded_mpi(), environ.get("PATH", ""))
     live = sys.stdout.isatty()
     screen = Screen(
@@ -155,8 +157,10 @@ class _Job:
         sys.stderr.flush()
         if failed.code < 0:
             log.notice(f"rank {failed.rank} on {failed.host}: {failed.cause}; all ranks ended")
-            # Hydra gives the bare signal number, Open MPI and shells 128 more.
-            return code if code > 128 else 128 + (code if 0 < code < 65 else signal.SIGKILL)
+            # Hydra gives the bare number of a signal and says so; Open MPI and shells 128 more.
+            if code == 0:
+                return 128 + signal.SIGKILL
+            return 128 + code if code < 65 and b"(signal" in screen.launcher_words else code
         return failed.code
 
     def _kill(self) -> None:

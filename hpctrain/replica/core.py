@@ -116,7 +116,7 @@ class Replica:
         # Losses are divided by what the last sum was divided by, the same on all ranks: while batch
         # sizes stay the same, the sums are averages already, and large counts overflow nothing.
         self._scale: float | None = None
-        self._num_parameters = _count(optimizer)
+        self._identity = _identity(optimizer)
         self._rebuild = rebuild
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -127,16 +127,18 @@ class Replica:
         """
         if not self._window.calls and self._is_outgrown():
             self._rebuild_mode(broadcast=True)
+        if torch.is_grad_enabled() and self._mode.foreign():
+            self._check_habits()  # loss.backward() instead of replica.backward(loss)
         return self.model(*arguments, **named)
 
     def _is_outgrown(self) -> bool:
-        return _count(self.optimizer) != self._num_parameters or not self._mode.fits()
+        return _identity(self.optimizer) != self._identity or not self._mode.fits()
 
     def _rebuild_mode(self, *, broadcast: bool) -> None:
         """Collective: lay the gradients out anew."""
         self._mode.close()
         self._mode = self._rebuild(broadcast)
-        self._num_parameters = _count(self.optimizer)
+        self._identity = _identity(self.optimizer)
 
     def backward(
         self,
@@ -364,7 +366,7 @@ class Replica:
             ("ranks", str(self.engine.size)),
             *self._mode.describe(),
             ("accumulate", str(self._window.accumulate)),
-            ("optimizer", f"{type(self.optimizer).__name__}, {self._num_parameters} parameters"),
+            ("optimizer", f"{type(self.optimizer).__name__}, {len(self._identity)} parameters"),
         ]
         return log.table(("replica", ""), rows)
 
@@ -377,5 +379,6 @@ class Replica:
         self._mode.close()
 
 
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def _identity(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Which parameters an optimizer has now, in its order."""
+    return tuple(id(p) for group in optimizer.param_groups for p in group["params"])

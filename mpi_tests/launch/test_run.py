@@ -56,7 +56,7 @@ def test_a_module_runs_too(tmp_path):
         ("sys.exit(3)", 3, ["sys.exit(3)"]),
         ("sys.exit('no data')", 1, ["no data"]),
         ("import nosuchmodule", 1, ["No module named 'nosuchmodule'"]),
-        ("os._exit(5)", None, ["died without a word"]),
+        ("os._exit(5)", 5, ["died without a word"]),
         ("os.kill(os.getpid(), 9)", 137, ["died without a word"]),
     ],
 )
@@ -242,6 +242,7 @@ def test_a_foreign_mpirun_gets_the_cure(tmp_path):
         (["run", "-n", "9", "--hosts", "a:2", "x.py"], "more than the 2 ranks of a:2"),
         (["run", "--hosts", "a:x", "x.py"], "'a:x' is not understood"),
         (["run", "--hostfile", "nosuch", "x.py"], "hostfile nosuch cannot be read"),
+        (["run", "-np", "2", "--log-dir", "/proc/x", "setup.cfg"], "cannot be written to"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(words, message):

@@ -79,6 +79,36 @@ def test_a_plain_backward_is_refused_by_name(pair):
     p.replica.close()
 
 
+def test_the_plain_torch_loop_is_refused_at_the_second_forward(pair):
+    p = pair()
+    p.optimizer.zero_grad()
+    p.loss(0).backward()
+    p.optimizer.step()
+    with pytest.raises(hpc.ConfigError, match=r"replica\.backward\(loss\) instead of loss"):
+        p.loss(1)
+    p.replica.close()
+
+
+def test_a_head_that_is_replaced_becomes_rank_zeros(world, engines):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    optimizer = torch.optim.SGD(groups, 0.1)
+    replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"])
+    replica.backward(replica(torch.ones(2, 4).double()).mean())
+    replica.step()
+    torch.manual_seed(world.rank)
+    model[1] = nn.Linear(4, 1).double()
+    optimizer.param_groups.pop()
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    for step in range(3):
+        x = torch.full((2, 4), 1.0 + step + world.rank).double()
+        replica.backward(replica(x).square().mean())
+        assert replica.step()
+    assert len(set(world.comm.allgather(digest(model.parameters())))) == 1
+    replica.close()
+
+
 @pytest.mark.parametrize("edit", ["clip", "zero", "none"])
 def test_changing_gradients_in_the_middle_of_a_window_is_refused(pair, edit):
     p = pair(accumulate=2)

@@ -18,7 +18,7 @@ CollectiveError ConfigError Connection HpcTrainError InstallError LaunchError Re
 __version__ agree connect distribute init
 """
 FLAGS = {
-    "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -q",
+    "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
     "doctor": "--all-nodes --help --json --time-limit -h",
     "horovod": "--help -h",
 }
