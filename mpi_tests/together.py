@@ -49,6 +49,8 @@ class Together:
         if not all(same):
             others = [rank for rank, equal in enumerate(same) if not equal]
             raise pytest.UsageError(f"ranks {others} collected other tests than rank 0")
+        # Once started, Horovod's threads spin beside every later test: those that start it go last.
+        items.sort(key=lambda item: "horovod" in item.nodeid)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(

@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 from hpctrain.world import Launch
-from hpctrain.world.guard import report_exit
+from hpctrain.world.guard import leave, report_exit
 
 __all__ = ["EXIT_CODE", "end_all_ranks"]
 
@@ -37,4 +37,4 @@ def end_all_ranks(launch: Launch, text: str, cause: str) -> NoReturn:
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(EXIT_CODE)
-    os._exit(EXIT_CODE)
+    leave(EXIT_CODE)

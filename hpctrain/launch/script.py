@@ -15,7 +15,13 @@ from pathlib import Path
 from hpctrain.errors import ConfigError
 from hpctrain.launch import relay, tee
 from hpctrain.world import Launch, roll_call
-from hpctrain.world.guard import end_all_ranks, exit_code_of, install_hook, report_exit
+from hpctrain.world.guard import (
+    end_all_ranks,
+    exit_code_of,
+    install_hook,
+    report_exit,
+    report_hard_exits,
+)
 from hpctrain.world.library import load_mpi
 from hpctrain.world.topology import Place, split
 
@@ -71,6 +77,7 @@ def run_here(
     if log_dir is not None:
         _tee_output(log_dir, launch.rank)
     install_hook(launch)
+    report_hard_exits(launch)
     try:
         program.check()
         MPI = load_mpi(launch, script=program.target)

@@ -15,11 +15,22 @@ from typing import NoReturn
 from hpctrain.errors import LaunchError
 from hpctrain.world.launcher import Launch
 
-__all__ = ["end_all_ranks", "exit_code_of", "install_hook", "report_exit", "whereabouts"]
+__all__ = [
+    "end_all_ranks",
+    "exit_code_of",
+    "install_hook",
+    "leave",
+    "report_exit",
+    "report_hard_exits",
+    "whereabouts",
+]
 
 # When every rank fails alike, the lowest one should speak: the others give it this head start.
 _HEAD_START_S = 0.25
 _LONGEST_HEAD_START_S = 1.5
+
+# For those who have said why already; `report_hard_exits` makes the user's own calls speak.
+leave = os._exit
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -45,6 +56,23 @@ def report_exit(launch: Launch, code: int, cause: str) -> None:
         os.write(launch.control_fd, line.encode())
     except OSError:
         return  # the starter is gone: nobody left to tell
+
+
+def report_hard_exits(launch: Launch) -> None:
+    """Let `os._exit` of this process leave a word: launchers may blame a rank that they ended."""
+    owner = os.getpid()
+
+    def leave_with_a_word(code: int) -> NoReturn:
+        if os.getpid() == owner:  # a forked child leaves this way as a matter of course
+            cause = f"os._exit({code})"
+            if code != 0:
+                rank, size = whereabouts(launch)
+                where = f"rank {rank} of {size} on {socket.gethostname()}"
+                os.write(2, f"hpctrain: {where} called {cause}; ending all ranks\n".encode())
+            report_exit(launch, code, cause)
+        leave(code)
+
+    os._exit = leave_with_a_word  # type: ignore[assignment]
 
 
 def whereabouts(launch: Launch) -> tuple[int, int]:
@@ -107,7 +135,7 @@ def _abort(code: int) -> NoReturn:
     # A failure must not look like success: 0 would tell the launcher that all is well.
     if MPI is not None:
         MPI.COMM_WORLD.Abort(code or 1)
-    os._exit(code or 1)
+    leave(code or 1)
 
 
 def _running_mpi() -> ModuleType | None:

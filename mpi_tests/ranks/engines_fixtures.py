@@ -22,13 +22,24 @@ def world() -> Iterator[hpc.World]:
         yield made
 
 
+class Engines(dict[str, Engine]):
+    """Every engine that is built here, by name, under the watchdog, from its first use on."""
+
+    def __init__(self, world: hpc.World) -> None:
+        self.world = world
+
+    def __missing__(self, name: str) -> Engine:
+        self[name] = hpc.connect(self.world, name, timeout_s=100).engine
+        return self[name]
+
+
 @pytest.fixture(scope="session")
-def engines(world: hpc.World) -> dict[str, Engine]:
-    """Every engine that is built here, by name, under the watchdog."""
-    return {name: hpc.connect(world, name, timeout_s=100).engine for name in ALL}
+def engines(world: hpc.World) -> Engines:
+    """Every engine that is built here, by name."""
+    return Engines(world)
 
 
 @pytest.fixture(params=ALL)
-def engine(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Engine:
+def engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
     """Every engine that is built, in turn."""
     return engines[request.param]
