@@ -15,7 +15,7 @@ from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.fusion.arena import Arrived
 from hpctrain.replica.arena_mode import Control
-from hpctrain.replica.joining import stay_until_all_are_done
+from hpctrain.replica.joining import Joining
 from hpctrain.replica.window import Window
 from hpctrain.world import World
 
@@ -345,11 +345,13 @@ class Replica:
         that made the most steps.
         """
         self._joining = True
+        joining = Joining(self)
         try:
             yield
-            stay_until_all_are_done(self)
+            joining.stay_until_all_are_done()
         finally:
             self._joining = False
+            joining.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, in the form that the undistributed optimizer has."""
