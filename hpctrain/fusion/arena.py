@@ -40,11 +40,11 @@ class Arrived:
     """What came with an exchange, besides gradients. Reading it on a GPU waits for the GPU."""
 
     control: Tensor
-    """Total weight, backward calls, and ranks that took part, summed over all ranks."""
+    """The control words of `layout`, summed over all ranks."""
     flags: tuple[tuple[tuple[int, ...], Tensor], ...]
     """For each bucket its members and how many ranks used each."""
     all_used_here: bool
-    """Whether this rank used every parameter: then the flags have nothing to add."""
+    """Whether this rank used every parameter that is not frozen: the flags have nothing to add."""
 
     def used(self) -> frozenset[int] | None:
         """Parameters that some rank used, by index; None means all."""
@@ -109,6 +109,10 @@ class Arena:
         """Python hooks called so far."""
 
     # Building
+
+    def plan(self, order: Sequence[int], *, bucket_bytes: int | None) -> list[Bucket]:
+        """The buckets that these parameters would have in another order. Pure."""
+        return plan(self._specs, bucket_bytes=bucket_bytes, order=order)
 
     def _allocate(self) -> dict[tuple[str, str], Tensor]:
         sizes: dict[tuple[str, str], int] = {}
@@ -226,16 +230,17 @@ class Arena:
 
     def unsettled(self) -> list[str]:
         """Parameters that a backward pass has used which nobody settled, by name."""
-        return [self.names[self._index[id(p)]] for lane in self._lanes for p in lane.ready]
+        names = [self.names[self._index[id(p)]] for lane in self._lanes for p in lane.ready]
+        return list(dict.fromkeys(names))
 
     # Exchange
 
-    def arm(self, carry: Carrier, control: tuple[float, float, float], *, overlap: bool) -> None:
+    def arm(self, carry: Carrier, control: Sequence[float], *, overlap: bool) -> None:
         """Prepare an exchange; with `overlap`, buckets leave as soon as backward has filled them.
 
         Args:
             carry: Starts a message.
-            control: This rank's weight, backward calls, and 1 if it takes part.
+            control: This rank's control words; see `layout`.
             overlap: Whether backward follows, or is done already.
         """
         self._carry = carry
@@ -288,7 +293,8 @@ class Arena:
             if lane.work is not None:
                 lane.work.wait()
             lane.work = None
-            num_used += len(lane.used)
+            frozen = [i for i in lane.bucket.members if not self.parameters[i].requires_grad]
+            num_used += len(lane.used.union(frozen))
             if lane.control is not None:
                 control = lane.control
         self._carry = None
