@@ -59,6 +59,7 @@ class HorovodCheck:
         built: Which of mpi, nccl, cuda and gloo it was built with; empty when it cannot be
             imported.
         bound: What it was bound to when built; empty if hpctrain did not build it.
+        here: What it would be bound to if it were built now.
         run: `ok`, `failed` or `not run`: the two-rank allreduce.
         problems: What is wrong, one sentence each.
         cure: What to do about it; empty when all is well.
@@ -68,6 +69,7 @@ class HorovodCheck:
     version: str | None = None
     built: Mapping[str, bool] = field(default_factory=dict)
     bound: Mapping[str, str | None] = field(default_factory=dict)
+    here: Mapping[str, str | None] = field(default_factory=dict)
     run: str = "not run"
     problems: tuple[str, ...] = ()
     cure: str = ""
@@ -94,7 +96,8 @@ def check_horovod(
         return HorovodCheck(status="missing", problems=("Horovod is not installed",), cure=CURE)
     loaded = probe_mpi4py(python)
     bound = _ask(python, [_RECORD, RECORD_NAME], environ, timeout_s)[0]
-    changed = differences(bound, _bindings_now(here, loaded))
+    now = _bindings_now(here, loaded)
+    changed = differences(bound, now)
     built, error = _ask(python, [_IMPORT], environ, timeout_s)
     problems = list(changed)
     if error:
@@ -111,6 +114,7 @@ def check_horovod(
         version=version,
         built=built,
         bound=bound,
+        here=now,
         run=outcome,
         problems=tuple(problems),
         cure=CURE if problems else "",
