@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hpctrain.faults.answer import Call, quote
+from hpctrain.faults.survey import UNREACHED
 from hpctrain.faults.verdict import Kind, Verdict
 from hpctrain.log import format_ranges
 
@@ -97,4 +98,8 @@ def _perhaps_done(verdict: Verdict) -> list[int]:
     """Ranks that may have left the training loop while others exchange gradients."""
     if not any(word in verdict.name for word in _GRADIENTS):
         return []
-    return [one.rank for one in verdict.missing if one.kind in (Kind.OUTSIDE, Kind.OTHER)]
+    return [
+        one.rank
+        for one in verdict.missing
+        if one.kind in (Kind.OUTSIDE, Kind.OTHER) or one.doing.startswith(UNREACHED)
+    ]
