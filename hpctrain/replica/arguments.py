@@ -71,7 +71,7 @@ def find_trouble(
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
 
 
 def describe_optimizer(optimizer: object) -> str:

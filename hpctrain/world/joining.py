@@ -123,18 +123,22 @@ def _check_arguments(
     seed: int | None, num_threads: int | None, bind: str, preflight: str, config: object
 ) -> tuple[str, str | None]:
     """Digest the configuration and find what is wrong with the arguments on this rank. Pure."""
-    if num_threads is not None and (not isinstance(num_threads, Integral) or num_threads < 1):
+    if num_threads is not None and (not _is_whole(num_threads) or num_threads < 1):
         return "", f"num_threads={num_threads!r} must be a whole number, at least 1, or None"
     if bind not in BINDINGS:
         return "", f"bind={bind!r} is unknown; choose one of {', '.join(BINDINGS)}"
     if preflight not in MODES:
         return "", f"preflight={preflight!r} is unknown; choose one of {', '.join(MODES)}"
-    if seed is not None and (not isinstance(seed, Integral) or not 0 <= seed < 2**63):
+    if seed is not None and (not _is_whole(seed) or not 0 <= seed < 2**63):
         return "", f"seed={seed!r} must be a whole number; choose 0 <= seed < 2**63, or None"
     try:
         return digest_config(config), None
     except ConfigError as error:
         return "", str(error)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral)  # numpy's integers, too
 
 
 def _settle_cores(

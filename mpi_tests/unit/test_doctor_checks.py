@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.doctor import frameworks, mpi
-from hpctrain.doctor.asking import Answer
 from hpctrain.doctor.facts import Match
 from hpctrain.doctor.torch_facts import parse_config
+from hpctrain.install.asking import Answer
 from hpctrain.install.horovod.check import HorovodCheck
 from hpctrain.install.mpi import LoadedMpi, MpiVersion
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.doctor import batch, clock, machine
-from hpctrain.doctor.asking import Answer
+from hpctrain.install.asking import Answer
 from hpctrain.install.mpi import MpiVersion
 from hpctrain.world.cores import CoreMap
 

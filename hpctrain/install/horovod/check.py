@@ -5,14 +5,13 @@ A mismatched Horovod can crash the process that imports it, so it is never impor
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import LaunchError
+from hpctrain.install.asking import ask
 from hpctrain.install.horovod.cache import RECORD_NAME
 from hpctrain.install.horovod.facts import PythonFacts, probe_interpreter
 from hpctrain.install.horovod.key import differences
@@ -31,10 +30,10 @@ built = {name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "nccl",
 print(json.dumps(built))
 """
 _RECORD = """
-import sys
+import json, sys
 from importlib import metadata
 text = metadata.distribution("horovod").read_text(sys.argv[1])
-print(text or "{}")
+print(json.dumps(json.loads(text or "{}")))
 """
 # Sums rank + 1, so that only a real job of two gives three.
 _ALLREDUCE = """
@@ -138,24 +137,11 @@ def _ask(
     python: Path, script: list[str], environ: Mapping[str, str], timeout_s: float
 ) -> tuple[dict[str, Any], str]:
     """Run a script that prints JSON; the values, and the reason when there are none."""
-    try:
-        done = subprocess.run(
-            [str(python), "-c", *script],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=dict(environ),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {}, str(error)
-    if done.returncode < 0:
-        return {}, f"the process died of signal {-done.returncode}"
-    if done.returncode != 0:
-        return {}, (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    try:
-        return dict(json.loads(done.stdout[done.stdout.index("{") :])), ""
-    except ValueError:
-        return {}, "its answer cannot be read"
+    answer = ask([str(python), "-c", *script], environ=environ, limit_s=timeout_s)
+    if not answer.ok:
+        return {}, answer.reason
+    found = answer.objects()
+    return (found[-1], "") if found else ({}, "its answer cannot be read")
 
 
 def _run_allreduce(
@@ -171,6 +157,4 @@ def _run_allreduce(
         return str(error)
     program = [str(python), "-c", _ALLREDUCE]
     trial = run_two_ranks(mpirun, version, program, environ=environ, timeout_s=timeout_s)
-    return (
-        "" if trial.ok else f"an allreduce over two ranks under {mpirun} failed: {trial.last_line}"
-    )
+    return "" if trial.ok else f"an allreduce over two ranks under {mpirun} failed: {trial.reason}"
