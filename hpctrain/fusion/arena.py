@@ -288,13 +288,13 @@ class Arena:
             self._launch(self._lanes[self._launched])
         late = self._late
         control = torch.zeros(CONTROL_WORDS)
-        num_used = 0
+        all_used = True
         for lane in self._lanes:
             if lane.work is not None:
                 lane.work.wait()
             lane.work = None
-            frozen = [i for i in lane.bucket.members if not self.parameters[i].requires_grad]
-            num_used += len(lane.used.union(frozen))
+            unused = set(lane.bucket.members).difference(lane.used)
+            all_used &= not any(self.parameters[i].requires_grad for i in unused)
             if lane.control is not None:
                 control = lane.control
         self._carry = None
@@ -309,7 +309,7 @@ class Arena:
         return Arrived(
             control=control.clone(),
             flags=tuple((lane.bucket.members, lane.flags.clone()) for lane in self._lanes),
-            all_used_here=num_used == len(self.parameters),
+            all_used_here=all_used,
         )
 
     def divide(self, divisor: float | Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import hpctrain as hpc
 from hpctrain.replica import HorovodTraining
+from hpctrain.replica.starting import digest
 from mpi_tests.ranks.pair import build
 
 
@@ -183,3 +184,31 @@ def test_attributes_of_the_model_and_the_optimizer_are_pointed_at(pair):
         p.replica.nonsense  # noqa: B018
     assert not hasattr(nn.Module, "nonsense")
     p.replica.close()
+
+
+def test_one_loss_with_two_replicas_is_refused_and_two_groups_are_the_cure(world, engines):
+    torch.manual_seed(5)
+    parts = [nn.Linear(4, 4).double(), nn.Linear(4, 1).double()]
+    replicas = [hpc.distribute(world, m, sgd(m), engine=engines["mpi"]) for m in parts]
+    x = torch.full((2, 4), 1.0 + world.rank).double()
+    replicas[0].backward(replicas[1](replicas[0](x)).mean())
+    with pytest.raises(hpc.ConfigError, match=r"got gradients from a backward call that this"):
+        replicas[1].step()
+    for replica in replicas:
+        replica.close()
+    model = nn.Sequential(*parts)
+    groups = [{"params": list(m.parameters()), "lr": 0.1 * (i + 1)} for i, m in enumerate(parts)]
+    both = hpc.distribute(world, model, torch.optim.SGD(groups), engine=engines["mpi"])
+    both.backward(both(x).mean())
+    assert both.step()
+    both.close()
+
+
+def test_buffers_can_be_made_rank_zeros(world, engines):
+    model = build("conv-batchnorm")
+    replica = hpc.distribute(world, model, sgd(model), engine=engines["mpi"])
+    replica(torch.full((3, 12), 1.0 + world.rank).double().cumsum(1), 0)
+    for buffer in model.buffers():  # as the docs say
+        replica.engine.broadcast_(buffer)
+    assert len(set(world.comm.allgather(digest(model.buffers())))) == 1
+    replica.close()
