@@ -12,6 +12,7 @@ from hpctrain.replica.arena_mode import ArenaMode
 from hpctrain.replica.arguments import (
     agree_on_arguments,
     check_world,
+    describe_engine,
     describe_optimizer,
     find_trouble,
 )
@@ -63,9 +64,15 @@ def distribute(
             between ranks.
     """
     check_world(world)
-    must_match: dict[str, object] = {"accumulate": accumulate, "overlap": overlap}
-    must_match |= {"bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "horovod": horovod}
-    must_match |= {"optimizer": describe_optimizer(optimizer)}
+    must_match = {
+        "accumulate": accumulate,
+        "overlap": overlap,
+        "bucket_bytes": bucket_bytes,
+        "timeout_s": timeout_s,
+        "horovod": horovod,
+        "engine": describe_engine(engine),
+        "optimizer": describe_optimizer(optimizer),
+    }
     trouble = find_trouble(
         model,
         optimizer,
@@ -79,7 +86,6 @@ def distribute(
             engine = choose_engine(engine, horovod, bucket_bytes=bucket_bytes)
         except ConfigError as error:
             trouble = str(error)
-    must_match["engine"] = engine if isinstance(engine, str) else f"an engine ({engine.name})"
     agree_on_arguments(world, trouble, must_match)
     options = horovod.options if horovod is not None else None
     connection = (

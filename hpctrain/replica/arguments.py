@@ -12,7 +12,14 @@ from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.world import World, agree
 
-__all__ = ["agree_on_arguments", "check_loss", "check_world", "describe_optimizer", "find_trouble"]
+__all__ = [
+    "agree_on_arguments",
+    "check_loss",
+    "check_world",
+    "describe_engine",
+    "describe_optimizer",
+    "find_trouble",
+]
 
 _REFUSED = {
     "SparseAdam": "it needs sparse gradients, and gradients travel dense; use Adam or AdamW",
@@ -72,6 +79,11 @@ def find_trouble(
 
 def _is_count(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
+
+
+def describe_engine(engine: object) -> str:
+    """What must be the same of engines on all ranks, in words. Pure."""
+    return f"an engine over {engine.name}" if isinstance(engine, Engine) else str(engine)
 
 
 def describe_optimizer(optimizer: object) -> str:

@@ -113,6 +113,21 @@ def test_arguments_in_another_order(world):
         hpc.distribute(world, model, list(model.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"engine": 5}, "engine=5 must be a name"),
+        ({"accumulate": 1.5}, r"accumulate=1\.5 must be a whole number"),
+        ({"bucket_bytes": "1M"}, "bucket_bytes='1M' must be a whole number"),
+        ({"overlap": "yes"}, "overlap='yes' must be True, False or None"),
+    ],
+)
+def test_options_of_another_kind(world, options, told):
+    model = build()
+    with pytest.raises(hpc.ConfigError, match=told):
+        hpc.distribute(world, model, sgd(model), **options)
+
+
 @pytest.mark.parametrize("seed", ["x", 1.5])
 def test_a_seed_is_a_whole_number(seed):
     with pytest.raises(hpc.ConfigError, match=rf"seed={seed!r} must be a whole number"):
