@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,12 +14,15 @@ from hpctrain import log
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.fusion.arena import Arrived
-from hpctrain.replica.arena_mode import Control
-from hpctrain.replica.joining import stay_until_all_are_done
-from hpctrain.replica.window import Window
+from hpctrain.replica.arguments import check_loss
+from hpctrain.replica.hints import explain_missing, own_statistics
+from hpctrain.replica.joining import Joining
+from hpctrain.replica.mode import Mode
+from hpctrain.replica.naming import identity
+from hpctrain.replica.window import Window, check_counted
 from hpctrain.world import World
 
-__all__ = ["Mode", "Replica", "Step"]
+__all__ = ["Replica", "Step"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,58 +35,6 @@ class Step:
 
     def __bool__(self) -> bool:
         return self.moved
-
-
-class Mode(Protocol):
-    """How gradients travel, between the calls of a replica; see `ArenaMode`."""
-
-    def fits(self) -> bool:
-        """Whether the parameters are still what they were laid out as."""
-
-    def begin(self, *, fresh: bool) -> None:
-        """Before a backward pass; `fresh` begins from zero."""
-
-    def edited(self) -> bool:
-        """Whether somebody has written to gradients since `settle`."""
-
-    def foreign(self) -> list[str]:
-        """Parameters that somebody else's backward pass has written to."""
-
-    def arm(self, control: Control) -> None:
-        """Before the last backward pass of a window."""
-
-    def settle(self) -> None:
-        """After a backward pass."""
-
-    def exchange(self, control: Control) -> Arrived:
-        """Collective: sum all gradients over all ranks."""
-
-    def average(self, divisor: float | Tensor) -> None:
-        """Turn the sums into averages."""
-
-    def zero(self) -> None:
-        """Forget all gradients."""
-
-    def hide_unused(self, used: frozenset[int] | None) -> None:
-        """Give parameters that no rank used no gradient; None: all were used."""
-
-    def gradients(self) -> list[Tensor | None]:
-        """Copies of the gradients as they are now."""
-
-    def add(self, gradients: list[Tensor | None]) -> None:
-        """Add gradients that were set aside."""
-
-    def each_alone(self) -> AbstractContextManager[None]:
-        """A block in which every rank that steps updates everything by itself."""
-
-    def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
-
-    def counts(self) -> dict[str, int]:
-        """Messages sent and Python hooks called so far."""
-
-    def close(self) -> None:
-        """Let the parameters go."""
 
 
 class Replica:
@@ -104,6 +55,7 @@ class Replica:
         accumulate: int,
         reason: str,
         rebuild: Callable[[bool], Mode],
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self.world = world
         self.model = model
@@ -119,8 +71,9 @@ class Replica:
         # Losses are divided by what the last sum was divided by, the same on all ranks: while batch
         # sizes stay the same, the sums are averages already, and large counts overflow nothing.
         self._scale: float | None = None
-        self._identity = _identity(optimizer)
+        self._identity = identity(optimizer)
         self._rebuild = rebuild
+        self._release = release
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the model forward.
@@ -135,13 +88,13 @@ class Replica:
         return self.model(*arguments, **named)
 
     def _is_outgrown(self) -> bool:
-        return _identity(self.optimizer) != self._identity or not self._mode.fits()
+        return identity(self.optimizer) != self._identity or not self._mode.fits()
 
     def _rebuild_mode(self, *, broadcast: bool) -> None:
         """Collective: lay the gradients out anew."""
         self._mode.close()
         self._mode = self._rebuild(broadcast)
-        self._identity = _identity(self.optimizer)
+        self._identity = identity(self.optimizer)
 
     def backward(
         self,
@@ -168,11 +121,8 @@ class Replica:
             ConfigError: the call does not fit what came before; the message says what to do.
         """
         weight = self._window.admit(num_samples)
-        if weight > 0 and loss.numel() != 1:
-            raise ConfigError(
-                f"the loss has shape {tuple(loss.shape)}; reduce it to one number, a mean over the "
-                "samples"
-            )
+        if weight > 0:
+            check_loss(loss)
         self._check_habits()
         aside = self._mode.gradients() if self._window.exchanged else None
         fresh = self._window.calls == 0 or self._window.exchanged
@@ -181,10 +131,11 @@ class Replica:
         closing = not self._no_sync and calls >= self._window.accumulate
         if closing and fresh and weight > 0 and self.engine.size == 1:
             weight = 1.0  # nothing to be weighed against: bit for bit what torch does
-        self._agree_on_scale(weight)
+        self._agree_on_scale(weight, counted=num_samples is not None)
         if closing:
             so_far = 0.0 if fresh else self._window.weight
-            self._mode.arm((so_far + weight, float(calls), 1.0))
+            counted = 0.0 if num_samples is None else float(calls)
+            self._mode.arm((so_far + weight, float(calls), 1.0, counted))
         if weight > 0:
             self._differentiate(loss, weight, retain_graph, create_graph)
         self._mode.settle()
@@ -194,13 +145,15 @@ class Replica:
             if aside is not None:
                 self._mode.add(aside)
 
-    def _agree_on_scale(self, weight: float) -> None:
-        """Collective, once: a first guess of what sums are divided by, from the largest batch."""
+    def _agree_on_scale(self, weight: float, *, counted: bool | None) -> None:
+        """Collective, once: a first guess of what sums are divided by, and do all count samples?"""
         if self._scale is not None:
             return
-        largest = torch.tensor([weight], dtype=torch.float64)
+        largest = torch.tensor([weight, counted is True, counted is False], dtype=torch.float64)
         self.engine.allreduce_(largest, Op.MAX, what="the largest batch")
-        self._scale = max(1.0, largest.item() * self.engine.size * self._window.accumulate)
+        most, some_count, some_do_not = largest.tolist()
+        check_counted(some_count + some_do_not, some_count, here=counted)
+        self._scale = max(1.0, most * self.engine.size * self._window.accumulate)
 
     def _differentiate(
         self, loss: Tensor, weight: float, retain_graph: bool | None, create_graph: bool
@@ -244,18 +197,21 @@ class Replica:
     def _exchange(self, taking_part: float) -> Arrived:
         """Collective: average the window's gradients over all ranks."""
         window = self._window
-        arrived = self._mode.exchange((window.weight, float(window.calls), taking_part))
+        arrived = self._mode.exchange(
+            (window.weight, float(window.calls), taking_part, float(window.counted))
+        )
         self._empty = False
         on_cpu = arrived.control.device.type == "cpu"
         if on_cpu or window.weight == 0 or self._joining:
-            weight, calls, ranks = arrived.control.tolist()
+            weight, calls, ranks, counted = arrived.control.tolist()
+            check_counted(calls, counted, here=window.weighted)
             self._empty = weight == 0
             if not self._empty:
                 divisor = window.divisor(weight, calls, ranks)
                 self._mode.average(divisor / (self._scale or 1.0))
                 self._scale = divisor if on_cpu else self._scale
         else:
-            divisor_there = window.divisor(*arrived.control.unbind())
+            divisor_there = window.divisor(*arrived.control[:3].unbind())
             self._mode.average(divisor_there / (self._scale or 1.0))
         self._mode.hide_unused(frozenset() if self._empty else arrived.used())
         window.mark_exchanged()
@@ -276,7 +232,7 @@ class Replica:
         For `join`: every rank of the block is either in this call or in a closing backward.
         """
         leftover = self._window.calls > 0 and not self._window.exchanged
-        self._agree_on_scale(0.0)
+        self._agree_on_scale(0.0, counted=None)
         if not leftover:
             self._window.clear()
             self._mode.begin(fresh=True)
@@ -348,12 +304,14 @@ class Replica:
         that made the most steps.
         """
         self._joining = True
+        joining = Joining(self)
         try:
             with self._mode.each_alone():  # ranks that have left the block update nothing
                 yield
-                stay_until_all_are_done(self)
+                joining.stay_until_all_are_done()
         finally:
             self._joining = False
+            joining.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, in the form that the undistributed optimizer has."""
@@ -371,6 +329,7 @@ class Replica:
             *self._mode.describe(),
             ("accumulate", str(self._window.accumulate)),
             ("optimizer", f"{type(self.optimizer).__name__}, {len(self._identity)} parameters"),
+            *own_statistics(self.model, self.engine.size),
         ]
         return log.table(("replica", ""), rows)
 
@@ -379,10 +338,14 @@ class Replica:
         return self._mode.counts()
 
     def close(self) -> None:
-        """Let the model go: hooks are removed, weights and gradients stay."""
+        """Collective, unless an engine was given: let the model go, and end what was connected.
+
+        Hooks are removed, weights and gradients stay. An engine that was given stays open.
+        """
         self._mode.close()
+        self._release()
 
+    if not TYPE_CHECKING:  # for type checkers, what is not there stays unknown
 
-def _identity(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Which parameters an optimizer has now, in its order."""
-    return tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(explain_missing(self.__dict__, name))

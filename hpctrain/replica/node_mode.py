@@ -12,7 +12,7 @@ from torch import Tensor
 from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.layout import plan
 from hpctrain.fusion.usage import Usage, specs_of
-from hpctrain.replica.arena_mode import Control
+from hpctrain.replica.mode import Control
 from hpctrain.replica.node_memory import NodeMemory, Room
 from hpctrain.world.shared_memory import describe_bytes
 

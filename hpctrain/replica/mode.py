@@ -1,0 +1,67 @@
+"""How gradients travel, as a replica sees it: one protocol for arena, node and Horovod modes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+
+from hpctrain.fusion.arena import Arrived
+
+__all__ = ["Control", "Mode"]
+
+Control = tuple[float, float, float, float]
+"""Weight, backward calls, 1 for a rank that takes part, and calls with sample counts."""
+
+
+class Mode(Protocol):
+    """How gradients travel, between the calls of a replica; see `ArenaMode`."""
+
+    def fits(self) -> bool:
+        """Whether the parameters are still what they were laid out as."""
+
+    def begin(self, *, fresh: bool) -> None:
+        """Before a backward pass; `fresh` begins from zero."""
+
+    def edited(self) -> bool:
+        """Whether somebody has written to gradients since `settle`."""
+
+    def foreign(self) -> list[str]:
+        """Parameters that somebody else's backward pass has written to."""
+
+    def arm(self, control: Control) -> None:
+        """Before the last backward pass of a window."""
+
+    def settle(self) -> None:
+        """After a backward pass."""
+
+    def exchange(self, control: Control) -> Arrived:
+        """Collective: sum all gradients over all ranks."""
+
+    def average(self, divisor: float | Tensor) -> None:
+        """Turn the sums into averages."""
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+
+    def hide_unused(self, used: frozenset[int] | None) -> None:
+        """Give parameters that no rank used no gradient; None: all were used."""
+
+    def gradients(self) -> list[Tensor | None]:
+        """Copies of the gradients as they are now."""
+
+    def add(self, gradients: list[Tensor | None]) -> None:
+        """Add gradients that were set aside."""
+
+    def each_alone(self) -> AbstractContextManager[None]:
+        """A block in which every rank that steps updates everything by itself."""
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What was chosen, in words."""
+
+    def counts(self) -> dict[str, int]:
+        """Messages sent and Python hooks called so far."""
+
+    def close(self) -> None:
+        """Let the parameters go."""
