@@ -196,6 +196,7 @@ class NodeMode:
         rows = [
             ("gradients", f"shared memory: {', '.join(sizes)} a rank, and once more for their sum"),
             ("memory", f"{describe_bytes(block.num_bytes)} a node, {block.backing.why}"),
+            ("exchanges", "1 a step, after backward"),
             ("waiting", self.group.barrier.how),
         ]
         if self.group.num_nodes > 1:

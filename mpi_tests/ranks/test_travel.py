@@ -178,6 +178,6 @@ def test_describe_says_what_was_chosen(pair):
     p = pair()
     text = p.replica.describe()
     assert "mpi" in text
-    assert "1 a step" in text
+    assert "1 a step" in text  # one message, or one meeting in shared memory
     assert "AdamW" in text
     p.replica.close()
