@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import ConfigError
-from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, ParameterSpec, plan
+from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, ParameterSpec, cut_into_runs, plan
 
 __all__ = ["Arena", "Arrived", "Carrier", "Work"]
 
@@ -102,6 +102,7 @@ class Arena:
         self._carry: Carrier | None = None
         self._launched = 0
         self._late: list[str] = []
+        self._runs: tuple[frozenset[int], tuple[list[Tensor], list[Tensor]]] | None = None
         self.hook()
         self.num_messages = 0
         """Messages sent so far."""
@@ -305,6 +306,17 @@ class Arena:
             flags=tuple((lane.bucket.members, lane.flags.clone()) for lane in self._lanes),
             all_used_here=num_used == len(self.parameters),
         )
+
+    def runs(self, apart: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients as few long flat pieces: of most parameters, and of those set apart."""
+        if self._runs is None or self._runs[0] != apart:
+            found: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for bucket in self.buckets:
+                flat = self.flats[bucket.dtype, bucket.device]
+                for start, stop, is_apart in cut_into_runs(bucket, apart):
+                    found[is_apart].append(flat[start:stop])
+            self._runs = (apart, found)
+        return self._runs[1]
 
     def divide(self, divisor: float | Tensor) -> None:
         """Turn sums into averages."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from hpctrain.engines.base import Op
 from hpctrain.fusion import Arena
 from hpctrain.fusion.arena import Arrived
+from hpctrain.precision.arithmetic import multiply, sum_of_squares
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine, Work
@@ -80,6 +81,27 @@ class ArenaMode:
     def average(self, divisor: float | Tensor) -> None:
         """Turn the sums into averages."""
         self.arena.divide(divisor)
+
+    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
+        """All of it: nothing is divided on the way."""
+        return divisor
+
+    def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
+        """Sums of squares over the arena, without the excluded parameters, and of these."""
+        device = self.arena.parameters[0].device
+        kept, left = self.arena.runs(excluded)
+        return sum_of_squares(kept, device), sum_of_squares(left, device)
+
+    def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
+        """Multiply the arena, the excluded parameters by a factor of their own."""
+        kept, left = self.arena.runs(excluded)
+        multiply(kept, factor)
+        multiply(left, excluded_factor)
+
+    def clamp(self, limit: float, excluded: frozenset[int]) -> None:
+        """Limit each element's size, but for the excluded parameters."""
+        for run in self.arena.runs(excluded)[0]:
+            run.clamp_(-limit, limit)
 
     def zero(self) -> None:
         """Forget all gradients."""

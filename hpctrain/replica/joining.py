@@ -25,6 +25,8 @@ def stay_until_all_are_done(replica: Replica) -> None:
     steps = replica.world.comm.allgather(replica.num_steps)
     root = steps.index(max(steps))
     names, parameters = named_parameters(replica.model, replica.optimizer)
-    broadcast_tensors(replica.engine, names, parameters, root)
-    broadcast_optimizer(replica.world, replica.engine, replica.optimizer, root)
+    with replica.full_precision():
+        broadcast_tensors(replica.engine, names, parameters, root)
+        broadcast_optimizer(replica.world, replica.engine, replica.optimizer, root)
+    replica.share_scale(root)
     replica.num_steps = max(steps)

@@ -1,0 +1,59 @@
+"""What a replica asks of the way its gradients travel."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from hpctrain.fusion.arena import Arrived
+from hpctrain.precision.treatment import Gradients
+from hpctrain.replica.arena_mode import Control
+
+__all__ = ["Mode"]
+
+
+class Mode(Gradients, Protocol):
+    """How gradients travel, between the calls of a replica; see `ArenaMode`."""
+
+    def fits(self) -> bool:
+        """Whether the parameters are still what they were laid out as."""
+
+    def begin(self, *, fresh: bool) -> None:
+        """Before a backward pass; `fresh` begins from zero."""
+
+    def edited(self) -> bool:
+        """Whether somebody has written to gradients since `settle`."""
+
+    def foreign(self) -> list[str]:
+        """Parameters that somebody else's backward pass has written to."""
+
+    def arm(self, control: Control) -> None:
+        """Before the last backward pass of a window."""
+
+    def settle(self) -> None:
+        """After a backward pass."""
+
+    def exchange(self, control: Control) -> Arrived:
+        """Collective: sum all gradients over all ranks."""
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+
+    def hide_unused(self, used: frozenset[int] | None) -> None:
+        """Give parameters that no rank used no gradient; None: all were used."""
+
+    def gradients(self) -> list[Tensor | None]:
+        """Copies of the gradients as they are now."""
+
+    def add(self, gradients: list[Tensor | None]) -> None:
+        """Add gradients that were set aside."""
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What was chosen, in words."""
+
+    def counts(self) -> dict[str, int]:
+        """Messages sent and Python hooks called so far."""
+
+    def close(self) -> None:
+        """Let the parameters go."""
