@@ -46,7 +46,9 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 
 def multiply(tensors: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply in place by a number that may be on a GPU; nothing is read back."""
+    """Multiply in place by a number that may be on a GPU; nothing is read back from there."""
+    if factor.device.type == "cpu" and factor.item() == 1.0:
+        return
     for tensor in tensors:
         tensor.mul_(factor.to(tensor.device))
 

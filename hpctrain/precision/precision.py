@@ -60,11 +60,11 @@ class Precision:
                 "clip yourself"
             )
 
-    def step(self, update: Callable[[], object], *, number: int) -> Treated:
+    def step(self, update: Callable[[], object]) -> Treated:
         """Update or skip; see `Treatment.step`."""
         self._steps = True
         try:
-            return self.treatment.step(self._optimizer, update, number=number)
+            return self.treatment.step(self._optimizer, update)
         finally:
             self._steps = False
             if self.masters is not None:

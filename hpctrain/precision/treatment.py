@@ -52,6 +52,10 @@ class Treated:
     overflow: bool | Tensor = False
     scale: Tensor | None = None
     norm: Tensor | None = None
+    collapsed: bool = False
+    """Whether the last chance was skipped too; the same on all ranks."""
+    finding: str | None = None
+    """What was not finite on this rank, where that was looked for."""
 
 
 class Treatment:
@@ -59,6 +63,7 @@ class Treatment:
 
     Args:
         world: The ranks, which raise together when the scale collapses.
+        device: Where the parameters are.
         scaling: For `fp16`; None: losses are not scaled and no step is skipped.
         clip_norm: Limit of the norm of all gradients.
         clip_value: Limit of each element.
@@ -69,6 +74,7 @@ class Treatment:
     def __init__(
         self,
         world: World,
+        device: torch.device,
         *,
         scaling: LossScaling | None = None,
         clip_norm: float | None = None,
@@ -78,12 +84,13 @@ class Treatment:
         self.world = world
         self.clip_norm = clip_norm
         self.clip_value = clip_value
-        self.scaler = None if scaling is None else Scaler(scaling, world.device)
+        self.scaler = None if scaling is None else Scaler(scaling, device)
         self._spread = spread
-        self._one = torch.ones((), device=world.device)
+        self._one = torch.ones((), device=device)
         self._overflow: Tensor | None = None
         self._norm: Tensor | None = None
         self._finding: str | None = None
+        self._num_exchanges = 0
         self._has_stepped = False
 
     @property
@@ -112,7 +119,9 @@ class Treatment:
     def seed(self, loss: Tensor, share: float) -> Tensor | None:
         """What a loss is differentiated with; None: with 1."""
         if self.scaler is not None:
-            return (self.scaler.scale * share).to(loss.device, loss.dtype).expand_as(loss)
+            wide = torch.float64 if loss.dtype == torch.float64 else torch.float32
+            scaled = self.scaler.scale.to(loss.device, wide) * share
+            return scaled.to(loss.dtype).expand_as(loss)
         return None if share == 1.0 else torch.full_like(loss, share)
 
     # Examination, when one more skip is one too many
@@ -148,7 +157,7 @@ class Treatment:
             self._clamp(gradients, groups)
             return
         excluded = excluded_from_clipping(groups) if self.clips else frozenset()
-        squared = torch.stack(gradients.norm_squared(excluded))
+        squared = torch.stack(gradients.norm_squared(excluded)).to(self._one.device)
         if self._spread is not None:
             self._spread(squared)
         factor = 1.0 / (squared.new_ones(()) * gradients.rest_of(divisor))
@@ -158,12 +167,14 @@ class Treatment:
                 self._overflow = torch.zeros((), device=squared.device)
             found = squared.clone()
             torch._amp_foreach_non_finite_check_and_unscale_([found], self._overflow, self._one)
-        self._norm = squared[0].sqrt() * factor
+        norm = squared[0].sqrt() * factor
         clipping = factor
         if self.clip_norm is not None:
-            clipping = factor * clip_factor(self._norm, self.clip_norm)
+            clipping = factor * clip_factor(norm, self.clip_norm)
         gradients.scale(clipping, excluded, factor)
         self._clamp(gradients, groups)
+        self._num_exchanges += 1
+        self._norm = norm if self._num_exchanges == 1 else None  # of a sum of several: not known
 
     def _clamp(self, gradients: Gradients, groups: Sequence[dict[str, Any]]) -> None:
         if self.clip_value is not None:
@@ -172,27 +183,22 @@ class Treatment:
     def forget(self) -> None:
         """Gradients were dropped without a step."""
         self._overflow = self._norm = self._finding = None
+        self._num_exchanges = 0
 
     # The update
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, update: Callable[[], object], *, number: int
-    ) -> Treated:
-        """Update, unless something overflowed on any rank. Collective when the scale collapses.
+    def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> Treated:
+        """Update, unless something overflowed on any rank.
 
         Args:
             optimizer: The user's.
             update: What moves the weights.
-            number: Of this step, for the error.
-
-        Raises:
-            NonFiniteError: on all ranks; too many steps in a row were skipped.
         """
         norm, overflow, finding = self._norm, self._overflow, self._finding
         examined = self.examines
-        self.forget()
         if self.scaler is None or overflow is None:
             update()
+            self.forget()
             return Treated(norm=norm)
         scale = self.scaler.scale.clone()
         skipped: bool | Tensor
@@ -204,12 +210,17 @@ class Treatment:
             if not skipped:
                 update()
                 self._has_stepped = True
+        self.forget()
         self.scaler.update(overflow)
-        if examined and skipped is True:
-            self._collapse(finding, number)
         if examined and skipped is False:
             self.scaler.pass_last_chance()
-        return Treated(overflow=skipped, scale=scale, norm=norm)
+        return Treated(
+            overflow=skipped,
+            scale=scale,
+            norm=norm,
+            collapsed=examined and skipped is True,
+            finding=finding,
+        )
 
     def _can_skip_on_device(self, optimizer: torch.optim.Optimizer, overflow: Tensor) -> bool:
         """Whether the optimizer's own kernels look at the overflow, so that nothing waits for it.
@@ -219,18 +230,22 @@ class Treatment:
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         return bool(fused) and overflow.is_cuda and self._has_stepped
 
-    def _collapse(self, finding: str | None, number: int) -> None:
-        """Collective: end the run on all ranks, with what was found on each.
+    def check_collapse(self, done: Treated, *, number: int) -> None:
+        """Collective after the last chance: end the run on all ranks, with what was found on each.
+
+        Args:
+            done: What became of the step.
+            number: Of the step.
 
         Raises:
-            NonFiniteError: always.
+            NonFiniteError: on all ranks; too many steps in a row were skipped.
         """
-        scaler = self.scaler
-        if scaler is None:
+        scaler, finding = self.scaler, done.finding
+        if scaler is None or not done.collapsed:
             return
         history = (
-            f"step {number} was the {scaler.num_in_a_row}th in a row to be skipped, and the loss "
-            f"scale has fallen to {scaler.scale.item():g}"
+            f"{scaler.num_in_a_row} steps in a row were skipped, the last of them step {number}, "
+            f"and the loss scale has fallen to {scaler.scale.item():g}"
         )
         cure = (
             "look at this rank's batch, at the learning rate, and at operations that overflow in "

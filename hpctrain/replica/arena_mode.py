@@ -114,6 +114,10 @@ class ArenaMode:
                 if index not in used:
                     parameter.grad = None
 
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(p.grad is None for p in self.arena.parameters)
+
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""
         return [None if p.grad is None else p.grad.clone() for p in self.arena.parameters]

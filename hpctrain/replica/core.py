@@ -109,6 +109,9 @@ class Replica:
         Raises:
             ConfigError: the call does not fit what came before; the message says what to do.
         """
+        if self._window.exchanged and self._mode.has_none():  # somebody's zero_grad(): begin anew
+            self._window.clear()
+            self._treatment.forget()
         weight = self._window.admit(num_samples)
         self._treatment.admit(exchanged=self._window.exchanged)
         if weight > 0 and loss.numel() != 1:
@@ -278,18 +281,12 @@ class Replica:
         if self._empty:
             self._window.clear()
             return Step(due=False, note="no samples")
+        rates = tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
+        done = self._precision.step(self.optimizer.step)
         self._window.clear()
         self.num_steps += 1
-        rates = tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
-        done = self._precision.step(self.optimizer.step, number=self.num_steps)
-        return Step(
-            due=True,
-            note="stepped",
-            learning_rates=rates,
-            _overflow=done.overflow,
-            _scale=done.scale,
-            _norm=done.norm,
-        )
+        self._treatment.check_collapse(done, number=self.num_steps)
+        return Step(due=True, note="stepped", learning_rates=rates, done=done)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients and begin the window anew; `set_to_none` as in torch."""

@@ -270,6 +270,10 @@ class HorovodMode:
                 if index not in used:
                     parameter.grad = None
 
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(p.grad is None for p in self.parameters)
+
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""
         return [None if p.grad is None else p.grad.clone() for p in self.parameters]

@@ -43,6 +43,9 @@ class Mode(Gradients, Protocol):
     def hide_unused(self, used: frozenset[int] | None) -> None:
         """Give parameters that no rank used no gradient; None: all were used."""
 
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hpctrain.precision.treatment import Treated
+
 __all__ = ["Step"]
 
 
@@ -23,14 +25,13 @@ class Step:
     """`stepped`, `accumulating`, `no gradients` or `no samples`, before overflow is looked at."""
     learning_rates: tuple[float | Tensor, ...] = ()
     """Of each parameter group, for this step."""
-    _overflow: bool | Tensor = field(default=False, repr=False)
-    _scale: Tensor | None = field(default=None, repr=False)
-    _norm: Tensor | None = field(default=None, repr=False)
+    done: Treated = field(default=Treated(), repr=False)
+    """The same as it is on the device; the properties below read it."""
 
     @property
     def skipped(self) -> bool:
         """Whether an inf or NaN on some rank made all ranks leave this step out."""
-        return bool(self._overflow)
+        return bool(self.done.overflow)
 
     @property
     def moved(self) -> bool:
@@ -45,7 +46,7 @@ class Step:
     @property
     def scale(self) -> float | None:
         """What the losses of this step were multiplied by; None: they were not scaled."""
-        return None if self._scale is None else self._scale.item()
+        return None if self.done.scale is None else self.done.scale.item()
 
     @property
     def norm(self) -> float | None:
@@ -53,7 +54,7 @@ class Step:
 
         None where nobody needs it: without `clip_norm` and loss scaling it is not computed.
         """
-        return None if self._norm is None else self._norm.item()
+        return None if self.done.norm is None else self.done.norm.item()
 
     @property
     def learning_rate(self) -> float | None:

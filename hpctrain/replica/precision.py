@@ -36,15 +36,15 @@ def choose_precision(
     Raises:
         ConfigError: values are out of range, or do not go together or with the model.
     """
-    device = world.device.type
     check_choice(
         precision,
-        device_type=device,
+        device_type=world.device.type,
         scaling=scaling,
         clip_norm=clip_norm,
         clip_value=clip_value,
     )
-    check_parameters(precision, *named_parameters(model, optimizer), clip_value)
+    names, parameters = named_parameters(model, optimizer)
+    check_parameters(precision, names, parameters, clip_value)
     spread = None
     scales = precision == "fp16"
     if (scales or clip_norm is not None) and len(set(world.comm.allgather(_hardware(world)))) > 1:
@@ -54,12 +54,13 @@ def choose_precision(
 
     treatment = Treatment(
         world,
+        parameters[0].device,
         scaling=scaling or LossScaling() if scales else None,
         clip_norm=clip_norm,
         clip_value=clip_value,
         spread=spread,
     )
-    return Precision(Casting(precision, device), treatment, model, optimizer)
+    return Precision(Casting(precision, world.device.type), treatment, model, optimizer)
 
 
 def _hardware(world: World) -> str:
