@@ -16,7 +16,8 @@ from mpi_tests.built import BUILT
 from mpi_tests.models import OPTIMIZERS
 from mpi_tests.ranks.pair import STEPS, Pair
 
-WAYS = [*BUILT, *(["horovod-fusion"] if "horovod" in BUILT else [])]
+# Gradients in the arena, on `mpi`, and where Horovod fuses them; test_precision has every engine.
+WAYS = ["mpi", *(["horovod-fusion"] if "horovod" in BUILT else [])]
 
 
 def make_pair(world, engines, way="mpi", **options):
