@@ -245,7 +245,7 @@ class Arena:
         for lane in self._lanes:
             lane.work = None
             if lane.control is not None:
-                lane.control.copy_(torch.tensor(control, dtype=torch.float64))
+                lane.control.copy_(torch.tensor(control, dtype=torch.float64), non_blocking=True)
         if overlap and not self._triggers:
             self._set_triggers()
 
@@ -273,7 +273,7 @@ class Arena:
             raise RuntimeError("an arena must be armed before its buckets travel")
         self._settle(lane)
         marks = [1.0 if index in lane.used else 0.0 for index in lane.bucket.members]
-        lane.flags.copy_(torch.tensor(marks, dtype=torch.float64))
+        lane.flags.copy_(torch.tensor(marks, dtype=torch.float64), non_blocking=True)
         lane.work = self._carry(lane.message, lane.text)
         self._launched += 1
         self.num_messages += 1
