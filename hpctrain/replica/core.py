@@ -319,8 +319,9 @@ class Replica:
         """
         self._joining = True
         try:
-            yield
-            stay_until_all_are_done(self)
+            with self._mode.each_alone():  # ranks that have left the block update nothing
+                yield
+                stay_until_all_are_done(self)
         finally:
             self._joining = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -51,6 +52,9 @@ class Mode(Gradients, Protocol):
 
     def add(self, gradients: list[Tensor | None]) -> None:
         """Add gradients that were set aside."""
+
+    def each_alone(self) -> AbstractContextManager[None]:
+        """A block in which every rank that steps updates everything by itself."""
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""
