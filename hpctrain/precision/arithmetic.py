@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["clip_factor", "excluded_from_clipping", "multiply", "sum_of_squares"]
 
-_ROW = 8192
+_ROW = 1024
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _WIDE = (torch.float64, torch.complex128)
 

@@ -172,8 +172,10 @@ class ShardedUpdate:
         self._state.take_in(self.inner, self.pieces)
         for piece, ready in zip(self.pieces, self._gradients, strict=True):
             self._give_gradient(piece, ready)
-        with _amp_words(self._optimizer, self.inner):
-            _with_threads(self._group, self.inner.step)
+        _with_threads(self._group, self.inner.step)
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            # Fused kernels have unscaled the gradients in place, and do not count it as a write.
+            torch.autograd.graph.increment_version(self._gradients)
         self._state.adopt(self.inner, self.pieces, used)
         if self._routes is None or self._routes[0] != used:
             self._routes = (used, (_route(self._sent, used), _route(self._received, used)))
@@ -249,16 +251,3 @@ def _with_threads(group: NodeGroup, call: Callable[[], object]) -> None:
         call()
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _amp_words(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> Iterator[None]:
-    """Hand on what a GradScaler tells fused optimizers: what to divide by, and whether to skip."""
-    words: tuple[str, ...] = ("grad_scale", "found_inf")
-    given = {name: vars(outer)[name] for name in words if name in vars(outer)}
-    vars(inner).update(given)
-    try:
-        yield
-    finally:
-        for name in given:
-            del vars(inner)[name]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
@@ -58,7 +58,7 @@ def test_runs_hold_every_gradient_once_and_nothing_else(numels, halves, apart, b
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [1, 8192, 8193, 100_000])
+@pytest.mark.parametrize("numel", [1, 1024, 1025, 100_000])
 def test_sums_of_squares(dtype, numel):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
     rounded = values.to(torch.complex128) if dtype.is_complex else values.double()
@@ -110,6 +110,7 @@ def test_groups_left_out_are_counted_in_the_optimizers_order():
     assert excluded_from_clipping(groups[:1]) == frozenset()
 
 
+@settings(deadline=None)  # the first step of an optimizer takes seconds
 @given(st.lists(st.booleans(), max_size=60))
 def test_the_scale_moves_as_torchs_does(overflows):
     options = LossScaling(init_scale=64.0, growth_interval=4, max_skips=3)
