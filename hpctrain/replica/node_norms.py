@@ -50,8 +50,8 @@ class NodeNorms:
         total = self._partial.sum(0)
         if self._group.num_nodes > 1:  # slices are cut elsewhere there, and round otherwise
             self._engine.broadcast_(total, 0, what="norms of gradients")
-        dtype = torch.promote_types(sums[0].dtype, sums[1].dtype)
-        kept, left = total.to(dtype).unbind()
+        # In float64, whatever this rank's own slice holds: all ranks must go on with the same bits.
+        kept, left = total.unbind()
         return kept, left
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
