@@ -142,6 +142,12 @@ def test_parameters_added_later_have_masters_too(world, engines):
     replica.close()
 
 
+def test_masters_are_each_ranks_own(world, engines):
+    model = build()
+    with pytest.raises(hpc.ConfigError, match='update="sharded" cannot be'):
+        distribute(world, engines, model, OPTIMIZERS["adamw"](model), update="sharded")
+
+
 def test_the_users_optimizer_steps_and_loads_with_masters(world, engines):
     model = build()
     optimizer = OPTIMIZERS["adamw"](model)
