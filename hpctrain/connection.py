@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain import faults
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "connect"]
 
+_ENDED = "its world has ended: do this inside the `with hpctrain.init()` block"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
@@ -23,6 +26,12 @@ class Connection:
     engine: Engine
     reason: str
     watchdog: Watchdog | None = None
+
+    def close(self) -> None:
+        """Collective: close the engine, then end its watchdog; a second call does nothing."""
+        self.engine.close()
+        if self.watchdog is not None:
+            self.watchdog.stop()
 
 
 def connect(
@@ -34,7 +43,8 @@ def connect(
 ) -> Connection:
     """Collective: connect all ranks by an engine; every rank passes the same arguments.
 
-    The connection lives as long as the world: leaving the world's block closes it.
+    The connection lives until it is closed, or as long as the world: leaving the world's block
+    closes it.
 
     Args:
         world: The ranks.
@@ -50,5 +60,5 @@ def connect(
     watchdog = faults.start(world, timeout_s=timeout_s)
     link = create(world, engine, watch=watchdog, options=options, timeout_s=patience_s)
     world.at_exit(watchdog.stop)
-    world.at_exit(link.close)
+    world.at_exit(partial(link.close, cure=_ENDED))
     return Connection(engine=link, reason=link.reason, watchdog=watchdog)

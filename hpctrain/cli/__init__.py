@@ -41,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     called = next((word for word in words if not word.startswith("-")), None)
+    children = {}
     for verb, line in VERBS.items():
-        child = verbs.add_parser(
+        children[verb] = child = verbs.add_parser(
             verb,
             help=line,
             description=line,
@@ -51,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if verb == called:
             import_module(f"hpctrain.cli.{verb}").add_arguments(child)
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:  # argparse itself would show the usage of all verbs
+        children[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = import_module(f"hpctrain.cli.{args.verb}").main(args)
     except HpcTrainError as error:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpctrain import log
@@ -15,6 +16,14 @@ __all__ = ["HELP", "add_arguments", "main"]
 
 HELP = "build Horovod for this torch and MPI, or check the one that is installed"
 
+_BUILD = (
+    "Compile Horovod for exactly the torch, MPI and, where found, CUDA and NCCL of this Python; "
+    "keep the wheel in a cache and install it."
+)
+_CHECK = (
+    "Say whether the installed Horovod can be imported, what it was built with and bound to, "
+    "whether that is what is here now, and whether two ranks can sum with it."
+)
 _BUILD_EXITS = "exit codes: 0 built and installed; 1 failed (the cause is printed); 2 wrong usage"
 _CHECK_EXITS = "exit codes: 0 works; 1 broken; 2 wrong usage; 3 not installed"
 
@@ -22,7 +31,9 @@ _CHECK_EXITS = "exit codes: 0 works; 1 broken; 2 wrong usage; 3 not installed"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the verb's two actions."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="build|check")
-    build = actions.add_parser("build", help="compile, cache and install it", epilog=_BUILD_EXITS)
+    build = actions.add_parser(
+        "build", help="compile, cache and install it", description=_BUILD, epilog=_BUILD_EXITS
+    )
     build.add_argument(
         "--sdist",
         type=Path,
@@ -55,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to wait for another build of the same wheel (default: 3600)",
     )
     check = actions.add_parser(
-        "check", help="is it importable, fitting, working over two ranks", epilog=_CHECK_EXITS
+        "check",
+        help="is it importable, fitting, working over two ranks",
+        description=_CHECK,
+        epilog=_CHECK_EXITS,
     )
     check.add_argument("--json", action="store_true", help="print what was found as JSON")
     check.add_argument("--no-run", action="store_true", help="leave out the two-rank allreduce")
@@ -107,10 +121,14 @@ def _check(args: argparse.Namespace) -> int:
         print(f"Horovod {found.version or 'not installed'}: {found.status}")
         if found.version:
             print(f"  built with: {built}; two-rank allreduce: {found.run}")
-        if found.bound:
-            print(f"  bound to: {', '.join(f'{k} {v}' for k, v in found.bound.items() if v)}")
+            print(f"  bound to: {_list(found.bound) or 'unknown: hpctrain did not build it'}")
+            print(f"  here now: {_list(found.here)}")
         for problem in found.problems:
             print(f"  {problem}")
         if found.cure:
             print(f"  to mend it: {found.cure}")
     return {"ok": 0, "missing": 3}.get(found.status, 1)
+
+
+def _list(bindings: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in bindings.items() if value)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from hpctrain.doctor.asking import Answer
 from hpctrain.doctor.verdict import Check
+from hpctrain.install.asking import Answer
 from hpctrain.install.mpi import MpiVersion
 
 __all__ = ["TOOLS", "choose_plugin", "judge_batch", "parse_plugins"]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.doctor.asking import Answer
 from hpctrain.doctor.verdict import Check
+from hpctrain.install.asking import Answer
 
 __all__ = ["ClockState", "judge_clock", "parse_chronyc", "parse_timedatectl", "read_clock"]
 

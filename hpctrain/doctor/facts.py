@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 import hpctrain
-from hpctrain.doctor.asking import Answer, ask
 from hpctrain.errors import LaunchError
+from hpctrain.install.asking import Answer, ask
 from hpctrain.install.mpi import (
     LoadedMpi,
     MpiVersion,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.doctor.asking import Answer
 from hpctrain.doctor.verdict import Check
+from hpctrain.install.asking import Answer
 from hpctrain.install.horovod.check import HorovodCheck
 
 __all__ = ["judge_horovod", "judge_math", "judge_nccl", "judge_torch"]

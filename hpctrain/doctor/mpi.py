@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.doctor.asking import Answer
 from hpctrain.doctor.facts import Match
 from hpctrain.doctor.verdict import Check
+from hpctrain.install.asking import Answer
 from hpctrain.install.mpi import LoadedMpi, MpiVersion
 
 __all__ = ["judge_abi", "judge_allreduce", "judge_gpu_aware", "judge_launcher", "judge_threads"]

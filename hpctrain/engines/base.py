@@ -164,8 +164,13 @@ class Engine(Meeting, ABC):
         self._check_open("split")
         return self.meet(lambda: self._divide(color, key), "split", "", None)
 
-    def close(self) -> None:
-        """Collective: give back what the engine holds; a second call does nothing."""
+    def close(self, *, cure: str = "make another one") -> None:
+        """Collective: give back what the engine holds; a second call does nothing.
+
+        Args:
+            cure: What those are told who use it afterwards.
+        """
+        self._cure = cure
         if not self._closed:
             self._closed = True
             self.meet(self._give_back, "close", "", None)

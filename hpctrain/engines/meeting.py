@@ -64,6 +64,7 @@ class Meeting:
         self._watchdog = watch
         self._watch: Watch | None = watch
         self._closed = False
+        self._cure = ""
         self.rank = self._control.rank
         self.size = self._control.size
         self.device = device
@@ -93,7 +94,7 @@ class Meeting:
 
     def _check_open(self, call: str) -> None:
         if self._closed:
-            raise ConfigError(f"{call}: this {self.name} engine is closed; make another one")
+            raise ConfigError(f"{call}: this {self.name} engine is closed; {self._cure}")
 
     def meet(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hpctrain.faults.answer import Call, quote
+from hpctrain.faults.survey import UNREACHED
 from hpctrain.faults.verdict import Kind, Verdict
 from hpctrain.log import format_ranges
 
 __all__ = ["name_ranks", "render", "summarize"]
 
 _MOST_RANKS = 16
+_GRADIENTS = (" bucket ", "gradients")  # what the exchanges of a training step are called
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -63,6 +65,12 @@ def render(
     rank, call = speaker
     if call.number != verdict.number:
         lines.append(f"  noticed by rank {rank}, which has been in {call} for {call.seconds:.1f} s")
+    early = _perhaps_done(verdict)
+    if early:
+        lines.append(
+            f"  if {name_ranks(early)} had no data left while the others had: put the training "
+            "loop into `with replica.join():`"
+        )
     if not verdict.missing:
         lines.append("  see to the network, or allow more time where the exchange is merely long")
     absent = {one.rank for one in verdict.missing}
@@ -84,3 +92,14 @@ def _instead(verdict: Verdict, rank: int) -> str:
     verb = "are" if len(verdict.waiting) > 1 else "is"
     there = f"{name_ranks(verdict.waiting)} {verb} in {quote(verdict.name)} #{verdict.number}"
     return f"{one.doing}, while {there}"
+
+
+def _perhaps_done(verdict: Verdict) -> list[int]:
+    """Ranks that may have left the training loop while others exchange gradients."""
+    if not any(word in verdict.name for word in _GRADIENTS):
+        return []
+    return [
+        one.rank
+        for one in verdict.missing
+        if one.kind in (Kind.OUTSIDE, Kind.OTHER) or one.doing.startswith(UNREACHED)
+    ]

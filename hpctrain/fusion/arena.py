@@ -41,11 +41,11 @@ class Arrived:
     """What came with an exchange, besides gradients. Reading it on a GPU waits for the GPU."""
 
     control: Tensor
-    """Total weight, backward calls, and ranks that took part, summed over all ranks."""
+    """The control words of `layout`, summed over all ranks."""
     flags: tuple[tuple[tuple[int, ...], Tensor], ...]
     """For each bucket its members and how many ranks used each."""
     all_used_here: bool
-    """Whether this rank used every parameter: then the flags have nothing to add."""
+    """Whether this rank used every parameter that is not frozen: the flags have nothing to add."""
 
     def used(self) -> frozenset[int] | None:
         """Parameters that some rank used, by index; None means all."""
@@ -87,7 +87,8 @@ class Arena:
     ) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
-        self.buckets = plan(specs_of(names, parameters), bucket_bytes=bucket_bytes, order=order)
+        self._specs = specs_of(names, parameters)
+        self.buckets = plan(self._specs, bucket_bytes=bucket_bytes, order=order)
         self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
         self.flats = self._allocate()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
@@ -110,6 +111,10 @@ class Arena:
         """Python hooks called so far."""
 
     # Building
+
+    def plan(self, order: Sequence[int], *, bucket_bytes: int | None) -> list[Bucket]:
+        """The buckets that these parameters would have in another order. Pure."""
+        return plan(self._specs, bucket_bytes=bucket_bytes, order=order)
 
     def _allocate(self) -> dict[tuple[str, str], Tensor]:
         sizes: dict[tuple[str, str], int] = {}
@@ -227,16 +232,17 @@ class Arena:
 
     def unsettled(self) -> list[str]:
         """Parameters that a backward pass has used which nobody settled, by name."""
-        return [self.names[self._index[id(p)]] for lane in self._lanes for p in lane.ready]
+        names = [self.names[self._index[id(p)]] for lane in self._lanes for p in lane.ready]
+        return list(dict.fromkeys(names))
 
     # Exchange
 
-    def arm(self, carry: Carrier, control: tuple[float, float, float], *, overlap: bool) -> None:
+    def arm(self, carry: Carrier, control: Sequence[float], *, overlap: bool) -> None:
         """Prepare an exchange; with `overlap`, buckets leave as soon as backward has filled them.
 
         Args:
             carry: Starts a message.
-            control: This rank's weight, backward calls, and 1 if it takes part.
+            control: This rank's control words; see `layout`.
             overlap: Whether backward follows, or is done already.
         """
         self._carry = carry
@@ -284,12 +290,13 @@ class Arena:
             self._launch(self._lanes[self._launched])
         late = self._late
         control = torch.zeros(CONTROL_WORDS)
-        num_used = 0
+        all_used = True
         for lane in self._lanes:
             if lane.work is not None:
                 lane.work.wait()
             lane.work = None
-            num_used += len(lane.used)
+            unused = set(lane.bucket.members).difference(lane.used)
+            all_used &= not any(self.parameters[i].requires_grad for i in unused)
             if lane.control is not None:
                 control = lane.control
         self._carry = None
@@ -304,7 +311,7 @@ class Arena:
         return Arrived(
             control=control.clone(),
             flags=tuple((lane.bucket.members, lane.flags.clone()) for lane in self._lanes),
-            all_used_here=num_used == len(self.parameters),
+            all_used_here=all_used,
         )
 
     def runs(self, apart: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:

@@ -17,8 +17,8 @@ from hpctrain.errors import ConfigError
 
 __all__ = ["CONTROL_WORDS", "Bucket", "ParameterSpec", "cut_into_runs", "plan"]
 
-CONTROL_WORDS = 3
-"""Total weight, number of backward calls, number of ranks that took part."""
+CONTROL_WORDS = 4
+"""Total weight, backward calls, ranks that took part, and calls that came with sample counts."""
 
 _ALIGN_BYTES = 64
 # Exact for the counts that control words carry; half precisions are not.

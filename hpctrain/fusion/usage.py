@@ -1,4 +1,4 @@
-"""Which parameters a backward pass has used.
+"""Whether a backward pass that is not ours has used parameters.
 
 A hook that is a bare `list.append`: no Python code runs during backward.
 """
@@ -25,8 +25,6 @@ class Usage:
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._ready: list[Tensor] = []
         self._handles: dict[int, RemovableHandle] = {}
-        self.used: set[int] = set()
-        """Used since the last exchange."""
         self.hook()
 
     def hook(self) -> None:
@@ -37,19 +35,13 @@ class Usage:
             if parameter.requires_grad and index not in self._handles:
                 self._handles[index] = hook_gradient(parameter, self._ready.append)
 
-    def settle(self) -> None:
-        """After a backward pass of ours: note what it used."""
-        self.used.update(self._index[id(p)] for p in self._ready)
-        self._ready.clear()
-
     def unsettled(self) -> list[str]:
         """Parameters that a backward pass has used which nobody settled, by name, each once."""
         return [self._names[i] for i in dict.fromkeys(self._index[id(p)] for p in self._ready)]
 
-    def forget(self) -> None:
-        """Begin anew."""
+    def settle(self) -> None:
+        """After a backward pass of ours, or when all is forgotten."""
         self._ready.clear()
-        self.used.clear()
 
     def close(self) -> None:
         """Take the hooks away."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.errors import ConfigError
 from hpctrain.mpi_version import MpiVersion
 
-__all__ = ["Hosts", "launch_command", "launch_environment", "parse_hosts"]
+__all__ = ["Hosts", "explain_unstarted", "launch_command", "launch_environment", "parse_hosts"]
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -124,3 +124,23 @@ def launch_environment(
         scarce = 2 * num_ranks > num_cores
         return {"OMPI_MCA_mpi_yield_when_idle": "1"} if scarce else {}
     return {"SLURM_MPI_TYPE": "none"} if batch_system == "Slurm" else {}
+
+
+def explain_unstarted(mpirun: str, code: int, absent: int, unknown: Sequence[str] | None) -> str:
+    """Say what to look at when the launcher failed before all ranks had come.
+
+    Args:
+        mpirun: The launcher.
+        code: Its exit code.
+        absent: How many ranks never came.
+        unknown: Hosts whose names do not resolve; None where no hosts were given.
+    """
+    text = f"{mpirun} failed (exit code {code}) before {absent} of the ranks had started"
+    if unknown is None:
+        return f"{text}; what it said is above, and `hpctrain doctor` looks for the cause"
+    if unknown:
+        return f"{text}; unknown host: {', '.join(unknown)}; correct --hosts or the hostfile"
+    return (
+        f"{text}; see that `ssh HOST true` works for each host without a password, and that this "
+        "Python is at the same path there"
+    )

@@ -130,6 +130,11 @@ class Listener:
         host = socket.gethostname() if self.remote else "127.0.0.1"
         return {VARIABLE: f"{host}:{self._server.getsockname()[1]}:{self.token}"}
 
+    @property
+    def num_present(self) -> int:
+        """How many ranks have come so far."""
+        return len(self._present)
+
     def watch(self, descriptor: int, stream: str) -> None:
         """Also show what mpirun itself says, on a pipe of its own."""
         os.set_blocking(descriptor, False)

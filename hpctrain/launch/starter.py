@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,12 @@ import psutil
 
 from hpctrain import log
 from hpctrain.install.mpi import loaded_mpi, matching_mpirun
-from hpctrain.launch.command import Hosts, launch_command, launch_environment
+from hpctrain.launch.command import (
+    Hosts,
+    explain_unstarted,
+    launch_command,
+    launch_environment,
+)
 from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import Program, make_log_dir
@@ -84,15 +90,23 @@ def start(
     command += [sys.executable, "-m", "hpctrain", "run"]
     if log_dir is not None:
         command += ["--log-dir", str(log_dir)]
-    job = _Job([*command, "--", *program.words()], child_environ, listener)
+    job = _Job([*command, "--", *program.words()], child_environ, listener, hosts)
     return job.stay()
 
 
 class _Job:
     """A running mpirun with its ranks."""
 
-    def __init__(self, command: list[str], environ: Mapping[str, str], listener: Listener) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        environ: Mapping[str, str],
+        listener: Listener,
+        hosts: Hosts | None,
+    ) -> None:
         self.listener = listener
+        self.hosts = hosts
+        self.mpirun = command[0]
         # A session of its own: Ctrl-C comes to us alone, and we end the ranks in order.
         self.process = subprocess.Popen(
             command,
@@ -152,6 +166,9 @@ class _Job:
         if failed is None:
             sys.stderr.buffer.write(screen.launcher_words)
             sys.stderr.flush()
+            absent = self.listener.num_ranks - self.listener.num_present
+            if code != 0 and absent > 0:
+                log.notice(explain_unstarted(self.mpirun, code, absent, _find_unknown(self.hosts)))
             return code if code >= 0 else 128 - code
         sys.stderr.buffer.write(screen.hidden.get(failed.rank, b""))
         sys.stderr.flush()
@@ -179,3 +196,16 @@ class _Job:
 def _users_stdin() -> int | None:
     """Hand standard input on, except a terminal: mpirun in its own session cannot read one."""
     return subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
+
+
+def _find_unknown(hosts: Hosts | None) -> list[str] | None:
+    """Hosts whose names mean nothing here; None where all ranks were to be started here."""
+    if hosts is None:
+        return None
+    unknown = []
+    for host, _ in hosts.slots:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            unknown.append(host)
+    return unknown

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from hpctrain import log
 from hpctrain.connection import Connection, connect
 from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.precision import LossScaling, PrecisionName
 from hpctrain.replica.arena_mode import ArenaMode
-from hpctrain.replica.core import Mode, Replica, Step
+from hpctrain.replica.arguments import (
+    agree_on_arguments,
+    check_world,
+    describe_engine,
+    describe_optimizer,
+    find_trouble,
+)
+from hpctrain.replica.core import Replica, Step
+from hpctrain.replica.hints import own_statistics
 from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
+from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.overlapping import bucket_size, can_hide
 from hpctrain.replica.precision import choose_precision
@@ -20,11 +30,6 @@ from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.world import World
 
 __all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
-
-_REFUSED = {
-    "SparseAdam": "it needs sparse gradients, and gradients travel dense; use Adam or AdamW",
-    "LBFGS": "it evaluates the loss several times a step; use a first-order optimizer",
-}
 
 
 def distribute(
@@ -76,16 +81,38 @@ def distribute(
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
             between ranks.
     """
-    refused = _REFUSED.get(type(optimizer).__name__)
-    if refused:
-        raise ConfigError(f"{type(optimizer).__name__} cannot be distributed: {refused}")
-    engine = choose_engine(engine, horovod, bucket_bytes=bucket_bytes)
+    check_world(world)
+    must_match = {
+        "accumulate": accumulate,
+        "overlap": overlap,
+        "bucket_bytes": bucket_bytes,
+        "update": update,
+        "timeout_s": timeout_s,
+        "horovod": horovod,
+        "engine": describe_engine(engine),
+        "optimizer": describe_optimizer(optimizer),
+    }
+    trouble = find_trouble(
+        model,
+        optimizer,
+        accumulate=accumulate,
+        overlap=overlap,
+        bucket_bytes=bucket_bytes,
+        engine=engine,
+    )
+    if trouble is None:
+        try:
+            engine = choose_engine(engine, horovod, bucket_bytes=bucket_bytes)
+        except ConfigError as error:
+            trouble = str(error)
+    agree_on_arguments(world, trouble, must_match)
     options = horovod.options if horovod is not None else None
     connection = (
         connect(world, engine, timeout_s=timeout_s, options=options)
         if isinstance(engine, str)
         else Connection(engine=engine, reason="given")
     )
+    given = not isinstance(engine, str)
     link = connection.engine
     by_horovod = horovod is not None and horovod.fusion == "horovod"
 
@@ -130,6 +157,8 @@ def distribute(
     mode = lay_out(True)
     make_equal_state(world, link, model, optimizer)
     world.streams.bind_own()
+    for what, text in own_statistics(model, link.size) if world.rank == 0 else ():
+        log.notice(f"{what}: {text}")
     return Replica(
         world,
         model,
@@ -140,4 +169,5 @@ def distribute(
         precision=numerics,
         reason=connection.reason,
         rebuild=lay_out,
+        release=(lambda: None) if given else connection.close,
     )

@@ -12,15 +12,14 @@ from torch import Tensor
 from hpctrain.engines.base import Op
 from hpctrain.fusion import Arena
 from hpctrain.fusion.arena import Arrived
+from hpctrain.fusion.order import Watcher, complete
 from hpctrain.precision.arithmetic import multiply, sum_of_squares
+from hpctrain.replica.mode import Control
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine, Work
 
-__all__ = ["ArenaMode", "Control"]
-
-Control = tuple[float, float, float]
-"""Weight, backward calls, and 1 for a rank that takes part."""
+__all__ = ["ArenaMode"]
 
 
 class ArenaMode:
@@ -34,14 +33,17 @@ class ArenaMode:
         *,
         bucket_bytes: int | None,
         overlap: bool,
-        order: Sequence[int] | None = None,
     ) -> None:
         self.engine = engine
         self.overlap = overlap
-        self.arena = Arena(names, parameters, bucket_bytes=bucket_bytes, order=order)
+        self.arena = Arena(names, parameters, bucket_bytes=bucket_bytes)
         self._bucket_bytes = bucket_bytes
         self._versions = self.arena.versions()
         self._armed = False
+        # Where buckets leave during backward, they are laid out once more in its order.
+        learns = overlap and engine.size > 1 and len(self.arena.buckets) > 1
+        self._watcher = Watcher(parameters) if learns else None
+        self._order: list[int] | None = None  # for the arena of the next window
 
     def fits(self) -> bool:
         """Whether the parameters are still what they were laid out as."""
@@ -49,9 +51,13 @@ class ArenaMode:
 
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass: gradients are views, and zero where a new window begins."""
+        if fresh and self._order is not None:
+            self._lay_out(self._order)
         if fresh:
             self.arena.zero()
         self.arena.attach()
+        if self._watcher is not None:
+            self._watcher.forget()
 
     def edited(self) -> bool:
         """Whether somebody has written to gradients since `settle`."""
@@ -77,7 +83,27 @@ class ArenaMode:
         if not self._armed:
             self.arena.arm(self._carry, control, overlap=False)
         self._armed = False
-        return self.arena.finish()
+        arrived = self.arena.finish()
+        if self._watcher is not None:
+            self._agree_on_order(self._watcher)
+        return arrived
+
+    def _agree_on_order(self, watcher: Watcher) -> None:
+        """Collective, once, after the first exchange: rank 0's order of gradients is everyone's."""
+        self._watcher = None
+        order = torch.tensor(complete(watcher.stop(), len(self.arena.parameters)))
+        self.engine.broadcast_(order, what="the order of gradients")
+        buckets = self.arena.plan(order.tolist(), bucket_bytes=self._bucket_bytes)
+        self._order = order.tolist() if buckets != self.arena.buckets else None
+
+    def _lay_out(self, order: list[int]) -> None:
+        """Begin an arena in another order, where a window begins."""
+        old = self.arena
+        old.close()
+        self.arena = Arena(old.names, old.parameters, bucket_bytes=self._bucket_bytes, order=order)
+        self.arena.num_messages = old.num_messages
+        self.arena.num_trigger_calls = old.num_trigger_calls
+        self._order = None
 
     def average(self, divisor: float | Tensor) -> None:
         """Turn the sums into averages."""
@@ -162,6 +188,8 @@ class ArenaMode:
     def close(self) -> None:
         """Take the hooks away."""
         self.arena.close()
+        if self._watcher is not None:
+            self._watcher.stop()
 
     def _carry(self, message: Tensor, what: str) -> Work:
         if self.overlap:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,14 +14,16 @@ from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.fusion.arena import Arrived
 from hpctrain.precision import Precision
-from hpctrain.replica.joining import stay_until_all_are_done
+from hpctrain.replica.arguments import check_loss
+from hpctrain.replica.hints import explain_missing, own_statistics
+from hpctrain.replica.joining import Joining
 from hpctrain.replica.mode import Mode
-from hpctrain.replica.naming import named_parameters
+from hpctrain.replica.naming import identity, named_parameters
 from hpctrain.replica.outcome import Step
-from hpctrain.replica.window import Window
+from hpctrain.replica.window import Window, check_counted
 from hpctrain.world import World
 
-__all__ = ["Mode", "Replica", "Step"]
+__all__ = ["Replica", "Step"]
 
 
 class Replica:
@@ -43,6 +45,7 @@ class Replica:
         precision: Precision,
         reason: str,
         rebuild: Callable[[bool], Mode],
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self.world = world
         self.model = model
@@ -61,8 +64,9 @@ class Replica:
         # Losses are divided by what the last sum was divided by, the same on all ranks: while batch
         # sizes stay the same, the sums are averages already, and large counts overflow nothing.
         self._scale: float | None = None
-        self._identity = _identity(optimizer)
+        self._identity = identity(optimizer)
         self._rebuild = rebuild
+        self._release = release
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the model forward, in the precision that was chosen.
@@ -77,13 +81,13 @@ class Replica:
         return self._precision.casting.forward(self.model, arguments, named)
 
     def _is_outgrown(self) -> bool:
-        return _identity(self.optimizer) != self._identity or not self._mode.fits()
+        return identity(self.optimizer) != self._identity or not self._mode.fits()
 
     def _rebuild_mode(self, *, broadcast: bool) -> None:
         """Collective: lay the gradients out anew."""
         self._mode.close()
         self._mode = self._rebuild(broadcast)
-        self._identity = _identity(self.optimizer)
+        self._identity = identity(self.optimizer)
 
     def backward(
         self,
@@ -114,11 +118,8 @@ class Replica:
             self._treatment.forget()
         weight = self._window.admit(num_samples)
         self._treatment.admit(exchanged=self._window.exchanged)
-        if weight > 0 and loss.numel() != 1:
-            raise ConfigError(
-                f"the loss has shape {tuple(loss.shape)}; reduce it to one number, a mean over the "
-                "samples"
-            )
+        if weight > 0:
+            check_loss(loss)
         self._check_habits()
         aside = self._mode.gradients() if self._window.exchanged else None
         fresh = self._window.calls == 0 or self._window.exchanged
@@ -127,10 +128,11 @@ class Replica:
         closing = not self._no_sync and calls >= self._window.accumulate
         if closing and fresh and weight > 0 and self.engine.size == 1:
             weight = 1.0  # nothing to be weighed against: bit for bit what torch does
-        self._agree_on_scale(weight)
+        self._agree_on_scale(weight, counted=num_samples is not None)
         if closing and not self._examines():
             so_far = 0.0 if fresh else self._window.weight
-            self._mode.arm((so_far + weight, float(calls), 1.0))
+            counted = 0.0 if num_samples is None else float(calls)
+            self._mode.arm((so_far + weight, float(calls), 1.0, counted))
         if weight > 0:
             self._differentiate(loss, weight, retain_graph, create_graph)
         self._mode.settle()
@@ -140,13 +142,15 @@ class Replica:
             if aside is not None:
                 self._mode.add(aside)
 
-    def _agree_on_scale(self, weight: float) -> None:
-        """Collective, once: a first guess of what sums are divided by, from the largest batch."""
+    def _agree_on_scale(self, weight: float, *, counted: bool | None) -> None:
+        """Collective, once: a first guess of what sums are divided by, and do all count samples?"""
         if self._scale is not None:
             return
-        largest = torch.tensor([weight], dtype=torch.float64)
+        largest = torch.tensor([weight, counted is True, counted is False], dtype=torch.float64)
         self.engine.allreduce_(largest, Op.MAX, what="the largest batch")
-        self._scale = max(1.0, largest.item() * self.engine.size * self._window.accumulate)
+        most, some_count, some_do_not = largest.tolist()
+        check_counted(some_count + some_do_not, some_count, here=counted)
+        self._scale = max(1.0, most * self.engine.size * self._window.accumulate)
 
     def _differentiate(
         self, loss: Tensor, weight: float, retain_graph: bool | None, create_graph: bool
@@ -197,20 +201,22 @@ class Replica:
         if self._examines():
             self._treatment.examine(*named_parameters(self.model, self.optimizer))
         groups = self.optimizer.param_groups
-        arrived = self._mode.exchange((window.weight, float(window.calls), taking_part))
+        words = (window.weight, float(window.calls), taking_part, float(window.counted))
+        arrived = self._mode.exchange(words)
         self._empty = False
         alone = self.engine.size == 1  # then this rank knows the totals without asking a GPU
         on_cpu = alone or arrived.control.device.type == "cpu"
         if on_cpu or window.weight == 0 or self._joining:
-            own = [window.weight, float(window.calls), taking_part]
-            weight, calls, ranks = own if alone else arrived.control.tolist()
+            totals = words if alone else arrived.control.tolist()
+            weight, calls, ranks, counted = totals
+            check_counted(calls, counted, here=window.weighted)
             self._empty = weight == 0
             if not self._empty:
                 divisor = window.divisor(weight, calls, ranks)
                 self._treatment.average(self._mode, divisor / (self._scale or 1.0), groups)
                 self._scale = divisor if on_cpu else self._scale
         else:
-            divisor_there = window.divisor(*arrived.control.unbind())
+            divisor_there = window.divisor(*arrived.control[:3].unbind())
             self._treatment.average(self._mode, divisor_there / (self._scale or 1.0), groups)
         self._mode.hide_unused(frozenset() if self._empty else arrived.used())
         window.mark_exchanged()
@@ -231,7 +237,7 @@ class Replica:
         For `join`: every rank of the block is either in this call or in a closing backward.
         """
         leftover = self._window.calls > 0 and not self._window.exchanged
-        self._agree_on_scale(0.0)
+        self._agree_on_scale(0.0, counted=None)
         if not leftover:
             self._window.clear()
             self._mode.begin(fresh=True)
@@ -318,12 +324,14 @@ class Replica:
         that made the most steps.
         """
         self._joining = True
+        joining = Joining(self)
         try:
             with self._mode.each_alone():  # ranks that have left the block update nothing
                 yield
-                stay_until_all_are_done(self)
+                joining.stay_until_all_are_done()
         finally:
             self._joining = False
+            joining.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, in the form that the undistributed optimizer has.
@@ -360,6 +368,7 @@ class Replica:
             ("accumulate", str(self._window.accumulate)),
             *self._precision.describe(),
             ("optimizer", f"{type(self.optimizer).__name__}, {len(self._identity)} parameters"),
+            *own_statistics(self.model, self.engine.size),
         ]
         return log.table(("replica", ""), rows)
 
@@ -368,11 +377,15 @@ class Replica:
         return self._mode.counts()
 
     def close(self) -> None:
-        """Let the model go: hooks are removed, weights and gradients stay."""
+        """Collective, unless an engine was given: let the model go, and end what was connected.
+
+        Hooks are removed, weights and gradients stay. An engine that was given stays open.
+        """
         self._mode.close()
         self._precision.close()
+        self._release()
 
+    if not TYPE_CHECKING:  # for type checkers, what is not there stays unknown
 
-def _identity(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Which parameters an optimizer has now, in its order."""
-    return tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(explain_missing(self.__dict__, name))

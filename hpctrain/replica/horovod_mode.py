@@ -22,6 +22,7 @@ from hpctrain.engines.base import Op
 from hpctrain.engines.horovod import HorovodEngine
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.fusion.arena import Arrived
+from hpctrain.fusion.layout import CONTROL_WORDS
 from hpctrain.precision.arithmetic import multiply, sum_of_squares
 from hpctrain.replica.horovod_carrier import Carrier, unfrozen
 from hpctrain.replica.horovod_settings import HorovodTraining
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from hpctrain.engines.base import Engine
-    from hpctrain.replica.arena_mode import Control
+    from hpctrain.replica.mode import Control
 
 __all__ = ["HorovodMode"]
 
-_WORDS = 5  # weight, calls, ranks, ranks that counted samples, ranks that were interrupted
+_WORDS = CONTROL_WORDS + 1  # and ranks that were interrupted
 
 
 class HorovodMode:
@@ -183,12 +184,11 @@ class HorovodMode:
             )
         flags = (tuple(range(len(self.parameters))), totals[_WORDS:])
         every = num_used == len(self.parameters)
-        return Arrived(control=totals[:3], flags=(flags,), all_used_here=every)
+        return Arrived(control=totals[:CONTROL_WORDS], flags=(flags,), all_used_here=every)
 
     def _travel(self, control: Control, *, interrupted: bool = False) -> Tensor:
         """Collective: sum gradients and words over all ranks; returns the words."""
-        weight, calls, _ = control
-        words = [*control, float(weight not in (0.0, calls)), float(interrupted)]
+        words = [*control, float(interrupted)]
         marks = [float(index in self._used) for index in range(len(self.parameters))]
         totals = torch.tensor([*words, *marks], dtype=torch.float64)
         for parameter in self.parameters:
@@ -261,7 +261,7 @@ class HorovodMode:
     def zero(self) -> None:
         """Forget all gradients. Collective after an interrupted backward pass that sent some."""
         if self._armed:
-            self._travel((0.0, 0.0, 0.0), interrupted=True)
+            self._travel((0.0, 0.0, 0.0, 0.0), interrupted=True)
         self.begin(fresh=True)
 
     def hide_unused(self, used: frozenset[int] | None) -> None:

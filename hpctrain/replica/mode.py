@@ -1,4 +1,4 @@
-"""What a replica asks of the way its gradients travel."""
+"""How gradients travel, as a replica sees it: one protocol for arena, node and Horovod modes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from hpctrain.fusion.arena import Arrived
 from hpctrain.precision.treatment import Gradients
-from hpctrain.replica.arena_mode import Control
 
-__all__ = ["Mode"]
+__all__ = ["Control", "Mode"]
+
+Control = tuple[float, float, float, float]
+"""Weight, backward calls, 1 for a rank that takes part, and calls with sample counts."""
 
 
 class Mode(Gradients, Protocol):

@@ -6,7 +6,12 @@ import torch
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["named_parameters"]
+__all__ = ["identity", "named_parameters"]
+
+
+def identity(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Which parameters an optimizer has now, in its order."""
+    return tuple(id(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def named_parameters(

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.layout import plan
 from hpctrain.fusion.usage import Usage, specs_of
-from hpctrain.replica.arena_mode import Control
+from hpctrain.replica.mode import Control
 from hpctrain.replica.node_memory import NodeMemory, Room
 from hpctrain.replica.node_norms import NodeNorms
 from hpctrain.world.shared_memory import describe_bytes
@@ -55,9 +55,10 @@ class NodeMode:
         for room in self.memory.rooms:
             for index, slot, view in zip(room.bucket.members, room.slots, room.views, strict=True):
                 self._slots[index], self.views[index] = slot, view
-        self._clean: set[int] = set(range(len(self.parameters)))
-        """Parameters whose place in this rank's part is zero."""
-        self._tails: list[tuple[float, ...]] = [()] * len(self.memory.rooms)
+        self._written: frozenset[int] = frozenset()
+        """Parameters whose place in this rank's part is not zero."""
+        self._told: tuple[frozenset[int], Control] | None = None
+        """The flags and control words in this rank's part."""
         self._seen = self._versions()
         self._strays: list[tuple[int, int]] | None = None
         self._closing = False
@@ -102,10 +103,13 @@ class NodeMode:
 
     def exchange(self, control: Control) -> Arrived:
         """Collective: sum all gradients over all ranks."""
-        used = {i for i in self.usage.used if self.parameters[i].grad is not None}
-        self._write_gradients(used)
-        for number, room in enumerate(self.memory.rooms):
-            self._write_tail(number, room, used, control)
+        gradients = [p.grad for p in self.parameters]
+        used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
+        self._write_gradients(gradients, used)
+        if (used, control) != self._told:
+            self._told = (used, control)
+            for room in self.memory.rooms:
+                self._write_tail(room, used, control)
         self.engine.meet(self._reduce, "exchange of gradients", "", None)
         self._num_exchanges += 1
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -118,37 +122,29 @@ class NodeMode:
             all_used_here=len(used) == len(self.parameters),
         )
         self._strays = None
-        self.usage.forget()
         return arrived
 
-    def _write_gradients(self, used: set[int]) -> None:
+    def _write_gradients(self, gradients: list[Tensor | None], used: frozenset[int]) -> None:
         """Copy this rank's gradients into its part, and zero what it has none for."""
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        for index in used:
-            gradient = self.parameters[index].grad
-            if gradient is not None:
-                dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-                sources.append(dense.detach())
-                targets.append(self._slots[index])
-        absent = [i for i in range(len(self.parameters)) if i not in used and i not in self._clean]
+        sources = [_dense(gradient) for gradient in gradients if gradient is not None]
+        targets = self._slots
+        if len(used) < len(gradients):
+            targets = [self._slots[index] for index in sorted(used)]
+        absent = self._written - used
         with torch.no_grad():
-            if targets:
+            if sources:
                 torch._foreach_copy_(targets, sources)
             if absent:
                 torch._foreach_zero_([self._slots[index] for index in absent])
-        self._clean.update(absent)
-        self._clean.difference_update(used)
+        self._written = used
 
-    def _write_tail(self, number: int, room: Room, used: set[int], control: Control) -> None:
-        """Write flags and control words, unless they are those of the last time."""
-        tail = tuple(1.0 if index in used else 0.0 for index in room.bucket.members)
+    def _write_tail(self, room: Room, used: frozenset[int], control: Control) -> None:
+        """Write flags and control words; they stay there for the next steps."""
+        tail = [1.0 if index in used else 0.0 for index in room.bucket.members]
         if room.bucket.control is not None:
             tail += control
-        if tail != self._tails[number]:
-            self._tails[number] = tail
-            part = room.parts[self.group.local_rank]
-            part[room.tail].copy_(torch.tensor(tail, dtype=torch.float64))
+        part = room.parts[self.group.local_rank]
+        part[room.tail].copy_(torch.tensor(tail, dtype=torch.float64))
 
     def _reduce(self) -> None:
         for room in self.memory.rooms:
@@ -182,7 +178,7 @@ class NodeMode:
 
     def zero(self) -> None:
         """Forget all gradients."""
-        self.usage.forget()
+        self.usage.settle()
         self._strays = None
 
     def hide_unused(self, used: frozenset[int] | None) -> None:
@@ -222,6 +218,7 @@ class NodeMode:
         rows = [
             ("gradients", f"shared memory: {', '.join(sizes)} a rank, and once more for their sum"),
             ("memory", f"{describe_bytes(block.num_bytes)} a node, {block.backing.why}"),
+            ("exchanges", "1 a step, after backward"),
             ("waiting", self.group.barrier.how),
         ]
         if self.group.num_nodes > 1:
@@ -248,3 +245,10 @@ class NodeMode:
 
     def _fingerprint(self) -> list[tuple[int, int]]:
         return [(id(g), -1 if g is None else g._version) for g in (p.grad for p in self.parameters)]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """What can be copied: no graph behind it, and no empty rows left out."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -74,7 +74,7 @@ def check_structure(world: World, names: Iterable[str], tensors: Iterable[Tensor
     """Collective: refuse models that differ between ranks, before anything of them is sent."""
     roll_call(world.comm, "comparing the model of all ranks", timeout_s=300.0)
     mine = [
-        f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+        f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}{_frozen(t)}"
         for name, t in zip(names, tensors, strict=True)
     ]
     first: list[str] = world.comm.bcast(mine, root=0)
@@ -84,6 +84,10 @@ def check_structure(world: World, names: Iterable[str], tensors: Iterable[Tensor
         here, there = next((a, b) for a, b in pairs if a != b)
         trouble = f"the model has {here} where rank 0 has {there}; build the same model everywhere"
     agree(world.comm, trouble, error=ConfigError)
+
+
+def _frozen(tensor: Tensor) -> str:
+    return ", frozen" if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad else ""
 
 
 def broadcast_tensors(

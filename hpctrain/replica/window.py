@@ -8,6 +8,7 @@ Pure: what may follow what, and the arithmetic of the average.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["Window"]
+__all__ = ["Window", "check_counted"]
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -51,6 +52,8 @@ class Window:
                 f"a backward pass was interrupted by {self.broken} and has left half-made "
                 "gradients; call replica.zero_grad() before the next backward"
             )
+        if num_samples is not None:
+            num_samples = _whole(num_samples)
         if num_samples is not None and num_samples < 0:
             raise ConfigError(f"num_samples={num_samples} must not be negative")
         if self.exchanged and self.accumulate > 1:
@@ -81,6 +84,11 @@ class Window:
         """Whether the last call that was added completes the window."""
         return self.calls >= self.accumulate
 
+    @property
+    def counted(self) -> int:
+        """How many of the calls came with sample counts."""
+        return self.calls if self.weighted else 0
+
     def mark_exchanged(self) -> None:
         """Gradients are the averages over all ranks now."""
         self.exchanged = True
@@ -97,3 +105,27 @@ class Window:
         Numbers, or tensors of one element where reading them would wait for a GPU.
         """
         return weight if self.accumulate > 1 else weight * ranks / calls
+
+
+def check_counted(calls: float, counted: float, *, here: bool | None) -> None:
+    """Refuse sample counts on some ranks alone, from the totals over all ranks.
+
+    Raises:
+        ConfigError: on all ranks, since all have the same totals.
+    """
+    if 0 < counted < calls:
+        raise ConfigError(
+            "num_samples was given on some ranks and not on others (this rank "
+            f"{'gave' if here else 'did not give'} it); give it on every rank or on none"
+        )
+
+
+def _whole(num_samples: object) -> int:
+    """A count as a whole number; numpy's and torch's integers are, too."""
+    try:
+        return operator.index(num_samples)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(
+            f"num_samples={num_samples!r} is no whole number; give the number of samples that the "
+            "loss is the mean over, such as len(y)"
+        ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import ExitStack
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ConfigError, HpcTrainError
@@ -122,18 +123,22 @@ def _check_arguments(
     seed: int | None, num_threads: int | None, bind: str, preflight: str, config: object
 ) -> tuple[str, str | None]:
     """Digest the configuration and find what is wrong with the arguments on this rank. Pure."""
-    if num_threads is not None and num_threads < 1:
-        return "", f"num_threads={num_threads} must be at least 1"
+    if num_threads is not None and (not _is_whole(num_threads) or num_threads < 1):
+        return "", f"num_threads={num_threads!r} must be a whole number, at least 1, or None"
     if bind not in BINDINGS:
         return "", f"bind={bind!r} is unknown; choose one of {', '.join(BINDINGS)}"
     if preflight not in MODES:
         return "", f"preflight={preflight!r} is unknown; choose one of {', '.join(MODES)}"
-    if seed is not None and not 0 <= seed < 2**63:
-        return "", f"seed={seed} is out of range; choose 0 <= seed < 2**63"
+    if seed is not None and (not _is_whole(seed) or not 0 <= seed < 2**63):
+        return "", f"seed={seed!r} must be a whole number; choose 0 <= seed < 2**63, or None"
     try:
         return digest_config(config), None
     except ConfigError as error:
         return "", str(error)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral)  # numpy's integers, too
 
 
 def _settle_cores(
@@ -190,5 +195,5 @@ def _refuse_shared_devices(ranks: tuple[RankInfo, ...], allow_shared: bool) -> N
 def _common_seed(comm: Comm, seed: int | None) -> int:
     """Collective: rank 0's seed, drawn if there is none."""
     drawn = int.from_bytes(os.urandom(4), "little")
-    common: int = comm.bcast(drawn if seed is None else seed, root=0)
+    common: int = comm.bcast(drawn if seed is None else int(seed), root=0)
     return common

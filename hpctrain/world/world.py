@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ class World:
     streams: Streams
     """Random streams by the stated rule; see `hpctrain.world.seeding`."""
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
+    _ended: Event = field(default_factory=Event, repr=False)
 
     @property
     def rank(self) -> int:
@@ -130,6 +132,11 @@ class World:
         """The seed of the run, the same on all ranks."""
         return self.streams.seed
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its block has ended, and with it everything that speaks with other ranks."""
+        return self._ended.is_set()
+
     def describe(self) -> str:
         """Draw the job as a table: node, rank, cores, threads, device. The same on every rank."""
         batch = f", {self.launch.batch_system} job {self.launch.job_id}"
@@ -163,6 +170,7 @@ class World:
         not_alone = guard.whereabouts(self.launch)[1] > 1
         if not_alone and error is not None and guard.exit_code_of(error) != 0:
             guard.end_all_ranks(self.launch, error)
+        self._ended.set()
         self._undo.close()
 
 

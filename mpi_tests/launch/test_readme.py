@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.launch.commands import ROOT, clean_environment, run
@@ -111,6 +112,8 @@ def test_the_doctor_lines():
     if _has_horovod():
         check = run(*shlex.split(lines[2]), env=tools(), timeout_s=120)
         assert check.code == 0, check.text
+        assert "bound to: " in check.out
+        assert f"torch {torch.__version__}" in check.out
 
 
 def test_the_doctor_of_all_nodes():

@@ -50,6 +50,25 @@ def test_a_module_runs_too(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["-m", "nosuch.module"], 2, "-m nosuch.module: there is no module 'nosuch' here"),
+        (["-m", "mine.nosuch"], 1, "-m mine.nosuch: there is no module 'mine.nosuch' here"),
+        (["-m", "mine"], 1, "-m mine is a package without a __main__ module"),
+        (["--hosts", "nosuchhost.invalid:1", "mine/__init__.py"], None, "unknown host: nosuchhost"),
+        (["--logdir", "logs", "mine/__init__.py"], 2, "usage: hpctrain run [options] SCRIPT"),
+    ],
+)
+def test_what_cannot_start_is_told_in_our_words(tmp_path, words, code, told):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").touch()
+    done = run(*HPCTRAIN, "run", *words, cwd=tmp_path)
+    assert done.code == code if code is not None else done.code != 0, done.text
+    assert told in done.err, done.text
+    assert "Traceback" not in done.text
+
+
+@pytest.mark.parametrize(
     ("body", "code", "words"),
     [
         ("raise ValueError('boo')", 1, ["ValueError: boo", "train.py", "raise ValueError"]),

@@ -89,6 +89,31 @@ def test_a_rank_that_sleeps_outside(hang):
     assert "runpy" not in report
 
 
+EARLY = """
+import time
+import torch
+import hpctrain as hpc
+
+with hpc.init(seed=1, device="cpu", num_threads=1) as world:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    replica = hpc.distribute(world, model, optimizer, engine="mpi", timeout_s=2)
+    for _ in range(3 - world.rank):
+        replica.backward(replica(torch.ones(2, 4)).mean())
+        replica.step()
+"""
+
+
+def test_a_rank_whose_data_ended_early_is_told_of_join(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(EARLY)
+    done = run(*HPCTRAIN, "run", "-n", "2", path)
+    assert done.code == EXIT_CODE, done.text
+    assert re.search(r"in 'allreduce bucket 0 .* for rank 1 \(of 2\)", done.err), done.text
+    words = "if rank 1 had no data left while the others had: put the training loop into "
+    assert f"{words}`with replica.join():`" in done.err, done.text
+
+
 def test_a_rank_that_fails_catches_and_goes_on_to_another_call(hang):
     report = hang(
         "ready()\n"

@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
-from mpi_tests.models import batch
+from hpctrain.replica.starting import digest
+from mpi_tests.built import BUILT
+from mpi_tests.models import MODELS, batch
 from mpi_tests.ranks.pair import STEPS, Pair
 
 
@@ -45,6 +47,70 @@ def test_overlap_sends_buckets_while_backward_runs(world, engines, engine_name, 
         p.whole_loss(step).backward()
         p.own.step()
     p.check()
+
+
+class Shuffled(nn.Module):
+    """Layers that are not used in the order in which they are registered."""
+
+    ORDER = (1, 3, 0, 2)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.out = nn.Linear(12, 4)
+
+    def forward(self, x, chunk):
+        for place in self.ORDER:
+            x = torch.tanh(self.layers[place](x))
+        return self.out(x)
+
+
+@pytest.mark.parametrize("engine_name", BUILT)
+def test_buckets_follow_the_order_of_use_from_the_second_step_on(
+    world, engines, engine_name, monkeypatch
+):
+    monkeypatch.setitem(MODELS, "shuffled", Shuffled)
+    digests = []
+    for _ in range(2):
+        p = Pair(world, engines[engine_name], model="shuffled", overlap=True, bucket_bytes=1200)
+        backwards = p.replica._mode.arena.buckets
+        for step in range(STEPS):
+            before = p.replica.counts()
+            p.replica.backward(p.loss(step))
+            p.replica.step()
+            after = p.replica.counts()
+            arena = p.replica._mode.arena
+            assert after["messages"] - before["messages"] == len(arena.buckets)
+            p.own.zero_grad()
+            p.whole_loss(step).backward()
+            p.own.step()
+            digests.append(digest(p.model.parameters()))
+        weights = [arena.names[i] for b in arena.buckets for i in b.members]
+        used = [name for name in weights if name.startswith("layers") and "weight" in name]
+        wanted = sorted(range(4), reverse=True) if world.size == 1 else reversed(Shuffled.ORDER)
+        assert used == [f"layers.{place}.weight" for place in wanted]
+        assert (arena.buckets == backwards) == (world.size == 1)
+        hooks = [len(q._post_accumulate_grad_hooks) for q in p.model.parameters()]
+        assert max(hooks) <= 2  # the arena's own and, once per bucket, the one that sends
+        p.check()
+    if engine_name == "mpi":
+        assert digests[:STEPS] == digests[STEPS:]  # two runs are bit-identical
+
+
+def test_an_order_that_is_right_already_lays_nothing_out_anew(world, engines):
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    replica = hpc.distribute(
+        world, model, optimizer, engine=engines["mpi"], overlap=True, bucket_bytes=8
+    )
+    arena = replica._mode.arena
+    assert len(arena.buckets) == 4
+    for _ in range(3):
+        replica.backward(replica(torch.ones(2, 8).double()).mean())
+        assert replica.step()
+        assert replica._mode.arena is arena
+    replica.close()
 
 
 class Checkpointed(nn.Module):
@@ -112,6 +178,6 @@ def test_describe_says_what_was_chosen(pair):
     p = pair()
     text = p.replica.describe()
     assert "mpi" in text
-    assert "1 a step" in text
+    assert "1 a step" in text  # one message, or one meeting in shared memory
     assert "AdamW" in text
     p.replica.close()

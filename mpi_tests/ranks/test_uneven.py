@@ -12,17 +12,20 @@ from hpctrain.replica.starting import digest
 from mpi_tests.ranks.pair import STEPS, Pair, build
 
 
+@pytest.mark.parametrize("stepped_by", ["replica", "optimizer"])
 @pytest.mark.parametrize("with_counts", [True, False])
-def test_join_neither_hangs_nor_shrinks_gradients(world, engines, with_counts):
+def test_join_neither_hangs_nor_shrinks_gradients(world, engines, with_counts, stepped_by):
     p = Pair(world, engines["mpi"], optimizer="adamw")
     schedule = torch.optim.lr_scheduler.ExponentialLR(p.optimizer, 0.9)
     own_schedule = torch.optim.lr_scheduler.ExponentialLR(p.own, 0.9)
     mine = 3 + 2 * p.world.rank
     with p.replica.join():
         for step in range(mine):
+            p.optimizer.zero_grad()
             p.replica.backward(p.loss(step), num_samples=3 if with_counts else None)
-            assert p.replica.step()
+            getattr(p, stepped_by).step()
             schedule.step()
+    assert p.replica.num_steps == 3 + 2 * (world.size - 1)
     for step in range(3 + 2 * (world.size - 1)):
         chunks = [c for i, c in enumerate(p.chunks(step)) if step < 3 + 2 * i]
         first = world.size - len(chunks)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import Arena, ParameterSpec, plan
 from hpctrain.fusion.layout import CONTROL_WORDS
+from hpctrain.fusion.order import Watcher, complete
 from hpctrain.replica.overlapping import bucket_size
 from hpctrain.replica.window import Window
 
@@ -84,6 +85,46 @@ def test_gradients_are_views_and_strays_come_back():
     assert arena.is_attached()
     assert model.weight.grad.tolist() == [[1.0] * 3] * 2
     arena.close()
+
+
+class Arrived:
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize(("frozen", "taken", "needs_flags"), [(1, 2, False), (0, 1, True)])
+def test_flags_are_read_only_for_what_could_have_been_used(frozen, taken, needs_flags):
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(3))
+    model[0].weight.requires_grad_(not frozen)
+    arena = Arena("abc", list(model.parameters()), bucket_bytes=None)
+    arena.attach()
+    sum(model[i](torch.ones(1, 2)).sum() for i in range(3 - taken, 3)).backward()
+    arena.settle()
+    arena.arm(lambda message, text: Arrived(), [1.0] * CONTROL_WORDS, overlap=False)
+    used = arena.finish().used()
+    assert used == (frozenset(range(3 - taken, 3)) if needs_flags else None)
+    assert (model[0].weight.grad is None) == bool(frozen)
+    arena.close()
+
+
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_what_was_not_seen_comes_last_and_backwards(order, count):
+    seen = order[:count]
+    done = complete(seen, 6)
+    assert done[:count] == seen
+    assert done[count:] == sorted(set(range(6)) - set(seen), reverse=True)
+
+
+def test_the_order_is_that_of_the_last_time():
+    a, b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    watcher = Watcher([a, b])
+    (a * b).sum().backward()
+    watcher.forget()
+    for parameter in (a, b, a):  # added to twice: ready when the last part is there
+        parameter.sum().backward()
+    assert watcher.stop() == [1, 0]
+    a.sum().backward()
+    assert watcher.stop() == []
 
 
 def window(accumulate=1, calls=()):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import InstallError
 from hpctrain.install.horovod import cuda
 from hpctrain.install.horovod.build import BuildOptions
+from hpctrain.install.horovod.cache import RECORD_NAME
+from hpctrain.install.horovod.check import check_horovod
 from hpctrain.install.horovod.diagnosis import diagnose
 from hpctrain.install.horovod.facts import BuildFacts, MpiFacts, PythonFacts, TorchFacts
 from hpctrain.install.horovod.headers import header_folders
@@ -289,3 +295,19 @@ def test_options_are_checked(tmp_path: Path) -> None:
         BuildOptions(cache_dir=tmp_path, sdist=tmp_path / "horovod.tar.gz")
     with pytest.raises(InstallError, match="--jobs 0"):
         BuildOptions(cache_dir=tmp_path, jobs=0)
+
+
+def test_check_reads_what_an_installed_horovod_is_bound_to(tmp_path):
+    folder = tmp_path / "horovod-9.9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 9.9\n")
+    bound = {"torch": "0.1", "mpi_family": "mpich", "nccl": None}
+    (folder / RECORD_NAME).write_text(json.dumps(bound, indent=2))
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("raise ImportError('no such symbol')")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = check_horovod(Path(sys.executable), environ=environ, run=False)
+    assert (found.status, found.version, found.bound) == ("broken", "9.9", bound)
+    assert found.here["torch"] == torch.__version__
+    assert any("0.1" in problem for problem in found.problems), found.problems
+    assert any("no such symbol" in problem for problem in found.problems), found.problems

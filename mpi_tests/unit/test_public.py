@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import hpctrain
-from hpctrain.cli import VERBS
+from hpctrain.cli import VERBS, main
 
 NAMES = """
 CollectiveError ConfigError Connection HpcTrainError InstallError LaunchError LossScaling
@@ -38,6 +38,24 @@ def test_flags(verb):
     importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert " ".join(sorted(flags)) == FLAGS[verb]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["horovod", "build", "--help"], "Compile Horovod for exactly the torch, MPI"),
+        (["horovod", "check", "--help"], "Say whether the installed Horovod can be imported"),
+        (["run", "--logdir", "d", "train.py"], "usage: hpctrain run [options]"),
+        (["doctor", "--nosuch"], "usage: hpctrain doctor"),
+    ],
+)
+def test_help_and_mistakes_show_the_verb_itself(words, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == (0 if "--help" in words else 2)
+    shown = capsys.readouterr()
+    assert told in shown.out + shown.err
+    assert ("unrecognized arguments: --" in shown.err) == (ended.value.code == 2)
 
 
 def test_every_public_module_says_what_is_public():

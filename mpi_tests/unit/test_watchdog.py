@@ -108,6 +108,34 @@ def test_another_call_at_the_same_number_is_named():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "told"),
+    [
+        ("allreduce bucket 4 (fc.weight)", outside(3), True),
+        ("allreduce weights and use of gradients", outside(3), True),
+        ("allreduce bucket 4 (fc.weight)", inside(4, names=renamed(4, "close")), True),
+        ("allreduce bucket 4 (fc.weight)", Silence(reason="cannot be reached (refused)"), True),
+        ("barrier", outside(3), False),
+        ("allreduce bucket 4 (fc.weight)", inside(2), False),
+        ("allreduce bucket 4 (fc.weight)", Silence(reason="gone"), False),
+    ],
+)
+def test_join_is_suggested_where_a_rank_may_have_left_the_training_loop(name, answer, told):
+    there = inside(4, names=renamed(4, name))
+    verdict = judge({0: there, 1: there, 2: answer}, long_s=5.0 if told else 0.0)
+    number = verdict.number
+    text = render(
+        verdict,
+        timeout_s=5.0,
+        hosts=dict.fromkeys(range(3), "here"),
+        stacks={},
+        speaker=(0, Call(number=number, name=verdict.name, seconds=9.0)),
+        code=124,
+    )
+    assert ("if rank 2 had no data left" in text) == told
+    assert ("`with replica.join():`" in text) == told
+
+
 def test_a_rank_that_made_another_call_and_went_on_is_named():
     names = renamed(17, "broadcast weights")
     verdict = judge({0: inside(17), 1: inside(17), 2: inside(18, names=names)})

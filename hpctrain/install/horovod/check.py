@@ -5,14 +5,13 @@ A mismatched Horovod can crash the process that imports it, so it is never impor
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import LaunchError
+from hpctrain.install.asking import ask
 from hpctrain.install.horovod.cache import RECORD_NAME
 from hpctrain.install.horovod.facts import PythonFacts, probe_interpreter
 from hpctrain.install.horovod.key import differences
@@ -31,10 +30,10 @@ built = {name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "nccl",
 print(json.dumps(built))
 """
 _RECORD = """
-import sys
+import json, sys
 from importlib import metadata
 text = metadata.distribution("horovod").read_text(sys.argv[1])
-print(text or "{}")
+print(json.dumps(json.loads(text or "{}")))
 """
 # Sums rank + 1, so that only a real job of two gives three.
 _ALLREDUCE = """
@@ -59,6 +58,7 @@ class HorovodCheck:
         built: Which of mpi, nccl, cuda and gloo it was built with; empty when it cannot be
             imported.
         bound: What it was bound to when built; empty if hpctrain did not build it.
+        here: What it would be bound to if it were built now.
         run: `ok`, `failed` or `not run`: the two-rank allreduce.
         problems: What is wrong, one sentence each.
         cure: What to do about it; empty when all is well.
@@ -68,6 +68,7 @@ class HorovodCheck:
     version: str | None = None
     built: Mapping[str, bool] = field(default_factory=dict)
     bound: Mapping[str, str | None] = field(default_factory=dict)
+    here: Mapping[str, str | None] = field(default_factory=dict)
     run: str = "not run"
     problems: tuple[str, ...] = ()
     cure: str = ""
@@ -94,7 +95,8 @@ def check_horovod(
         return HorovodCheck(status="missing", problems=("Horovod is not installed",), cure=CURE)
     loaded = probe_mpi4py(python)
     bound = _ask(python, [_RECORD, RECORD_NAME], environ, timeout_s)[0]
-    changed = differences(bound, _bindings_now(here, loaded))
+    now = _bindings_now(here, loaded)
+    changed = differences(bound, now)
     built, error = _ask(python, [_IMPORT], environ, timeout_s)
     problems = list(changed)
     if error:
@@ -111,6 +113,7 @@ def check_horovod(
         version=version,
         built=built,
         bound=bound,
+        here=now,
         run=outcome,
         problems=tuple(problems),
         cure=CURE if problems else "",
@@ -134,24 +137,11 @@ def _ask(
     python: Path, script: list[str], environ: Mapping[str, str], timeout_s: float
 ) -> tuple[dict[str, Any], str]:
     """Run a script that prints JSON; the values, and the reason when there are none."""
-    try:
-        done = subprocess.run(
-            [str(python), "-c", *script],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=dict(environ),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {}, str(error)
-    if done.returncode < 0:
-        return {}, f"the process died of signal {-done.returncode}"
-    if done.returncode != 0:
-        return {}, (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    try:
-        return dict(json.loads(done.stdout[done.stdout.index("{") :])), ""
-    except ValueError:
-        return {}, "its answer cannot be read"
+    answer = ask([str(python), "-c", *script], environ=environ, limit_s=timeout_s)
+    if not answer.ok:
+        return {}, answer.reason
+    found = answer.objects()
+    return (found[-1], "") if found else ({}, "its answer cannot be read")
 
 
 def _run_allreduce(
@@ -167,6 +157,4 @@ def _run_allreduce(
         return str(error)
     program = [str(python), "-c", _ALLREDUCE]
     trial = run_two_ranks(mpirun, version, program, environ=environ, timeout_s=timeout_s)
-    return (
-        "" if trial.ok else f"an allreduce over two ranks under {mpirun} failed: {trial.last_line}"
-    )
+    return "" if trial.ok else f"an allreduce over two ranks under {mpirun} failed: {trial.reason}"

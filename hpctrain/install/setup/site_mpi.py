@@ -157,7 +157,7 @@ def _prove(venv: Path, search_path: str, environ: Mapping[str, str], mpirun: Pat
         return f"mpi4py loads {loaded.mpi} and {mpirun} is {version}"
     program = [str(python), "-c", MPI4PY_PROOF]
     trial = run_two_ranks(mpirun, version, program, environ=environ)
-    return "" if trial.ok else f"two ranks did not meet ({trial.last_line})"
+    return "" if trial.ok else f"two ranks did not meet ({trial.reason})"
 
 
 def installed(venv: Path, name: str) -> bool:

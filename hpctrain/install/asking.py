@@ -30,6 +30,11 @@ class Answer:
     hung: bool = False
 
     @property
+    def ok(self) -> bool:
+        """Whether it ended well."""
+        return self.code == 0
+
+    @property
     def reason(self) -> str:
         """Why it failed, in one line: the last thing it said."""
         if self.hung:

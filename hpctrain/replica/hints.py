@@ -1,0 +1,37 @@
+"""What users are told about their model and about attributes that a replica has not. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["explain_missing", "own_statistics"]
+
+
+def explain_missing(attributes: Mapping[str, Any], name: str) -> str:
+    """Why a replica has no such attribute, and whose it is."""
+    text = f"'Replica' object has no attribute {name!r}"
+    for owner in ("model", "optimizer"):
+        if owner in attributes and hasattr(attributes[owner], name):
+            return f"{text}; it is the {owner}'s: use replica.{owner}.{name}"
+    return text
+
+
+def own_statistics(model: torch.nn.Module, size: int) -> list[tuple[str, str]]:
+    """A row for models with running statistics, which are never exchanged; none for others."""
+    found = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "running_mean", None), torch.Tensor)
+        and not isinstance(module, torch.nn.SyncBatchNorm)
+    ]
+    if size == 1 or not found:
+        return []
+    shown = ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
+    text = (
+        f"running statistics of {shown} are each rank's own; evaluate and save on one rank, "
+        "broadcast model.buffers() before, or use GroupNorm or LayerNorm"
+    )
+    return [("BatchNorm", text)]

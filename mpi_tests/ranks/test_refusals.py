@@ -1,0 +1,229 @@
+"""Arguments that are wrong, or not the same on all ranks, are refused on all ranks, by name."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hpctrain as hpc
+from hpctrain.replica import HorovodTraining
+from hpctrain.replica.starting import digest
+from mpi_tests.ranks.pair import build
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def others(world):
+    if world.size == 1:
+        pytest.skip("needs somebody to differ from")
+    return world.size - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "odd"),
+    [
+        ("accumulate", 1, 2),
+        ("overlap", False, None),
+        ("bucket_bytes", None, 600),
+        ("timeout_s", 50.0, 60.0),
+        ("engine", "mpi", "torch"),
+    ],
+)
+def test_arguments_that_differ_are_refused_with_rank_and_values(world, name, usual, odd):
+    last = others(world)
+    model = build()
+    value = odd if world.rank == last else usual
+    words = rf"{name} is {usual} on rank 0 and {odd} on rank {last}; give the same"
+    with pytest.raises(hpc.ConfigError, match=words):
+        hpc.distribute(world, model, sgd(model), **{name: value})
+
+
+def test_optimizers_that_differ_are_refused(world):
+    last = others(world)
+    model = build()
+    kind = torch.optim.Adam if world.rank == last else torch.optim.SGD
+    optimizer = kind(model.parameters(), 0.1)
+    with pytest.raises(hpc.ConfigError, match=rf"SGD .* on rank 0 and Adam .* on rank {last}"):
+        hpc.distribute(world, model, optimizer)
+
+
+def test_parameters_frozen_on_one_rank_alone_are_refused(world, engines):
+    last = others(world)
+    model = build()
+    model.layers[0].weight.requires_grad_(world.rank != last)
+    with pytest.raises(hpc.ConfigError, match=r"layers\.0\.weight .*, frozen where rank 0 has"):
+        hpc.distribute(world, model, sgd(model), engine=engines["mpi"])
+
+
+@pytest.mark.parametrize("by_horovod", [False, True], ids=["arena", "horovod"])
+@pytest.mark.parametrize("from_step", [0, 1])
+def test_sample_counts_on_some_ranks_alone_are_refused(world, engines, by_horovod, from_step):
+    last = others(world)
+    if by_horovod:
+        pytest.importorskip("horovod")
+    model = build()
+    name = "horovod" if by_horovod else "mpi"
+    how = {"horovod": HorovodTraining(fusion="horovod")} if by_horovod else {}
+    replica = hpc.distribute(world, model, sgd(model), engine=engines[name], **how)
+    x = torch.ones(3, 12).double()
+    for _ in range(from_step):
+        replica.backward(replica(x, 0).mean(), num_samples=3)
+        replica.step()
+    count = None if world.rank == last else 3
+    with pytest.raises(hpc.ConfigError, match=r"on every rank or on none") as caught:
+        replica.backward(replica(x, 0).mean(), num_samples=count)
+    mine = "did not give" if world.rank == last else "gave"
+    assert f"this rank {mine} it" in str(caught.value)
+    replica.zero_grad()
+    replica.backward(replica(x, 0).mean(), num_samples=3)  # and all is well again
+    assert replica.step()
+    replica.close()
+
+
+@pytest.mark.parametrize("count", [4.5, "4", torch.tensor(4.0)])
+def test_a_number_of_samples_is_whole(pair, count):
+    p = pair()
+    with pytest.raises(hpc.ConfigError, match=r"num_samples=.* is no whole number.*len\(y\)"):
+        p.replica.backward(p.loss(0), num_samples=count)
+    p.replica.backward(p.loss(0), num_samples=np.int64(4))
+    p.replica.close()
+
+
+def test_a_loss_is_a_tensor(pair):
+    p = pair()
+    with pytest.raises(hpc.ConfigError, match=r"loss is a float \(3\.0\).*before \.item\(\)"):
+        p.replica.backward(3.0)
+    p.replica.close()
+
+
+def test_arguments_in_another_order(world):
+    model = build()
+    cure = r"call distribute\(world, model, optimizer\)"
+    with pytest.raises(hpc.ConfigError, match=f"the model is a SGD.*{cure}"):
+        hpc.distribute(world, sgd(model), model)
+    with pytest.raises(hpc.ConfigError, match=f"first argument is a Mlp.*{cure}"):
+        hpc.distribute(model, sgd(model), world)
+    with pytest.raises(hpc.ConfigError, match=r"the optimizer is a list.*torch\.optim\.Optimizer"):
+        hpc.distribute(world, model, list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"engine": 5}, "engine=5 must be a name"),
+        ({"accumulate": 1.5}, r"accumulate=1\.5 must be a whole number"),
+        ({"bucket_bytes": "1M"}, "bucket_bytes='1M' must be a whole number"),
+        ({"overlap": "yes"}, "overlap='yes' must be True, False or None"),
+    ],
+)
+def test_options_of_another_kind(world, options, told):
+    model = build()
+    with pytest.raises(hpc.ConfigError, match=told):
+        hpc.distribute(world, model, sgd(model), **options)
+
+
+@pytest.mark.parametrize("seed", ["x", 1.5])
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(hpc.ConfigError, match=rf"seed={seed!r} must be a whole number"):
+        hpc.init(seed=seed, device="cpu")
+
+
+def test_a_world_that_has_ended(comm):
+    model = build()
+    with hpc.init(seed=7, device="cpu", num_threads=1, comm=comm) as world:
+        replica = hpc.distribute(world, model, sgd(model), engine="mpi")
+        loss = replica(torch.ones(3, 12).double(), 0).mean()
+    with pytest.raises(hpc.ConfigError, match="its world has ended: do this inside"):
+        replica.backward(loss)
+    with pytest.raises(hpc.ConfigError, match="this world's block has ended"):
+        hpc.distribute(world, model, sgd(model))
+
+
+@pytest.mark.parametrize("name", ["mpi", "torch"])
+def test_close_ends_what_the_replica_connected_and_nothing_else(world, engines, name):
+    engines["mpi"].barrier()
+    before = {thread.name for thread in threading.enumerate()}
+    count = threading.active_count()
+    model = build()
+    replica = hpc.distribute(world, model, sgd(model), engine=name, overlap=True)
+    replica.backward(replica(torch.ones(3, 12).double(), 0).mean())
+    replica.step()
+    replica.close()
+    replica.close()
+    after = {thread.name for thread in threading.enumerate()}
+    assert (after - before, threading.active_count()) == (set(), count)
+    with pytest.raises(hpc.ConfigError, match="closed; make another one"):
+        replica.engine.barrier()
+    given = hpc.distribute(world, model, sgd(model), engine=engines["mpi"])
+    given.close()
+    engines["mpi"].barrier()
+
+
+def test_running_statistics_are_told_of(world, engines, capsys):
+    replicas = [
+        hpc.distribute(world, model, sgd(model), engine=engines["mpi"])
+        for model in (build("conv-batchnorm"), build("mlp"))
+    ]
+    said = capsys.readouterr().err
+    row = "running statistics of norm are each rank's own; evaluate and save on one rank"
+    assert said.count(row) == (1 if world.rank == 0 and world.size > 1 else 0)
+    assert [row in r.describe() for r in replicas] == [world.size > 1, False]
+    for replica in replicas:
+        replica.close()
+
+
+def test_the_foreign_gradient_message_names_each_parameter_once(pair):
+    p = pair()
+    p.loss(0).backward()
+    (p.model.layers[2].bias.sum() * 2).backward()
+    with pytest.raises(hpc.ConfigError, match=r"got gradients from a backward call") as caught:
+        p.replica.step()
+    assert str(caught.value).count("layers.2.bias") == 1
+    p.replica.close()
+
+
+def test_attributes_of_the_model_and_the_optimizer_are_pointed_at(pair):
+    p = pair()
+    for name in ("train", "eval", "parameters"):
+        with pytest.raises(AttributeError, match=rf"use replica\.model\.{name}"):
+            getattr(p.replica, name)
+    with pytest.raises(AttributeError, match=r"use replica\.optimizer\.param_groups"):
+        p.replica.param_groups  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+        p.replica.nonsense  # noqa: B018
+    assert not hasattr(nn.Module, "nonsense")
+    p.replica.close()
+
+
+def test_one_loss_with_two_replicas_is_refused_and_two_groups_are_the_cure(world, engines):
+    torch.manual_seed(5)
+    parts = [nn.Linear(4, 4).double(), nn.Linear(4, 1).double()]
+    replicas = [hpc.distribute(world, m, sgd(m), engine=engines["mpi"]) for m in parts]
+    x = torch.full((2, 4), 1.0 + world.rank).double()
+    replicas[0].backward(replicas[1](replicas[0](x)).mean())
+    with pytest.raises(hpc.ConfigError, match=r"got gradients from a backward call that this"):
+        replicas[1].step()
+    for replica in replicas:
+        replica.close()
+    model = nn.Sequential(*parts)
+    groups = [{"params": list(m.parameters()), "lr": 0.1 * (i + 1)} for i, m in enumerate(parts)]
+    both = hpc.distribute(world, model, torch.optim.SGD(groups), engine=engines["mpi"])
+    both.backward(both(x).mean())
+    assert both.step()
+    both.close()
+
+
+def test_buffers_can_be_made_rank_zeros(world, engines):
+    model = build("conv-batchnorm")
+    replica = hpc.distribute(world, model, sgd(model), engine=engines["mpi"])
+    replica(torch.full((3, 12), 1.0 + world.rank).double().cumsum(1), 0)
+    for buffer in model.buffers():  # as the docs say
+        replica.engine.broadcast_(buffer)
+    assert len(set(world.comm.allgather(digest(model.buffers())))) == 1
+    replica.close()
