@@ -45,11 +45,15 @@ def caption(result: Mapping[str, Any]) -> str:
     noisy = f", {result['num_noisy']} of those kept were disturbed" if result["num_noisy"] else ""
     return (
         f"{result['date']}, {machine['cpu']} ({machine['arch']}, {machine['cores']} cores), "
-        f"{settings['num_ranks']} ranks of 1 thread, torch {machine['torch']}, "
+        f"{_device(settings)}{settings['num_ranks']} ranks of 1 thread, torch {machine['torch']}, "
         f"{machine['mpi']}{horovod}, commit {commit}; medians of {settings['blocks']} blocks with "
         f"{coverage:.0%} intervals, {result['num_thrown_away']} blocks thrown away for foreign "
         f"load{noisy}."
     )
+
+
+def _device(settings: Mapping[str, Any]) -> str:
+    return f"on {settings['device']}, " if "device" in settings else ""
 
 
 def markdown(table: Table) -> str:
