@@ -18,25 +18,45 @@ if TYPE_CHECKING:
         InstallError,
         LaunchError,
     )
+    from hpctrain.inference import quantize_int8
+    from hpctrain.optim import (
+        EMA,
+        LAMB,
+        LARS,
+        Recipe,
+        average_batchnorm,
+        checkpoint_activations,
+        split_parameters,
+        sync_batchnorm,
+    )
     from hpctrain.replica import Replica, distribute
     from hpctrain.world import World, agree, init
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
+    "LAMB",
+    "LARS",
     "CollectiveError",
     "ConfigError",
     "Connection",
     "HpcTrainError",
     "InstallError",
     "LaunchError",
+    "Recipe",
     "Replica",
     "World",
     "__version__",
     "agree",
+    "average_batchnorm",
+    "checkpoint_activations",
     "connect",
     "distribute",
     "init",
+    "quantize_int8",
+    "split_parameters",
+    "sync_batchnorm",
 ]
 
 _HOME = {
@@ -50,6 +70,15 @@ _HOME = {
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",
+    "EMA": "hpctrain.optim",
+    "LAMB": "hpctrain.optim",
+    "LARS": "hpctrain.optim",
+    "Recipe": "hpctrain.optim",
+    "average_batchnorm": "hpctrain.optim",
+    "checkpoint_activations": "hpctrain.optim",
+    "split_parameters": "hpctrain.optim",
+    "sync_batchnorm": "hpctrain.optim",
+    "quantize_int8": "hpctrain.inference",
     "agree": "hpctrain.world",
     "init": "hpctrain.world",
 }
