@@ -171,7 +171,7 @@ class RecipeSchedule(LRScheduler):
         Raises:
             ConfigError: it was saved with another recipe; the message names what differs.
         """
-        saved = dict(state_dict["recipe"])
+        step, saved = state_dict["step"], dict(state_dict["recipe"])
         saved["milestones"] = tuple(saved["milestones"])  # JSON has lists
         differing = [
             f"{field.name} {saved.get(field.name)!r} -> {getattr(self.recipe, field.name)!r}"
@@ -181,9 +181,9 @@ class RecipeSchedule(LRScheduler):
         if differing:
             raise ConfigError(
                 f"the schedule was saved with another recipe: {', '.join(differing)}; use that "
-                f"one, or change it on purpose by recipe.schedule(optimizer, step={state_dict['step']})"
+                f"one, or change it on purpose by recipe.schedule(optimizer, step={step})"
             )
-        self._move_to(state_dict["step"])
+        self._move_to(step)
 
     def _move_to(self, step: int) -> None:
         self.last_epoch = step
