@@ -216,3 +216,21 @@ def test_local_statistics_are_averaged(world):
     assert model[0].running_var.tolist() == pytest.approx([1 + 2 * middle] * 3)
     assert model[0].num_batches_tracked.item() == 9 + world.size
     assert len(set(world.comm.allgather(digest(model.buffers())))) == 1
+
+
+def test_half_precision_inputs(world, engines):
+    sizes = [3 + rank for rank in range(world.size)]
+    x, weights = draw(0, sizes, (4, 2), offset=3.0)
+    mine, alone = nn.BatchNorm2d(4), nn.BatchNorm2d(4).double()
+    hpc.sync_batchnorm(engines["mpi"], mine)
+    here = x.split(sizes)[world.rank].bfloat16().requires_grad_()
+    whole = x.bfloat16().double().requires_grad_()
+    out, expected = mine(here), alone(whole)
+    assert out.dtype == here.dtype
+    (out.double() * weights.split(sizes)[world.rank]).sum().backward()
+    (expected * weights).sum().backward()
+    part = expected.split(sizes)[world.rank]
+    assert torch.allclose(out.double(), part, rtol=1e-2, atol=1e-2)  # bfloat16 has 8 bits
+    grad = whole.grad.split(sizes)[world.rank]
+    assert torch.allclose(here.grad.double(), grad, rtol=2e-2, atol=2e-2)
+    assert torch.allclose(mine.running_mean.double(), alone.running_mean, rtol=1e-5)
