@@ -55,7 +55,7 @@ _SMALL = Setting(
     name="sgd 32",
     optimizer="sgd",
     global_batch=BASE_BATCH,
-    base_rate=0.05,
+    base_rate=0.1,
     scaling="linear",
     warmup=0.0,
 )
@@ -64,22 +64,22 @@ SETTINGS = {
     for setting in (
         _SMALL,
         replace(_SMALL, name="sgd 1024 plain", global_batch=LARGE_BATCH),
-        replace(_SMALL, name="sgd 1024 warm-up", global_batch=LARGE_BATCH, warmup=0.2),
+        replace(_SMALL, name="sgd 1024 warm-up", global_batch=LARGE_BATCH, warmup=0.3),
         Setting(
             name="lars 1024",
             optimizer="lars",
             global_batch=LARGE_BATCH,
-            base_rate=0.3,
+            base_rate=0.025,
             scaling="linear",
-            warmup=0.2,
+            warmup=0.3,
         ),
         Setting(
             name="lamb 1024",
             optimizer="lamb",
             global_batch=LARGE_BATCH,
-            base_rate=0.005,
+            base_rate=0.01,
             scaling="sqrt",
-            warmup=0.2,
+            warmup=0.3,
         ),
     )
 }
