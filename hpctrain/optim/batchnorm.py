@@ -29,6 +29,10 @@ class _Link:
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine
+        # torch.compile must not look into a collective. Here, and not as a decorator: it imports
+        # the compiler, which takes a second that only those who share statistics should pay.
+        disable: Any = torch.compiler.disable  # torch leaves it untyped
+        self.normalise = disable(normalise) if engine is not None else normalise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
         return self
@@ -77,9 +81,10 @@ class SyncBatchNorm(_BatchNorm):
                 f"{self.name} came out of a file and has no ranks to share statistics with; call "
                 "hpctrain.sync_batchnorm(engine, model) again"
             )
-        normal, mean, var, count = normalise(
+        found: tuple[Tensor, Tensor, Tensor, int] = self.link.normalise(
             engine, input, self.weight, self.bias, self.eps, self.name
         )
+        normal, mean, var, count = found
         if self.training and self.track_running_stats:
             self._track(mean, var, count)
         return normal
@@ -105,7 +110,7 @@ class SyncBatchNorm(_BatchNorm):
         return f"{text}, {ranks} ranks"
 
 
-def sync_batchnorm(engine: Engine, model: nn.Module, *, group_size: int | None = None) -> None:
+def sync_batchnorm(engine: Engine, model: nn.Module, *, group_size: int | None = None) -> Engine:
     """Collective: give every BatchNorm1d, 2d and 3d of a model the statistics of many ranks.
 
     Forward and backward are then those of one big batch, also when ranks have batches of different
@@ -119,6 +124,9 @@ def sync_batchnorm(engine: Engine, model: nn.Module, *, group_size: int | None =
         model: Changed in place, before `hpctrain.distribute`; parameters stay the same objects.
         group_size: Share among so many consecutive ranks instead of all, as on one node; it must
             divide the number of ranks. For other groups give a part: `engine.split(color)`.
+
+    Returns:
+        The engine that the layers use: the one given, or the part of it that `group_size` made.
 
     Raises:
         ConfigError: there is none to convert, or one that cannot be.
@@ -145,6 +153,7 @@ def sync_batchnorm(engine: Engine, model: nn.Module, *, group_size: int | None =
             layer.__class__ = SyncBatchNorm
             vars(layer).update(dims=dims, name=name)
         vars(layer)["link"] = _Link(part)
+    return part
 
 
 def average_batchnorm(world: World, model: nn.Module) -> None:

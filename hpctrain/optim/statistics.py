@@ -14,7 +14,6 @@ from hpctrain.errors import ConfigError
 __all__ = ["normalise"]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def normalise(
     engine: Engine, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, what: str
 ) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -141,10 +141,46 @@ def test_training_equals_one_process(world, engine, overlap):
     replica.close()
 
 
+def test_a_compiled_model(world, engines):
+    sizes = sizes_of(world.size, 0)
+    x, _ = batch(0, sizes)
+    here = x.split(sizes)[world.rank]
+    model, plain = make_net(), make_net()
+    for net in (model, plain):
+        hpc.sync_batchnorm(engines["mpi"], net)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled(here).square().sum().backward()
+        plain(here).square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(one.grad, other.grad)
+    assert_close(model.norm.running_var, plain.norm.running_var)
+
+
+def test_checkpointed_layers_share_statistics_once(world, engines):
+    sizes = sizes_of(world.size, 0)
+    x, y = batch(0, sizes)
+    mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
+    models = [make_net(), make_net()]
+    for model in models:
+        hpc.sync_batchnorm(engines["mpi"], model)
+    hpc.checkpoint_activations(models[1], "norm", "conv")
+    for model in models:
+        for _ in range(2):
+            cross_entropy(model(x[mine]), y[mine]).backward()
+    for (name, one), other in zip(
+        models[0].state_dict().items(), models[1].state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, other), name
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_statistics_of_groups_of_ranks(world, engine):
     group_size = 2 if world.size % 2 == 0 else 1
     mine, alone = layers(nn.BatchNorm1d, {})
-    hpc.sync_batchnorm(engine, mine, group_size=group_size)
+    part = hpc.sync_batchnorm(engine, mine, group_size=group_size)
+    assert part.size == group_size
     sizes = sizes_of(world.size, 1)
     x, _ = draw(0, sizes, (3,))
     first = world.rank // group_size * group_size
@@ -152,6 +188,8 @@ def test_statistics_of_groups_of_ranks(world, engine):
     expected = alone(torch.cat(parts)).split([len(part) for part in parts])[world.rank - first]
     assert_close(mine(x.split(sizes)[world.rank]), expected)
     assert_close(mine.running_var, alone.running_var)
+    if part is not engine:
+        part.close()
 
 
 def test_a_rank_without_samples(world, engines):
