@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.optim.statistics import normalise
-from hpctrain.world import World
+from hpctrain.world import World, roll_call
 
 __all__ = ["SyncBatchNorm", "average_batchnorm", "sync_batchnorm"]
 
@@ -165,7 +165,12 @@ def average_batchnorm(world: World, model: nn.Module) -> None:
 
     Args:
         world: The ranks.
-        model: Its running means and variances; `num_batches_tracked` becomes the largest.
+        model: Built alike on every rank; its running means and variances are averaged, and
+            `num_batches_tracked` becomes the largest.
+
+    Raises:
+        ConfigError: there is no BatchNorm.
+        CollectiveError: a rank did not come.
     """
     from mpi4py import MPI
 
@@ -184,6 +189,7 @@ def average_batchnorm(world: World, model: nn.Module) -> None:
         return
     summed = torch.cat([buffer.detach().double().cpu().flatten() for buffer in floats]).numpy()
     counted = torch.stack([counter.cpu() for counter in counters]).numpy()
+    roll_call(world.comm, "averaging BatchNorm statistics", timeout_s=300.0)
     world.comm.Allreduce(MPI.IN_PLACE, summed, MPI.SUM)
     world.comm.Allreduce(MPI.IN_PLACE, counted, MPI.MAX)
     average = torch.from_numpy(summed) / world.size
