@@ -1,7 +1,7 @@
 """How the rates of `large_batch` were chosen: `python -m benchmarks.large_batch_search`.
 
 The test digits are left out; a fifth of the others validates. The plain recipe takes the rate that
-is best for batches of 32, as the linear rule says; its own rows show what tuning it anew would give.
+is best for batches of 32, as the linear rule says; its own rows show what tuning it anew gives.
 """
 
 from __future__ import annotations
