@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sklearn.datasets  # noqa: F401  # importing it sets variables, which a test must not
 import torch
 
 from benchmarks import large_batch, large_batch_training
