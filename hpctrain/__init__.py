@@ -19,6 +19,17 @@ if TYPE_CHECKING:
         LaunchError,
         NonFiniteError,
     )
+    from hpctrain.inference import quantize_int8
+    from hpctrain.optim import (
+        EMA,
+        LAMB,
+        LARS,
+        Recipe,
+        average_batchnorm,
+        checkpoint_activations,
+        split_parameters,
+        sync_batchnorm,
+    )
     from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
     from hpctrain.world import World, agree, init
@@ -26,6 +37,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
+    "LAMB",
+    "LARS",
     "CollectiveError",
     "ConfigError",
     "Connection",
@@ -34,13 +48,19 @@ __all__ = [
     "LaunchError",
     "LossScaling",
     "NonFiniteError",
+    "Recipe",
     "Replica",
     "World",
     "__version__",
     "agree",
+    "average_batchnorm",
+    "checkpoint_activations",
     "connect",
     "distribute",
     "init",
+    "quantize_int8",
+    "split_parameters",
+    "sync_batchnorm",
 ]
 
 _HOME = {
@@ -56,6 +76,15 @@ _HOME = {
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",
+    "EMA": "hpctrain.optim",
+    "LAMB": "hpctrain.optim",
+    "LARS": "hpctrain.optim",
+    "Recipe": "hpctrain.optim",
+    "average_batchnorm": "hpctrain.optim",
+    "checkpoint_activations": "hpctrain.optim",
+    "split_parameters": "hpctrain.optim",
+    "sync_batchnorm": "hpctrain.optim",
+    "quantize_int8": "hpctrain.inference",
     "agree": "hpctrain.world",
     "init": "hpctrain.world",
 }

@@ -174,3 +174,15 @@ def test_a_rank_that_fails_is_told_with_its_traceback():
             launch.ask({"do": "prepare", "variant": "compute", "case": "huge"}, timeout_s=LIMIT_S)
     finally:
         launch.close()
+
+
+def test_large_batches_are_trained_by_every_recipe(tmp_path):
+    result = result_of("large_batch", tmp_path / "result.json", "--variants", "sgd 32,lars 1024")
+    small, large = result["series"]
+    assert (small["variant"], large["variant"]) == ("sgd 32", "lars 1024")
+    assert small["counts"]["steps"] == 1437 * 2 // 32
+    assert large["counts"]["steps"] == 1437 * 2 // 1024
+    assert len(small["outcome"]["accuracies"]) == len(result["blocks"]) == 2
+    assert small["outcome"]["accuracies"][0] != small["outcome"]["accuracies"][1]  # seeds differ
+    assert small["metrics"]["test accuracy %"] > 50  # two epochs have taught something
+    assert small["metrics"]["points from sgd 32"] == 0
