@@ -72,8 +72,8 @@ class Order:
         return _walk(positions, self.num_samples, _round_keys(self))
 
     def between(self, start: int, stop: int, step: int = 1) -> npt.NDArray[np.int64]:
-        """The samples at positions `start, start + step, ...` below `stop`; not to be written to."""
-        if self.kind == "numpy" and 0 <= start and stop <= self.num_samples:
+        """The samples at `start, start + step, ...` below `stop`; not to be written to."""
+        if self.kind == "numpy" and start >= 0 and stop <= self.num_samples:
             return _numpy_permutation(self)[start:stop:step]
         return self.at(np.arange(start, stop, step, dtype=np.int64))
 
@@ -126,18 +126,23 @@ def _encipher(
     rows, columns = np.divmod(numbers, np.uint64(width))
     for number, key in enumerate(keys):
         if number % 2:
-            rows = (rows + _hash(columns, key) % np.uint64(height)) % np.uint64(height)
+            rows = _add(rows, _hash(columns, key), np.uint64(height))
         else:
-            columns = (columns + _hash(rows, key) % np.uint64(width)) % np.uint64(width)
+            columns = _add(columns, _hash(rows, key), np.uint64(width))
     return rows * np.uint64(width) + columns
 
 
+def _add(
+    half: npt.NDArray[np.uint64], hashed: npt.NDArray[np.uint64], size: np.uint64
+) -> npt.NDArray[np.uint64]:
+    """Add a 32-bit hash, scaled to the half's size, modulo that size; without slow divisions."""
+    total = half + (hashed * size >> np.uint64(32))
+    return np.minimum(total, total - size)  # below zero wraps around to something huge
+
+
 def _hash(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-    """Mix 64 bits well: multiply by odd constants, fold high bits into low ones, twice."""
+    """Mix well into 32 bits: multiply by odd constants, fold high bits into low ones."""
     mixed = (numbers + key) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0xD6E8FEB86659FD93)
-    mixed ^= mixed >> np.uint64(32)
-    return mixed
+    return mixed >> np.uint64(32)
