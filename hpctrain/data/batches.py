@@ -33,7 +33,7 @@ class Batching:
 
     @property
     def lookahead(self) -> int:
-        """More samples than this ahead, and the next batch is a full one whatever follows."""
+        """With so many samples ahead the next batch is a full one, whatever follows."""
         return self.global_batch + (self.global_batch + 1) // 2
 
     def next_size(self, remaining: int) -> int:

@@ -118,7 +118,7 @@ def split(num_samples: int, sizes: Mapping[str, float]) -> dict[str, range]:
     ends = [0]
     reached = Fraction(0)
     for size in sizes.values():
-        reached += size if counts else _decimal(size) * num_samples
+        reached += Fraction(size) if counts else _decimal(size) * num_samples
         ends.append(round(reached))
     return {name: range(*ends[i : i + 2]) for i, name in enumerate(sizes)}
 
