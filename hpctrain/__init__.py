@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.connection import Connection, connect
+    from hpctrain.data.loader import Loader
     from hpctrain.errors import (
         CollectiveError,
         ConfigError,
@@ -30,6 +31,7 @@ __all__ = [
     "HpcTrainError",
     "InstallError",
     "LaunchError",
+    "Loader",
     "Replica",
     "World",
     "__version__",
@@ -46,6 +48,7 @@ _HOME = {
     "InstallError": "hpctrain.errors",
     "LaunchError": "hpctrain.errors",
     "Connection": "hpctrain.connection",
+    "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",

@@ -25,7 +25,9 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(self, batch: Batch) -> Sent:
         """Begin the copy; what is no tensor stays what it is."""
@@ -35,7 +37,7 @@ class Transfer:
             return Sent(map_leaves(self._move, batch), None)
         with torch.cuda.stream(self._stream):
             moved = map_leaves(self._move, batch)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return Sent(moved, done)
 
