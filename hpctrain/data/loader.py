@@ -43,7 +43,6 @@ class Loader:
             batches go to a GPU, come from files or are large.
         num_workers: Processes that fetch samples of a `Dataset`.
         start_method: `forkserver` or `spawn`.
-        timeout_s: How long to wait for a batch of a worker; 0 waits as long as the workers live.
         collate: Makes a batch of a list of samples, as in torch.
         device: Where batches go; None takes the world's.
 
@@ -65,7 +64,6 @@ class Loader:
         prefetch: int | None = None,
         num_workers: int | None = None,
         start_method: str | None = None,
-        timeout_s: float | None = None,
         collate: Collate | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -78,7 +76,6 @@ class Loader:
             prefetch=prefetch,
             num_workers=num_workers,
             start_method=start_method,
-            timeout_s=timeout_s,
             collate=collate,
         )
         self.world = world

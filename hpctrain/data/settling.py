@@ -38,7 +38,6 @@ class Arguments:
     prefetch: int | None
     num_workers: int | None
     start_method: str | None
-    timeout_s: float | None
     collate: Collate | None
 
 
@@ -147,7 +146,7 @@ def _workers(adopted: Adopted, said: Arguments) -> WorkerOptions:
         num_workers=adopted.num_workers if said.num_workers is None else said.num_workers,
         depth=prefetch or _DEPTH,
         start_method=said.start_method or adopted.start_method or "forkserver",
-        timeout_s=adopted.timeout_s if said.timeout_s is None else said.timeout_s,
+        timeout_s=adopted.timeout_s,
         initialize=adopted.initialize,
     )
 

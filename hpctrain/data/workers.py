@@ -34,7 +34,7 @@ class WorkerOptions:
     """Batches ahead for each worker."""
     start_method: str = "forkserver"
     timeout_s: float = 0.0
-    """How long to wait for a batch; 0 waits as long as the workers live."""
+    """How long to wait for a batch; 0 waits as long as the workers live, and looks every 5 s."""
     initialize: Callable[[int], None] | None = None
     """Called in every worker with its number, at its start."""
 
@@ -63,7 +63,9 @@ class Workers:
         streaming = isinstance(source, IterableDataset)
         context = multiprocessing.get_context(options.start_method)
         if options.start_method == "forkserver":
-            context.set_forkserver_preload(["__main__", __name__])
+            # Imports torch once for all workers; the script is left out, for there it could start
+            # what only ranks may start.
+            context.set_forkserver_preload([__name__])
         self._loader: DataLoader[Any] = DataLoader(
             source if streaming else _Fetch(source),  # type: ignore[arg-type]
             sampler=None if streaming else self._jobs,
