@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Loader:
         self._check_alike(
             "hpctrain.Loader", self.state_dict() | {"batches": self._settled.batching}
         )
-        world.at_exit(self.close)
+        world.at_exit(_closer(weakref.ref(self)))
 
     def _settle_together(self, data: Any, said: Arguments) -> Settled:
         """Collective: raise on all ranks what is wrong on any."""
@@ -245,3 +246,14 @@ class Loader:
     def close(self) -> None:
         """End worker processes; the loader can be used again and starts new ones."""
         self._settled.feed.close()
+
+
+def _closer(loader: weakref.ref[Loader]) -> Callable[[], None]:
+    """Closes a loader that is still there: the world must not keep its data alive."""
+
+    def close() -> None:
+        alive = loader()
+        if alive is not None:
+            alive.close()
+
+    return close
