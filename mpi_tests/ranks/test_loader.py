@@ -267,13 +267,11 @@ def test_augmentation_depends_on_no_ranks_workers_or_stops(world):
     assert drawn + torch.rand(1).tolist() == of_the_model
 
 
-@pytest.mark.parametrize(("how", "error"), [("raise", OSError), ("kill", RuntimeError)])
-def test_a_worker_that_fails_is_told_in_the_loop(world, how, error):
-    data = Fragile(16, how)
+def test_a_worker_that_is_killed_is_told_in_the_loop(world):
+    data = Fragile(16, "kill")
     loader = hpc.Loader(world, data, global_batch=16, num_workers=1, shuffle=False)
-    mine = 8 % world.size == world.rank
-    if mine:
-        with pytest.raises(error, match=r"sample 8 is unreadable|exited unexpectedly"):
+    if 8 % world.size == world.rank:
+        with pytest.raises(RuntimeError, match="exited unexpectedly"):
             list(loader)
     else:
         assert sum(loader.num_samples for _ in loader) > 0
