@@ -50,10 +50,23 @@ PARTS = {
     "stall": Part(
         subjects="benchmarks.data_loader_subjects",
         cases=[Case(name=name, warmup=3, repeats=60) for name in _WIDTHS],
-        variants=("step", "step-again", "step-dataloader", "step-tuned", "step-loader"),
+        variants=(
+            "step",
+            "step-again",
+            "step-dataloader",
+            "step-tuned",
+            "step-loader",
+            "step-thread",
+        ),
         comparisons=[
             (name, "step")
-            for name in ("step-again", "step-dataloader", "step-tuned", "step-loader")
+            for name in (
+                "step-again",
+                "step-dataloader",
+                "step-tuned",
+                "step-loader",
+                "step-thread",
+            )
         ],
         settings={"batch": "64 samples a rank", "repeat": "batch, then 10 ms of computation"},
     ),

@@ -156,6 +156,7 @@ def make_maker() -> Callable[[World, str], Subject]:
             "step-dataloader": "dataloader",
             "step-tuned": "dataloader-tuned",
             "step-loader": "loader",
+            "step-thread": "loader-thread",
         }
         return Steps(world, kinds.get(variant), shared[0])
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hpctrain.data.partition import cyclic, weighted
 from hpctrain.errors import ConfigError
 
 __all__ = ["Batching", "part_of"]
+
+_weighted = lru_cache(maxsize=256)(weighted)  # batches have few sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,5 +71,5 @@ def part_of(
     """
     if weights is None:
         return cyclic(batch.stop, num_ranks, rank, start=batch.start)
-    mine = weighted(len(batch), weights, rank)
+    mine = _weighted(len(batch), tuple(weights), rank)
     return range(batch.start + mine.start, batch.start + mine.stop)

@@ -172,27 +172,31 @@ class Loader:
         return self._loop(where, self._loops)
 
     def _loop(self, where: Where, number: int) -> Iterator[Batch]:
-        depth = self._settled.depth
-        sent = read_ahead(lambda: self._send(where), depth) if depth else self._send(where)
-        for part, item in sent:
-            self._check_loop(number)
+        for part, batch in self._arrivals(where):
+            if number != self._loops:
+                break
             self._part = part
             self._total += part.global_samples
             self._consumed = part.stop
-            yield self._transfer.receive(item)
-        self._check_loop(number)
-        self._next_epoch()
-
-    def _send(self, where: Where) -> Iterator[tuple[Part, Sent]]:
-        for part, batch in self._settled.feed.read(where):
-            yield part, self._transfer.send(batch)
-
-    def _check_loop(self, number: int) -> None:
+            yield batch
         if number != self._loops:
             raise ConfigError(
                 "another loop over this loader has begun, or a state was loaded; one loop at a "
                 "time, or a loader for each"
             )
+        self._next_epoch()
+
+    def _arrivals(self, where: Where) -> Iterator[tuple[Part, Batch]]:
+        """Batches on the device, by as few steps as there must be: each costs every batch."""
+        feed, transfer, depth = self._settled.feed, self._transfer, self._settled.depth
+        if transfer.is_idle:
+            return read_ahead(lambda: feed.read(where), depth) if depth else feed.read(where)
+
+        def send() -> Iterator[tuple[Part, Sent]]:
+            return ((part, transfer.send(batch)) for part, batch in feed.read(where))
+
+        sent = read_ahead(send, depth) if depth else send()
+        return ((part, transfer.receive(item)) for part, item in sent)
 
     def _next_epoch(self) -> None:
         self._epoch += 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.data.batches import Batching, part_of
+from hpctrain.data.partition import cyclic
 from hpctrain.data.source import Indices
 
 __all__ = ["Part", "Seat", "plan_parts"]
@@ -31,8 +33,7 @@ class Seat:
         return part_of(batch, self.num_ranks, self.rank, self.weights)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """This rank's part of one global batch."""
 
     stop: int
@@ -65,14 +66,24 @@ def plan_parts(
     cuts = batching.cut(start, num_samples)
     per_chunk = max(1, _CHUNK * seat.num_ranks // batching.global_batch)
     while chunk := list(islice(cuts, per_chunk)):
-        mine = [seat.part_of(batch) for batch in chunk]
-        wanted = look_up(_positions(mine))
+        positions, counts = _even(seat, chunk) if seat.weights is None else _uneven(seat, chunk)
+        wanted = look_up(positions)
         first = 0
-        for batch, part in zip(chunk, mine, strict=True):
-            count = len(part)
+        for batch, count in zip(chunk, counts, strict=True):
             yield Part(batch.stop, len(batch), count), wanted[first : first + count]
             first += count
 
 
-def _positions(parts: Sequence[range]) -> Indices:
-    return np.concatenate([np.arange(p.start, p.stop, p.step, dtype=np.int64) for p in parts])
+def _even(seat: Seat, chunk: Sequence[range]) -> tuple[Indices, list[int]]:
+    """A rank's positions in neighbouring batches are one progression."""
+    rank, size = seat.rank, seat.num_ranks
+    mine = cyclic(chunk[-1].stop, size, rank, start=chunk[0].start)
+    # (x - rank - 1) // size + 1 of the rank's positions are below x
+    counts = [(b.stop - rank - 1) // size - (b.start - rank - 1) // size for b in chunk]
+    return np.arange(mine.start, mine.stop, mine.step, dtype=np.int64), counts
+
+
+def _uneven(seat: Seat, chunk: Sequence[range]) -> tuple[Indices, list[int]]:
+    mine = [seat.part_of(batch) for batch in chunk]
+    positions = np.concatenate([np.arange(p.start, p.stop, dtype=np.int64) for p in mine])
+    return positions, [len(part) for part in mine]

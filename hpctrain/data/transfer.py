@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ from hpctrain.data.structure import leaves, map_leaves
 __all__ = ["Sent", "Transfer"]
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """A batch whose copy may still be under way."""
 
     batch: Batch
@@ -29,11 +28,14 @@ class Transfer:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether batches are where they should be from the start."""
+        return self.device.type == "cpu"
+
     def send(self, batch: Batch) -> Sent:
         """Begin the copy; what is no tensor stays what it is."""
         if self._stream is None:
-            if self.device.type == "cpu":
-                return Sent(batch, None)
             return Sent(map_leaves(self._move, batch), None)
         with torch.cuda.stream(self._stream):
             moved = map_leaves(self._move, batch)

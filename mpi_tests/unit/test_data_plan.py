@@ -101,6 +101,18 @@ def test_going_on_on_other_numbers_of_ranks(num, size, fleet, data):
     assert sorted(i for batch in whole for i in batch) == list(range(num))
 
 
+@given(RULES, NUM, st.integers(1, 9), st.data())
+def test_plans_are_made_of_the_parts_of_batches(rule, num, num_ranks, data):
+    weights = data.draw(st.sampled_from([None, tuple(1.0 + rank for rank in range(num_ranks))]))
+    start = data.draw(st.integers(0, num))
+    for rank in range(num_ranks):
+        seat = Seat(rank=rank, num_ranks=num_ranks, weights=weights)
+        plan = list(plan_parts(rule, seat, lambda p: p, start=start, num_samples=num))
+        expected = [(b, seat.part_of(b)) for b in rule.cut(start, num)]
+        assert [indices.tolist() for _, indices in plan] == [list(part) for _, part in expected]
+        assert [tuple(part) for part, _ in plan] == [(b.stop, len(b), len(p)) for b, p in expected]
+
+
 def test_long_epochs_are_planned_in_chunks():
     rule = Batching(global_batch=6)
     order = Order(kind="numpy", num_samples=100_000, seed=1, epoch=0)
