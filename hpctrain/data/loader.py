@@ -41,7 +41,7 @@ class Loader:
         even_last: Make the last two batches equal where the last would be less than half full.
         weights: How much of each batch each rank has, in proportion; None deals out evenly.
         prefetch: Batches ahead: of a thread, or of each worker. None decides: a thread where
-            batches go to a GPU, come from files or are large.
+            batches come from files, or are large and a GPU or further cores can take them.
         num_workers: Processes that fetch samples of a `Dataset`.
         start_method: `forkserver` or `spawn`.
         collate: Makes a batch of a list of samples, as in torch.
@@ -105,7 +105,7 @@ class Loader:
                 said,
                 rank=self.world.rank,
                 num_ranks=self.world.size,
-                on_cpu=self._transfer.device.type == "cpu",
+                has_spare=self.world.num_spare_cores > 0 or not self._transfer.is_idle,
             )
         except ConfigError as error:
             trouble = str(error)

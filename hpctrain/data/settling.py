@@ -22,7 +22,10 @@ __all__ = ["Arguments", "Settled", "Shuffle", "settle"]
 Shuffle: TypeAlias = bool | Literal["keyed", "numpy", "local"] | None
 
 _INLINE_BYTES = 1 << 20
-"""Batches of arrays in memory up to this size are gathered in the loop: a thread costs as much."""
+"""Batches of arrays in memory up to this size are gathered in the loop: a thread costs as much.
+
+Larger ones too where all cores compute: a thread would take its time from the loop, and more.
+"""
 _DEPTH = 2
 
 
@@ -53,8 +56,16 @@ class Settled:
     """Batches that a thread fetches ahead; 0 fetches in the loop."""
 
 
-def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, on_cpu: bool) -> Settled:
+def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: bool) -> Settled:
     """Decide everything that can be decided without communication.
+
+    Args:
+        data: What the user handed over.
+        said: The other arguments.
+        rank: This rank.
+        num_ranks: How many there are.
+        has_spare: Whether something else than the loop's cores can fetch large batches: there are
+            more cores, or batches go to a GPU.
 
     Raises:
         ConfigError: an argument is wrong, or does not go together with the data.
@@ -83,7 +94,7 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, on_cpu: boo
             feed = ScatteredFeed(source, order, batching, seat)
         else:
             feed = SourceFeed(source, order, batching, seat)
-        depth = _depth(source, said.prefetch, batching.global_batch // num_ranks, on_cpu)
+        depth = _depth(source, said.prefetch, batching.global_batch // num_ranks, has_spare)
         return Settled(feed=feed, batching=batching, order=order, depth=depth)
     if said.prefetch and not options.num_workers:
         raise ConfigError(
@@ -161,11 +172,11 @@ def _check_stream(options: WorkerOptions, seat: Seat) -> None:
         raise ConfigError("weights need random access; a stream is dealt out evenly")
 
 
-def _depth(source: Any, prefetch: int | None, per_rank: int, on_cpu: bool) -> int:
+def _depth(source: Any, prefetch: int | None, per_rank: int, has_spare: bool) -> int:
     if prefetch is not None:
         if prefetch < 0:
             raise ConfigError(f"prefetch={prefetch} must not be negative")
         return prefetch
     in_memory = getattr(source, "is_in_memory", False)
     small = (getattr(source, "bytes_per_sample", None) or 0) * per_rank <= _INLINE_BYTES
-    return 0 if on_cpu and in_memory and small else _DEPTH
+    return 0 if in_memory and (small or not has_spare) else _DEPTH

@@ -20,9 +20,9 @@ NOTHING = Arguments(
 )  # fmt: skip
 
 
-def decide(data, on_cpu=True, num_ranks=2, **said):
+def decide(data, has_spare=True, num_ranks=2, **said):
     fields = {name: getattr(NOTHING, name) for name in NOTHING.__slots__} | said
-    return settle(data, Arguments(**fields), rank=0, num_ranks=num_ranks, on_cpu=on_cpu)
+    return settle(data, Arguments(**fields), rank=0, num_ranks=num_ranks, has_spare=has_spare)
 
 
 class Slow:
@@ -47,7 +47,8 @@ def test_a_thread_where_it_pays():
     assert decide(small).depth == 0
     assert decide(large, global_batch=8).depth == 0  # four rows of 256 KiB each
     assert decide(large, global_batch=16).depth == 2
-    assert decide(small, on_cpu=False).depth == 2
+    assert decide(large, global_batch=16, has_spare=False).depth == 0
+    assert decide(Slow(), has_spare=False).depth == 2
     assert decide(Slow()).depth == 2
     assert decide(split_source(as_source(small, None), {"a": 0.5}, seed=1)["a"]).depth == 0
     assert decide(large, prefetch=0).depth == 0
