@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import command
 from benchmarks.harness.session import Case, Plan, Variant, run_plan
@@ -94,7 +95,10 @@ def main() -> int:
     out: Path | None = args.json
     for name in command.choose("part", args.parts or ",".join(PARTS), list(PARTS)):
         args.json = None if out is None else out.with_stem(f"{out.stem}_{name}")
-        codes.append(command.report(args, run_plan(_plan(name, args))))
+        result: dict[str, Any] = run_plan(_plan(name, args))
+        for item in result["series"]:
+            item["metrics"] = dict(item["outcome"])
+        codes.append(command.report(args, result))
     return max(codes)
 
 

@@ -57,11 +57,10 @@ def test_weighted_follows_the_weights(num, weights):
     positive = sum(weight > 0 for weight in weights)
     if num >= positive:
         assert all(size > 0 for size, weight in zip(sizes, weights, strict=True) if weight > 0)
-    for size, weight in zip(sizes, weights, strict=True):
-        share = num * weight / sum(weights)
-        assert size <= share + 1 + 1e-6
-        lent = positive if size > 1 else 0  # the larger parts give to those that would have none
-        assert size > share - 1 - lent - 1e-6
+    shares = [num * weight / sum(weights) for weight in weights]
+    needy = sum(share < 1 for share in shares)  # the larger parts give to those that have none
+    for size, share, weight in zip(sizes, shares, weights, strict=True):
+        assert share - 1 - needy - 1e-6 < size < share + 1 + 1e-6
         assert weight > 0 or size == 0
 
 
