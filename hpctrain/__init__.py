@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.connection import Connection, connect
+    from hpctrain.data.loader import Loader
     from hpctrain.errors import (
         CollectiveError,
         ConfigError,
@@ -46,6 +47,7 @@ __all__ = [
     "HpcTrainError",
     "InstallError",
     "LaunchError",
+    "Loader",
     "LossScaling",
     "NonFiniteError",
     "Recipe",
@@ -72,6 +74,7 @@ _HOME = {
     "LossScaling": "hpctrain.precision",
     "NonFiniteError": "hpctrain.errors",
     "Connection": "hpctrain.connection",
+    "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",

@@ -15,7 +15,7 @@ from hpctrain.cli import VERBS, main
 
 NAMES = """
 CollectiveError ConfigError Connection EMA HpcTrainError InstallError LAMB LARS LaunchError
-LossScaling NonFiniteError Recipe Replica World __version__ agree average_batchnorm
+Loader LossScaling NonFiniteError Recipe Replica World __version__ agree average_batchnorm
 checkpoint_activations connect distribute init quantize_int8 split_parameters sync_batchnorm
 """
 FLAGS = {
