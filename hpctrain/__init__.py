@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.connection import Connection, connect
+    from hpctrain.data import Shard, gather, metrics, reshuffle, scatter
     from hpctrain.errors import (
         CollectiveError,
         ConfigError,
@@ -31,12 +32,17 @@ __all__ = [
     "InstallError",
     "LaunchError",
     "Replica",
+    "Shard",
     "World",
     "__version__",
     "agree",
     "connect",
     "distribute",
+    "gather",
     "init",
+    "metrics",
+    "reshuffle",
+    "scatter",
 ]
 
 _HOME = {
@@ -47,9 +53,14 @@ _HOME = {
     "LaunchError": "hpctrain.errors",
     "Connection": "hpctrain.connection",
     "Replica": "hpctrain.replica",
+    "Shard": "hpctrain.data",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",
+    "gather": "hpctrain.data",
+    "metrics": "hpctrain.data",
+    "reshuffle": "hpctrain.data",
+    "scatter": "hpctrain.data",
     "agree": "hpctrain.world",
     "init": "hpctrain.world",
 }
