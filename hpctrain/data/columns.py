@@ -12,6 +12,7 @@ records. Three kinds of column:
 
 from __future__ import annotations
 
+import math
 import pickle
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class Dense(Column):
     @property
     def row_bytes(self) -> int:  # type: ignore[override]
         """Bytes of every row."""
-        return _itemsize(self.dtype) * int(np.prod(self.tail, dtype=np.int64))
+        return _itemsize(self.dtype) * math.prod(self.tail)
 
     def read(self, values: Any, rows: np.ndarray, out: np.ndarray) -> None:
         """Write the bytes of these rows into `out`."""
