@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.connection import Connection, connect
-    from hpctrain.data import Shard, gather, metrics, reshuffle, scatter
+    from hpctrain.data import Shard, files, gather, metrics, reshuffle, scatter, share, stage
+    from hpctrain.data.loader import Loader
     from hpctrain.errors import (
         CollectiveError,
         ConfigError,
+        DataError,
         HpcTrainError,
         InstallError,
         LaunchError,
@@ -28,9 +30,11 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "Connection",
+    "DataError",
     "HpcTrainError",
     "InstallError",
     "LaunchError",
+    "Loader",
     "Replica",
     "Shard",
     "World",
@@ -38,29 +42,37 @@ __all__ = [
     "agree",
     "connect",
     "distribute",
+    "files",
     "gather",
     "init",
     "metrics",
     "reshuffle",
     "scatter",
+    "share",
+    "stage",
 ]
 
 _HOME = {
     "CollectiveError": "hpctrain.errors",
     "ConfigError": "hpctrain.errors",
+    "DataError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "LaunchError": "hpctrain.errors",
     "Connection": "hpctrain.connection",
+    "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
     "Shard": "hpctrain.data",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",
+    "files": "hpctrain.data",
     "gather": "hpctrain.data",
     "metrics": "hpctrain.data",
     "reshuffle": "hpctrain.data",
     "scatter": "hpctrain.data",
+    "share": "hpctrain.data",
+    "stage": "hpctrain.data",
     "agree": "hpctrain.world",
     "init": "hpctrain.world",
 }

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.data.chunks import MESSAGE_BYTES, split_bytes, split_rows
+from hpctrain.data.reading import SourceRows
 from hpctrain.data.table import Form, Room, Table
 from hpctrain.data.waiting import finish
 from hpctrain.world import World
@@ -54,7 +55,7 @@ class Route:
 
 def exchange(
     world: World,
-    table: Table | None,
+    table: Table | SourceRows | None,
     route: Route,
     num_rows: int,
     *,
@@ -99,7 +100,7 @@ class _Pair:
     def __init__(
         self,
         world: World,
-        table: Table | None,
+        table: Table | SourceRows | None,
         route: Route,
         room: Room,
         step: int,

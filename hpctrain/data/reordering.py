@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hpctrain.data.alike import require_alike
 from hpctrain.data.chunks import share_length
 from hpctrain.data.exchange import Route, exchange
+from hpctrain.data.reading import SourceRows
 from hpctrain.data.shuffle import Order
 from hpctrain.data.table import Table
 from hpctrain.errors import ConfigError
@@ -25,7 +26,7 @@ _Rows = npt.NDArray[np.int64]
 
 def reorder(
     world: World,
-    table: Table,
+    table: Table | SourceRows,
     old: Order,
     new: Order,
     *,
@@ -59,7 +60,7 @@ def reorder(
             "give an order of as many"
         )
 
-    def move(rows: Table, route: Route) -> Any:
+    def move(rows: Table | SourceRows, route: Route) -> Any:
         return exchange(
             world,
             rows,

@@ -8,6 +8,7 @@ from hpctrain import log
 from hpctrain.data.alike import require_alike
 from hpctrain.data.channel import Channel, Inlet, Outlet, open_channel
 from hpctrain.data.chunks import MESSAGE_BYTES, check_chunk, share_length, split_rows
+from hpctrain.data.reading import SourceRows, rows_of
 from hpctrain.data.shard import Shard
 from hpctrain.data.shuffle import Order, choose_kind
 from hpctrain.data.table import Form, Room, Table
@@ -43,8 +44,8 @@ def scatter(
 
     Args:
         world: The ranks.
-        data: On the root: an array, a tensor, a list of samples, or a dict or tuple of these. None
-            on all other ranks.
+        data: On the root: an array, a tensor, a list of samples, a dict or tuple of these, a
+            source, or a data set with `__len__` and `__getitem__`. None on all other ranks.
         root: Who has the data.
         shuffle: Follow the epoch's order; False follows the order of the data.
         seed: Of the order; None takes the world's.
@@ -62,13 +63,14 @@ def scatter(
     settings = {"root": root, "shuffle": shuffle, "seed": seed, "epoch": epoch}
     settings |= {"chunk_bytes": chunk_bytes, "message_bytes": message_bytes}
     require_alike(world, "scatter", settings, timeout_s=timeout_s)
-    table, trouble = _examine(world, data, root, epoch, chunk_bytes, message_bytes)
+    chosen = world.seed if seed is None else seed
+    table, trouble = _examine(world, data, root, chosen, epoch, chunk_bytes, message_bytes)
     agree(world.comm, trouble, error=ConfigError, timeout_s=timeout_s)
     form, total, largest, total_bytes = world.comm.bcast(_plan(table), root=root)
     order = Order(
         kind=choose_kind(total) if shuffle else "stored",
         num_samples=total,
-        seed=world.seed if seed is None else seed,
+        seed=chosen,
         epoch=epoch,
     )
     channel = open_channel(
@@ -91,8 +93,14 @@ def scatter(
 
 
 def _examine(
-    world: World, data: Any, root: int, epoch: int, chunk_bytes: int, message_bytes: int
-) -> tuple[Table | None, str | None]:
+    world: World,
+    data: Any,
+    root: int,
+    seed: int,
+    epoch: int,
+    chunk_bytes: int,
+    message_bytes: int,
+) -> tuple[Table | SourceRows | None, str | None]:
     """Look at this rank's arguments: the root's table, or what is wrong."""
     if not 0 <= root < world.size:
         return None, f"scatter: root={root} is no rank; choose 0 <= root < {world.size}"
@@ -111,7 +119,7 @@ def _examine(
     if data is None:
         return None, f"scatter: data is None on root={root}; the root gives the data set"
     try:
-        table = Table(data)
+        table = rows_of(data, seed)
     except ConfigError as error:
         return None, f"scatter: {error}"
     pickled = table.num_pickled_bytes
@@ -123,7 +131,7 @@ def _examine(
     return table, None
 
 
-def _plan(table: Table | None) -> tuple[Form, int, int, int] | None:
+def _plan(table: Table | SourceRows | None) -> tuple[Form, int, int, int] | None:
     """What all ranks must know: the form, how many samples, the largest one's bytes, all bytes."""
     if table is None:
         return None
@@ -134,7 +142,7 @@ def _plan(table: Table | None) -> tuple[Form, int, int, int] | None:
     return table.form, table.num_rows, largest, int(sizes.sum())
 
 
-def _send_all(world: World, channel: Channel, table: Table, order: Order) -> None:
+def _send_all(world: World, channel: Channel, table: Table | SourceRows, order: Order) -> None:
     """The root's part: shapes first where rows differ, then rows, to all ranks in turn."""
     outlet = Outlet(channel)
     ranks = [rank for rank in range(world.size) if rank != channel.root]
@@ -149,7 +157,12 @@ def _send_all(world: World, channel: Channel, table: Table, order: Order) -> Non
 
 
 def _send_rows(
-    world: World, channel: Channel, outlet: Outlet, table: Table, order: Order, ranks: list[int]
+    world: World,
+    channel: Channel,
+    outlet: Outlet,
+    table: Table | SourceRows,
+    order: Order,
+    ranks: list[int],
 ) -> None:
     total = table.num_rows
     waiting = {}

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.data.chunks import share_length
+from hpctrain.data.reading import SourceRows
 from hpctrain.data.reordering import reorder
 from hpctrain.data.shuffle import Order
 from hpctrain.data.table import Table
@@ -29,7 +30,9 @@ class Shard:
         whole: Whether it is the whole data set, of which only this rank's rows are read.
     """
 
-    def __init__(self, world: World, order: Order, table: Table, *, whole: bool = False) -> None:
+    def __init__(
+        self, world: World, order: Order, table: Table | SourceRows, *, whole: bool = False
+    ) -> None:
         self._world = world
         self._order = order
         self._table = table
@@ -56,7 +59,9 @@ class Shard:
 
         A rank that holds the whole data set copies its share out, and again at each call.
         """
-        return self.take(np.arange(self.num_rows)) if self._whole else self._build()
+        if self._whole or not isinstance(self._table, Table):
+            return self.take(np.arange(self.num_rows))
+        return self._table.form.outline.build(self._table.values)
 
     def __len__(self) -> int:
         """How many samples there are over all ranks."""
@@ -87,6 +92,3 @@ class Shard:
         if not self._whole:
             return rows
         return self._order.at(rows * self._world.size + self._world.rank)
-
-    def _build(self) -> Any:
-        return self._table.form.outline.build(self._table.values)

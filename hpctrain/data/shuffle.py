@@ -89,7 +89,7 @@ class Order:
         return Order(kind=self.kind, num_samples=self.num_samples, seed=self.seed, epoch=epoch)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _numpy_permutation(order: Order) -> npt.NDArray[np.int64]:
     generator = np.random.default_rng(derive_seed(order.seed, "shuffle", order.epoch))
     permutation = generator.permutation(order.num_samples).astype(np.int64, copy=False)

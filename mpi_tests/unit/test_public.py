@@ -14,11 +14,13 @@ import hpctrain
 from hpctrain.cli import VERBS
 
 NAMES = """
-CollectiveError ConfigError Connection HpcTrainError InstallError LaunchError Replica World
-__version__ agree connect distribute init
+CollectiveError ConfigError Connection DataError HpcTrainError InstallError LaunchError Loader
+Replica Shard World __version__ agree connect distribute files gather init metrics reshuffle scatter
+share stage
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
+    "data": "--help -h",
     "doctor": "--all-nodes --help --json --time-limit -h",
     "horovod": "--help -h",
 }
