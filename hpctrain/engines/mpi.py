@@ -18,6 +18,7 @@ from hpctrain.engines import wire
 from hpctrain.engines.base import Engine, Op
 from hpctrain.engines.gpu_aware import mpi_reads_device_memory
 from hpctrain.engines.meeting import Finish, Watchdog
+from hpctrain.engines.node import NodeGroup
 from hpctrain.engines.worker import Worker
 
 if TYPE_CHECKING:
@@ -54,6 +55,13 @@ class MpiEngine(Engine):
         self._worker = Worker("hpctrain-mpi", device)
         self._concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._direct = device.type == "cpu" or mpi_reads_device_memory(device.type)
+        self._group: NodeGroup | None = None
+
+    def node_group(self) -> NodeGroup:
+        """Collective at the first call: this node's ranks and their counterparts elsewhere."""
+        if self._group is None:
+            self._group = NodeGroup(self._data)
+        return self._group
 
     def _sends(self, dtype: torch.dtype, op: Op, device: torch.device) -> bool:
         return dtype in _DATATYPES
@@ -133,6 +141,8 @@ class MpiEngine(Engine):
 
     def _close(self) -> None:
         self._worker.stop()
+        if self._group is not None:
+            self._group.close()
         self._data.Free()
 
     def _stage(self, tensor: Tensor) -> _Staged:

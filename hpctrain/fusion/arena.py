@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import ConfigError
-from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, ParameterSpec, plan
+from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, plan
+from hpctrain.fusion.usage import hook_gradient, specs_of
 
 __all__ = ["Arena", "Arrived", "Carrier", "Work"]
 
@@ -86,8 +87,7 @@ class Arena:
     ) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
-        self._specs = [_spec(name, p) for name, p in zip(names, parameters, strict=True)]
-        self.buckets = plan(self._specs, bucket_bytes=bucket_bytes, order=order)
+        self.buckets = plan(specs_of(names, parameters), bucket_bytes=bucket_bytes, order=order)
         self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
         self.flats = self._allocate()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
@@ -171,7 +171,7 @@ class Arena:
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad and index not in self._hooked:
                 ready = self._slot_of[index][0].ready
-                self._hooked[index] = _hook(parameter, ready.append)
+                self._hooked[index] = hook_gradient(parameter, ready.append)
 
     def is_attached(self) -> bool:
         """Whether every gradient is still the arena's own."""
@@ -254,7 +254,7 @@ class Arena:
             if hooked:
                 # Slots are in the order of readiness: the last one usually completes the bucket.
                 last = self.parameters[hooked[-1]]
-                self._triggers.append(_hook(last, self._trigger))
+                self._triggers.append(hook_gradient(last, self._trigger))
 
     def _trigger(self, _parameter: Tensor) -> None:
         self.num_trigger_calls += 1
@@ -311,19 +311,3 @@ class Arena:
         if isinstance(divisor, Tensor) or divisor != 1.0:
             for flat in self.flats.values():
                 flat.div_(divisor)
-
-
-def _hook(parameter: Tensor, call: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call something whenever a backward pass has added to a parameter's gradient."""
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-    return handle
-
-
-def _spec(name: str, parameter: torch.nn.Parameter) -> ParameterSpec:
-    return ParameterSpec(
-        name=name,
-        numel=parameter.numel(),
-        dtype=str(parameter.dtype).removeprefix("torch."),
-        device=str(parameter.device),
-        itemsize=parameter.element_size(),
-    )

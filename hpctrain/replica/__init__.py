@@ -13,6 +13,7 @@ from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.overlapping import bucket_size, can_hide
+from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.world import World
 
@@ -33,6 +34,7 @@ def distribute(
     accumulate: int = 1,
     overlap: bool | None = None,
     bucket_bytes: int | None = None,
+    update: str = "auto",
     timeout_s: float = 600.0,
     horovod: HorovodTraining | None = None,
 ) -> Replica:
@@ -51,6 +53,9 @@ def distribute(
             hide: see `hpctrain.replica.overlapping`.
         bucket_bytes: When to close a bucket; None: an eighth of the gradients, 4 to 25 MiB,
             with overlap, and everything at once without.
+        update: `sharded`: each rank of a node updates its share of the weights, and a node holds
+            the optimizer's state once; `replicated`: every rank updates everything; `auto`: sharded
+            where it pays. See `hpctrain.replica.sharing_work`.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
         horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
             Adasum, and its switches.
@@ -82,6 +87,10 @@ def distribute(
             from hpctrain.replica.horovod_mode import HorovodMode
 
             return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)
+        shared = shares_memory(world, link, overlap=overlap, bucket_bytes=bucket_bytes)
+        chosen = choose_update(optimizer, names, parameters, update=update, shared=shared)
+        if shared:
+            return make_node_mode(link, optimizer, names, parameters, chosen)
         size = bucket_bytes
         if size is None and overlapping:
             size = bucket_size(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,6 +104,10 @@ class ArenaMode:
                 parameter.grad = gradient
             elif gradient is not None and parameter.grad is not None:
                 parameter.grad.add_(gradient)
+
+    def each_alone(self) -> AbstractContextManager[None]:
+        """Every rank updates everything in any case."""
+        return nullcontext()
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""

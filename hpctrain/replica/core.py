@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,6 +72,9 @@ class Mode(Protocol):
 
     def add(self, gradients: list[Tensor | None]) -> None:
         """Add gradients that were set aside."""
+
+    def each_alone(self) -> AbstractContextManager[None]:
+        """A block in which every rank that steps updates everything by itself."""
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""
@@ -346,8 +349,9 @@ class Replica:
         """
         self._joining = True
         try:
-            yield
-            stay_until_all_are_done(self)
+            with self._mode.each_alone():  # ranks that have left the block update nothing
+                yield
+                stay_until_all_are_done(self)
         finally:
             self._joining = False
 

@@ -12,6 +12,7 @@ user's own optimizer stays the truth. What is mended on our side:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -251,6 +252,10 @@ class HorovodMode:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     # Telling
+
+    def each_alone(self) -> AbstractContextManager[None]:
+        """Every rank updates everything in any case."""
+        return nullcontext()
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""

@@ -1,0 +1,170 @@
+"""Sums over the ranks of a node in the memory they share, and between nodes slice by slice.
+
+Every rank of a node adds up its own slice of what all of them have written, always in the order of
+the ranks, so equal inputs give equal bits; 16-bit values are added in float32. Between nodes, ranks
+that hold the same slice give each other the parts of it, add those up in the order of the nodes,
+and hand the sums round: 2(N-1)/N of the data leave each of N nodes, and all slices travel at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.engines import wire
+from hpctrain.engines.op import Op
+from hpctrain.world.barrier import make_barrier, must_sleep
+from hpctrain.world.shared_memory import SharedBlock, allocate
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+__all__ = ["NodeGroup", "combine", "slice_bounds"]
+
+_ALIGN = 64
+"""Slices begin at multiples of this many elements, so that no two ranks write to one cache line."""
+_BLOCK = 1 << 16
+_MOST_BYTES = 1 << 30
+_COMBINE: dict[Op, Callable[..., Tensor]] = {
+    Op.SUM: torch.add,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+}
+
+
+def slice_bounds(num_elements: int, parts: int) -> list[tuple[int, int]]:
+    """Divide elements into aligned slices, some perhaps empty. Pure."""
+    lines = -(-num_elements // _ALIGN)
+    ends = [min(num_elements, _ALIGN * (lines * (part + 1) // parts)) for part in range(parts)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def combine(parts: Sequence[Tensor], total: Tensor, op: Op = Op.SUM) -> None:
+    """Combine flat tensors into `total`, from the first to the last.
+
+    Block by block, so that what is being added up stays in the cache.
+    """
+    call = _COMBINE[op]
+    narrow = total.dtype in (torch.float16, torch.bfloat16)
+    length = total.numel()
+    if len(parts) == 1:
+        total.copy_(parts[0])
+        return
+    if len(parts) == 2 and not narrow:
+        call(parts[0], parts[1], out=total)
+        return
+    step = _BLOCK * torch.get_num_threads()
+    for start in range(0, length, step):
+        pieces = [part[start : start + step] for part in parts]
+        here = total[start : start + step]
+        if narrow:
+            sum_of = pieces[0].float()
+            for piece in pieces[1:]:
+                call(sum_of, piece.float(), out=sum_of)
+            here.copy_(sum_of)
+        else:
+            call(pieces[0], pieces[1], out=here)
+            for piece in pieces[2:]:
+                call(here, piece, out=here)
+
+
+class NodeGroup:
+    """The ranks of this node, and this rank's counterparts on the others.
+
+    Args:
+        comm: All ranks.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm: Comm = comm.Dup()
+        rank = self.comm.Get_rank()
+        self.node: Comm = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+        self.local_rank, self.local_size = self.node.Get_rank(), self.node.Get_size()
+        leads = self.comm.allgather(self.local_size if self.local_rank == 0 else 0)
+        self.local_sizes = [size for size in leads if size]
+        """How many ranks each node has, in the order of the nodes' lowest ranks."""
+        self.num_nodes = len(self.local_sizes)
+        self.num_lanes = min(self.local_sizes)
+        color = self.local_rank if self.local_rank < self.num_lanes else MPI.UNDEFINED
+        self.lane: Comm = self.comm.Split(color, key=rank)
+        own = (torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+        every = self.node.allgather(own)
+        threads = [number for number, _ in every]
+        cores = {core for _, mask in every for core in mask}
+        self.barrier = make_barrier(self.node, sleep=must_sleep(threads, len(cores)))
+        everyone = self.comm.allgather(own[0])
+        self.num_threads = min(everyone)
+        """What all ranks can compute with alike: more on some would round differently."""
+        self.threads_differ = max(everyone) != self.num_threads
+
+    def allocate(
+        self, num_bytes: int, what: str, slices: Sequence[tuple[int, int]] | None = None
+    ) -> SharedBlock:
+        """Collective: memory that this node's ranks share."""
+        return allocate(self.comm, self.node, num_bytes, what=what, slices=slices)
+
+    def own_slice(self, num_elements: int) -> slice:
+        """The elements that this rank adds up."""
+        return slice(*slice_bounds(num_elements, self.local_size)[self.local_rank])
+
+    def reduce(self, parts: Sequence[Tensor], total: Tensor, op: Op = Op.SUM) -> None:
+        """Collective: combine every rank's part into the node's `total`, over all nodes.
+
+        Args:
+            parts: The node's parts in shared memory, by local rank; each written by its rank.
+            total: Node-shared as well.
+            op: SUM, MIN or MAX.
+        """
+        self.barrier.wait()
+        own = self.own_slice(total.numel())
+        if own.stop > own.start:
+            combine([part[own] for part in parts], total[own], op)
+        if self.num_nodes > 1:
+            if set(self.local_sizes) != {self.num_lanes}:  # lanes are not the slices: wait for all
+                self.barrier.wait()
+            self.combine_across(total, op)
+        self.barrier.wait()
+
+    def combine_across(self, total: Tensor, op: Op = Op.SUM) -> None:
+        """Collective over the lane: combine this rank's lane of `total` with the other nodes'."""
+        if self.num_nodes == 1 or self.local_rank >= self.num_lanes:
+            return
+        bounds = slice_bounds(total.numel(), self.num_lanes)[self.local_rank]
+        most = _MOST_BYTES // total.element_size()
+        for start in range(bounds[0], bounds[1], most):
+            self._combine_piece(total[start : min(start + most, bounds[1])], op)
+
+    def _combine_piece(self, piece: Tensor, op: Op) -> None:
+        counts = wire.shares(piece.numel(), self.num_nodes)
+        own = counts[self.lane.Get_rank()]
+        arrived = piece.new_empty((self.num_nodes, own))
+        self.lane.Alltoallv(_bytes(piece, counts), _bytes(arrived.view(-1), [own] * self.num_nodes))
+        sums = piece.new_empty(own)
+        if own:
+            combine(list(arrived.unbind()), sums, op)
+        self.lane.Allgatherv(_bytes(sums), _bytes(piece, counts))
+
+    def close(self) -> None:
+        """Collective: give back the communicators."""
+        self.barrier.close()
+        if self.lane != MPI.COMM_NULL:
+            self.lane.Free()
+        self.node.Free()
+        self.comm.Free()
+
+
+def _bytes(tensor: Tensor, counts: Sequence[int] | None = None) -> list[object]:
+    """A contiguous tensor as mpi4py takes it; data that only moves needs no dtype."""
+    item = tensor.element_size()
+    memory = MPI.memory.fromaddress(tensor.data_ptr(), tensor.numel() * item)
+    if counts is None:
+        return [memory, tensor.numel() * item, MPI.BYTE]
+    sizes = np.array(counts, dtype=np.int64) * item
+    starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    return [memory, (sizes, starts), MPI.BYTE]

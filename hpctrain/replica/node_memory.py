@@ -1,0 +1,130 @@
+"""Where gradients lie on a node: a part for each rank, and one place for their sum.
+
+    [ rank 0's part | rank 1's part | ... | the sum ]     for each dtype
+
+Every part has the layout of `hpctrain.fusion.layout`: gradients, flags, control words. All ranks
+read the sum through views that are theirs to scribble on: what one rank writes to a gradient after
+the exchange (clipping) is seen by that rank alone, and no gradient is ever copied back.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpctrain.fusion.layout import CONTROL_WORDS, Bucket
+from hpctrain.update.memory import is_dense, like_parameter
+from hpctrain.world.shared_memory import PrivateView
+
+if TYPE_CHECKING:
+    from hpctrain.engines.node import NodeGroup
+
+__all__ = ["NodeMemory", "Room"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """The memory of one dtype."""
+
+    bucket: Bucket
+    parts: list[Tensor]
+    """Every rank's gradients, by local rank."""
+    total: Tensor
+    """Their sum."""
+    own: PrivateView
+    seen: Tensor
+    """The sum as this rank sees it."""
+    slots: list[Tensor]
+    """Where this rank's gradients go, one view per member."""
+    views: list[Tensor]
+    """The summed gradients, one view per member."""
+
+    @property
+    def tail(self) -> slice:
+        """The flags, and the control words where this bucket has them."""
+        return slice(self.bucket.flags, self.bucket.stop)
+
+    def flags(self) -> Tensor:
+        """How many ranks have used each member."""
+        start = self.bucket.flags
+        return self.total[start : start + len(self.bucket.members)].clone()
+
+    def control(self) -> Tensor | None:
+        """The summed control words, in the one bucket that has them."""
+        start = self.bucket.control
+        return None if start is None else self.total[start : start + CONTROL_WORDS].clone()
+
+
+class NodeMemory:
+    """All rooms of a model's gradients. Collective to make.
+
+    Args:
+        group: The ranks of the node.
+        buckets: One per dtype.
+        parameters: As the buckets' members count them.
+    """
+
+    def __init__(
+        self, group: NodeGroup, buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        self._parameters = parameters
+        plans = [(bucket, _pages(bucket), getattr(torch, bucket.dtype)) for bucket in buckets]
+        num_parts = group.local_size + 1
+        total = sum(pages * num_parts for _, pages, _ in plans)
+        self.block = group.allocate(total, "gradients", _placed(plans, group.local_size))
+        self.rooms: list[Room] = []
+        at = 0
+        for bucket, pages, dtype in plans:
+            parts = [
+                self.block.tensor(dtype, start=at + pages * part, num_elements=bucket.stop)
+                for part in range(num_parts)
+            ]
+            start = at + pages * group.local_size
+            own = self.block.private(start=start, num_bytes=pages)
+            seen = own.tensor(dtype, num_elements=bucket.stop)
+            self.rooms.append(
+                Room(
+                    bucket=bucket,
+                    parts=parts[:-1],
+                    total=parts[-1],
+                    own=own,
+                    seen=seen,
+                    slots=self._cut(bucket, parts[group.local_rank]),
+                    views=self._cut(bucket, seen),
+                )
+            )
+            at += pages * num_parts
+
+    def _cut(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
+        views = []
+        for index, offset in zip(bucket.members, bucket.offsets, strict=True):
+            parameter = self._parameters[index]
+            piece = flat[offset : offset + parameter.numel()]
+            dense = is_dense(parameter)
+            views.append(like_parameter(piece, parameter) if dense else piece.view(parameter.shape))
+        return views
+
+    def close(self) -> None:
+        """Let the file go; gradients that are still looked at stay."""
+        self.block.close()
+
+
+def _pages(bucket: Bucket) -> int:
+    """The bytes of a part, in whole pages."""
+    item = torch.empty(0, dtype=getattr(torch, bucket.dtype)).element_size()
+    return -(-bucket.stop * item // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _placed(
+    plans: Sequence[tuple[Bucket, int, torch.dtype]], num_ranks: int
+) -> list[tuple[int, int]] | None:
+    """Which bytes each rank touches first: its own part; the sum is divided by nobody's."""
+    if len(plans) != 1:
+        return None  # several dtypes lie one after the other: an even division does
+    pages = plans[0][1]
+    return [(pages * rank, pages * (rank + 1)) for rank in range(num_ranks)]

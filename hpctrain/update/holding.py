@@ -1,0 +1,273 @@
+"""The state of a divided optimizer in node-shared memory, and as the user sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import ConfigError
+from hpctrain.update.memory import like_parameter
+from hpctrain.update.pieces import Piece
+from hpctrain.update.state import Entry, Slot, lay_out
+from hpctrain.world import agree
+from hpctrain.world.shared_memory import PrivateView, SharedBlock, describe_bytes
+
+if TYPE_CHECKING:
+    from hpctrain.engines.node import NodeGroup
+
+__all__ = ["SharedState"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A state tensor as the user sees it, and how often it had been written to by then."""
+
+    tensor: Tensor
+    version: int
+
+
+class SharedState:
+    """Moves what an optimizer makes for its pieces into memory that the node shares.
+
+    The user's `optimizer.state` gets views of all of it. Reading them shows what the owners write;
+    writing to them (or replacing them) is this rank's own affair until the next step, which takes
+    the owner's edits in: done alike on all ranks, as on one process, that edits the whole.
+    """
+
+    def __init__(
+        self,
+        group: NodeGroup,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self._group = group
+        self._optimizer = optimizer
+        self._names = names
+        self._parameters = parameters
+        self._blocks: list[tuple[SharedBlock, PrivateView]] = []
+        self._slots: dict[tuple[int, int, str], Tensor] = {}
+        """By parameter, start of the fragment and key: the state of this rank's pieces."""
+        self._shown: dict[int, dict[str, _Shown | None]] = {}
+        self._told: set[int] = set()
+        """Parameters whose state everybody knows about."""
+        self._cleared: set[int] = set()
+        self._edited = False
+        self._import = True
+
+    def forget(self) -> None:
+        """Take everything from the user's optimizer at the next step, as after loading it."""
+        self._import = True
+
+    # Before an update
+
+    def take_in(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+        """See what the user has changed since the last update."""
+        if self._import:
+            self._import = False
+            self._take_all(inner, pieces)
+            return
+        for index, shown in self._shown.items():
+            state = self._optimizer.state.get(self._parameters[index])
+            if not state:
+                self._cleared.add(index)
+                self._edited = True
+            elif any(not _is_as_shown(state.get(key), one) for key, one in shown.items()):
+                self._take_edits(index, state, pieces)
+        for piece in pieces:
+            if piece.fragment.parameter in self._cleared:
+                inner.state.pop(piece.tensor, None)
+
+    def _take_all(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+        inner.state.clear()
+        self._shown.clear()
+        self._told.clear()
+        self._slots.clear()
+        for piece in pieces:
+            index = piece.fragment.parameter
+            state = self._optimizer.state.get(self._parameters[index])
+            for key, value in (state or {}).items():
+                inner.state[piece.tensor][key] = self._own_part(piece, key, value)
+        self.close()
+
+    def _own_part(self, piece: Piece, key: str, value: Any) -> Any:
+        parameter = self._parameters[piece.fragment.parameter]
+        if not isinstance(value, Tensor):
+            return value
+        if key != "step" and value.shape == parameter.shape:
+            return piece.part_of(value, parameter).clone()
+        return value.detach().clone()
+
+    def _take_edits(self, index: int, state: dict[str, Any], pieces: Sequence[Piece]) -> None:
+        self._edited = True
+        for piece in pieces:
+            if piece.fragment.parameter != index:
+                continue
+            for key in self._shown[index]:
+                slot = self._slots.get((index, piece.fragment.start, key))
+                if slot is not None and isinstance(state.get(key), Tensor):
+                    slot.copy_(self._own_part(piece, key, state[key]).view(slot.shape))
+
+    # After an update
+
+    def adopt(
+        self, inner: torch.optim.Optimizer, pieces: Sequence[Piece], used: Sequence[bool]
+    ) -> None:
+        """Collective when a parameter is updated for the first time: share the new state."""
+        self._put_back(inner, pieces)
+        if len(self._told) == len(self._parameters):
+            return
+        new = {
+            index
+            for index, parameter in enumerate(self._parameters)
+            if index not in self._told and (used[index] or self._optimizer.state.get(parameter))
+        }
+        if not new:
+            return
+        mine = [piece for piece in pieces if piece.fragment.parameter in new]
+        agree(self._group.comm, self._trouble(inner, mine), error=ConfigError)
+        entries = [entry for piece in mine for entry in _entries(inner, piece)]
+        every = [entry for part in self._group.node.allgather(entries) for entry in part]
+        empty = {
+            (piece.fragment.parameter, key)
+            for piece in mine
+            for key, value in inner.state.get(piece.tensor, {}).items()
+            if value is None
+        }
+        nothing = {pair for part in self._group.node.allgather(empty) for pair in part}
+        slots, num_bytes = lay_out(every, [p.numel() for p in self._parameters])
+        self._told |= new
+        shown: dict[int, dict[str, _Shown | None]] = {index: {} for index in new}
+        for index, key in sorted(nothing):
+            shown[index][key] = None
+        if num_bytes:
+            block = self._group.allocate(num_bytes, "optimizer state")
+            private = block.private(start=0, num_bytes=num_bytes)
+            self._blocks.append((block, private))
+            for piece in mine:
+                self._move(inner, piece, block, slots)
+            for entry in every:
+                if entry.whole or entry.start == 0:
+                    tensor = self._view(private, entry, slots)
+                    shown[entry.parameter][entry.key] = _Shown(tensor, tensor._version)
+        for index, values in shown.items():
+            if values:
+                self._show(index, values)
+
+    def _trouble(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> str | None:
+        for piece in pieces:
+            for key, value in inner.state.get(piece.tensor, {}).items():
+                if value is not None and not isinstance(value, Tensor):
+                    return (
+                        f"{type(self._optimizer).__name__} keeps {key}={value!r} for "
+                        f"{self._names[piece.fragment.parameter]}, which is no tensor and cannot "
+                        'be shared by ranks; pass update="replicated" to distribute'
+                    )
+        return None
+
+    def _move(
+        self,
+        inner: torch.optim.Optimizer,
+        piece: Piece,
+        block: SharedBlock,
+        slots: dict[tuple[int, int | None, str], Slot],
+    ) -> None:
+        """Put a piece's state where it belongs."""
+        state = inner.state.get(piece.tensor, {})
+        for entry in _entries(inner, piece):
+            slot = slots[entry.parameter, None if entry.whole else entry.start, entry.key]
+            offset = slot.offset + (entry.start * entry.itemsize if entry.whole else 0)
+            value = state[entry.key]
+            memory = block.tensor(value.dtype, start=offset, num_elements=max(1, value.numel()))
+            home = memory[: value.numel()].view(value.shape)
+            if piece.whole and entry.whole:
+                home = like_parameter(memory, self._parameters[entry.parameter])
+            home.copy_(value)
+            state[entry.key] = home
+            self._slots[entry.parameter, piece.fragment.start, entry.key] = home
+
+    def _view(
+        self,
+        private: PrivateView,
+        entry: Entry,
+        slots: dict[tuple[int, int | None, str], Slot],
+    ) -> Tensor:
+        slot = slots[entry.parameter, None if entry.whole else entry.start, entry.key]
+        dtype = getattr(torch, entry.dtype)
+        flat = private.tensor(dtype, start=slot.offset, num_elements=slot.num_elements)
+        if entry.whole:
+            return like_parameter(flat, self._parameters[entry.parameter])
+        return flat.view(entry.shape)
+
+    def _show(self, index: int, values: dict[str, _Shown | None]) -> None:
+        self._shown[index] = values
+        self._optimizer.state[self._parameters[index]] = {
+            key: None if one is None else one.tensor for key, one in values.items()
+        }
+
+    def _put_back(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+        """State that was made anew after the user had cleared it goes to its old place."""
+        for piece in pieces:
+            index = piece.fragment.parameter
+            if index in self._cleared and piece.tensor in inner.state:
+                state = inner.state[piece.tensor]
+                for key, value in state.items():
+                    slot = self._slots.get((index, piece.fragment.start, key))
+                    if slot is not None:
+                        state[key] = slot.copy_(value)
+
+    def refresh(self) -> None:
+        """After everybody has updated: show again what is shared, where a user has written."""
+        if not self._edited:
+            return
+        self._edited = False
+        self._cleared.clear()
+        for _, private in self._blocks:
+            private.refresh()
+        for index, shown in self._shown.items():
+            self._show(
+                index,
+                {
+                    key: None if one is None else _Shown(one.tensor, one.tensor._version)
+                    for key, one in shown.items()
+                },
+            )
+
+    def describe(self) -> str:
+        """Where it is and how much of it."""
+        if not self._blocks:
+            return "none yet"
+        total = sum(block.num_bytes for block, _ in self._blocks)
+        return f"{describe_bytes(total)} a node, {self._blocks[0][0].backing.why}"
+
+    def close(self) -> None:
+        """Let the files go; what the user sees stays."""
+        for block, _ in self._blocks:
+            block.close()
+        self._blocks.clear()
+
+
+def _entries(inner: torch.optim.Optimizer, piece: Piece) -> list[Entry]:
+    return [
+        Entry(
+            parameter=piece.fragment.parameter,
+            start=piece.fragment.start,
+            key=key,
+            dtype=str(value.dtype).removeprefix("torch."),
+            itemsize=value.element_size(),
+            shape=tuple(value.shape),
+            whole=key != "step" and value.shape == piece.tensor.shape,
+        )
+        for key, value in inner.state.get(piece.tensor, {}).items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def _is_as_shown(value: Any, shown: _Shown | None) -> bool:
+    if shown is None:
+        return value is None
+    return value is shown.tensor and shown.tensor._version == shown.version

@@ -1,0 +1,45 @@
+"""Which optimizers may be divided, and how. Pure.
+
+Most of torch's optimizers treat every element alone, so any piece of a parameter can be updated
+apart. Some look at a whole parameter (a norm, a matrix): those are divided by whole parameters. One
+that couples parameters cannot be divided. A class of one's own says which it is by an attribute:
+`shards_by = "element"` or `"parameter"`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["shards_by"]
+
+_BY_ELEMENT = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+_BY_PARAMETER = ("Adafactor", "Muon")
+
+
+def shards_by(optimizer: torch.optim.Optimizer) -> tuple[str | None, str]:
+    """`element`, `parameter` or None, and why."""
+    kind = type(optimizer)
+    told = getattr(kind, "shards_by", None)
+    if told in ("element", "parameter"):
+        return str(told), f"{kind.__name__} says that it can be divided by {told}"
+    if kind.__module__.startswith("torch.optim."):
+        if kind.__name__ in _BY_ELEMENT:
+            return "element", f"{kind.__name__} treats every element alone"
+        if kind.__name__ in _BY_PARAMETER:
+            return "parameter", f"{kind.__name__} treats every parameter alone"
+    return None, (
+        f"{kind.__name__} is not known to treat elements or parameters alone (a class of your own "
+        'can say so: shards_by = "element" or "parameter")'
+    )

@@ -1,0 +1,250 @@
+"""The sharded update: each rank of a node updates its share of the weights, and all take the rest.
+
+The user's optimizer stays the truth. Calling its `step` runs an optimizer of the same kind on this
+rank's share; the new weights go through memory that the node shares into every rank's own
+parameters. Groups' options are taken from the user's optimizer at each step, and its state is
+there for all to see: on every rank, for all parameters, though a node holds it only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import ConfigError
+from hpctrain.update.holding import SharedState
+from hpctrain.update.memory import flat_memory
+from hpctrain.update.pieces import Piece, make_inner, make_pieces, take_options
+from hpctrain.update.sharing import cut_elements, divide_parameters
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from hpctrain.engines.base import Engine
+    from hpctrain.engines.node import NodeGroup
+
+__all__ = ["ShardedUpdate"]
+
+_ALIGN_BYTES = 64
+
+
+class ShardedUpdate:
+    """Takes over `optimizer.step()` until it is closed.
+
+    Args:
+        engine: Announces waiting to the watchdog.
+        group: The ranks of the node.
+        optimizer: The user's.
+        names: Of its parameters, in the order of its groups.
+        parameters: Dense, on the CPU, in the same order.
+        views: The gradients that the exchange hands out, one object per parameter for ever.
+        by: `element` or `parameter`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: NodeGroup,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        views: Sequence[Tensor],
+        *,
+        by: str,
+    ) -> None:
+        self.by = by
+        self._engine = engine
+        self._group = group
+        self._optimizer = optimizer
+        self._parameters = list(parameters)
+        self._views = views
+        sizes = [p.numel() for p in parameters]
+        if by == "element":
+            shares = cut_elements(
+                sizes,
+                [p.element_size() for p in parameters],
+                num_cells=max(group.local_sizes),
+                num_ranks=group.local_size,
+            )
+        else:
+            shares = divide_parameters(sizes, num_ranks=group.local_size)
+        self.shares = shares
+        self._stage()
+        self._build()
+        self._state = SharedState(group, optimizer, names, self._parameters)
+        self._suspended = False
+        self._hidden: list[Tensor | None] | None = None
+        self._handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._state.forget()),
+        ]
+
+    def _stage(self) -> None:
+        """Collective: the memory through which new weights travel."""
+        starts, end = [], 0
+        for parameter in self._parameters:
+            starts.append(end)
+            num_bytes = parameter.numel() * parameter.element_size()
+            end += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        self.block = self._group.allocate(end, "weights under way")
+        self._staged = [
+            self.block.tensor(p.dtype, start=start, num_elements=p.numel())
+            for p, start in zip(self._parameters, starts, strict=True)
+        ]
+
+    def _build(self) -> None:
+        """Cut the parameters where they lie now."""
+        self._pointers = [p.data_ptr() for p in self._parameters]
+        whole = self.by == "parameter"
+        own = self._group.local_rank
+        self.pieces = make_pieces(self.shares[own], self._parameters, whole=whole)
+        self._gradients = [
+            piece.part_of(self._views[piece.fragment.parameter], self._parameters[i])
+            for piece in self.pieces
+            for i in (piece.fragment.parameter,)
+        ]
+        flats = [flat_memory(p) for p in self._parameters]
+        self._sent = [
+            (
+                f.parameter,
+                self._staged[f.parameter][f.start : f.stop],
+                flats[f.parameter][f.start : f.stop],
+            )
+            for f in self.shares[own]
+        ]
+        self._received = [
+            (
+                f.parameter,
+                flats[f.parameter][f.start : f.stop],
+                self._staged[f.parameter][f.start : f.stop],
+            )
+            for rank, share in enumerate(self.shares)
+            if rank != own
+            for f in share
+        ]
+        self._routes: tuple[tuple[bool, ...], Any] | None = None
+        self.inner = make_inner(self._optimizer, self.pieces)
+
+    # Around the user's step
+
+    def _before(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._suspended:
+            return
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise ConfigError(
+                "optimizer.step(closure) evaluates the loss inside the update, which ranks share; "
+                'call backward before step, or pass update="replicated" to distribute'
+            )
+        self._step()
+        # What torch's own step finds now is nothing to do.
+        self._hidden = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _after(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+        if self._hidden is not None:
+            for parameter, gradient in zip(self._parameters, self._hidden, strict=True):
+                parameter.grad = gradient
+            self._hidden = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let every rank update everything, for a while; all ranks must have equal state after."""
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
+            self._state.forget()
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """Collective: one update of all parameters that have a gradient."""
+        if any(p.data_ptr() != at for p, at in zip(self._parameters, self._pointers, strict=True)):
+            self._move_house()
+        take_options(self.inner, self._optimizer)
+        used = tuple(p.grad is not None for p in self._parameters)
+        self._state.take_in(self.inner, self.pieces)
+        for piece, ready in zip(self.pieces, self._gradients, strict=True):
+            self._give_gradient(piece, ready)
+        _with_threads(self._group, self.inner.step)
+        self._state.adopt(self.inner, self.pieces, used)
+        if self._routes is None or self._routes[0] != used:
+            self._routes = (used, (_route(self._sent, used), _route(self._received, used)))
+        out, back = self._routes[1]
+        self._engine.meet(lambda: self._exchange(out, back), "update of the weights", "", None)
+        self._state.refresh()
+
+    def _move_house(self) -> None:
+        """Somebody gave a parameter other memory (`p.data = ...`): cut it anew, keep the state."""
+        before = self.inner.state
+        old = {p.fragment: before[p.tensor] for p in self.pieces if p.tensor in before}
+        self._build()
+        for piece in self.pieces:
+            if piece.fragment in old:
+                self.inner.state[piece.tensor] = old[piece.fragment]
+
+    def _give_gradient(self, piece: Piece, ready: Tensor) -> None:
+        index = piece.fragment.parameter
+        gradient = self._parameters[index].grad
+        if gradient is self._views[index]:
+            piece.tensor.grad = ready
+        elif gradient is None:
+            piece.tensor.grad = None
+        else:
+            piece.tensor.grad = piece.part_of(gradient, self._parameters[index])
+
+    def _exchange(
+        self, out: tuple[list[Tensor], list[Tensor]], back: tuple[list[Tensor], list[Tensor]]
+    ) -> None:
+        if out[0]:
+            torch._foreach_copy_(*out)
+        self._group.barrier.wait()
+        if back[0]:
+            torch._foreach_copy_(*back)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What was chosen, in words."""
+        counts = [sum(f.stop - f.start for f in share) for share in self.shares]
+        return [
+            (
+                "update",
+                f"sharded by {self.by}: {min(counts):,} to {max(counts):,} elements a rank, "
+                f"{len(self.pieces)} fragments here",
+            ),
+            ("state", self._state.describe()),
+        ]
+
+    def close(self) -> None:
+        """Give the optimizer its own step back; its state stays, complete on every rank."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.block.close()
+        self._state.close()
+
+
+def _route(
+    triples: Sequence[tuple[int, Tensor, Tensor]], used: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Targets and sources of the parameters that moved."""
+    moved = [(target, source) for index, target, source in triples if used[index]]
+    return [target for target, _ in moved], [source for _, source in moved]
+
+
+def _with_threads(group: NodeGroup, call: Callable[[], object]) -> None:
+    """Compute with as many threads as every rank has: a loop cut elsewhere rounds differently."""
+    if not group.threads_differ:
+        call()
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(group.num_threads)
+    try:
+        call()
+    finally:
+        torch.set_num_threads(before)

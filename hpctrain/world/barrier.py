@@ -1,0 +1,147 @@
+"""How the ranks of a node wait for each other without taking the cores from those that compute.
+
+While the node has a core for every computing thread, a rank that waits looks again and again, which
+is quickest. With more threads than cores it would take the time slice of the very rank it waits
+for: it sleeps in the kernel instead, until a byte arrives on a socket.
+`python -m benchmarks.barrier` measures both ways.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from hpctrain.errors import CollectiveError
+from hpctrain.world.agreement import agree
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+__all__ = ["Barrier", "SleepingBarrier", "SpinningBarrier", "make_barrier", "must_sleep"]
+
+_SPIN_S = 2e-3
+_NAP_S = 50e-6
+_CONNECT_S = 60.0
+
+
+class Barrier(Protocol):
+    """Lets all ranks of a node arrive before any goes on; what they wrote before is seen after."""
+
+    how: str
+    """In words."""
+
+    def wait(self) -> None:
+        """Collective: wait for all ranks of the node."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+def must_sleep(num_threads: Sequence[int], num_cores: int) -> bool:
+    """Whether waiting ranks must give up their core. Pure.
+
+    Args:
+        num_threads: What each rank of the node computes with.
+        num_cores: What they all may run on.
+    """
+    return sum(num_threads) > num_cores
+
+
+def make_barrier(node: Comm, *, sleep: bool) -> Barrier:
+    """Collective: over the ranks of a node; `sleep` must match."""
+    return SleepingBarrier(node) if sleep else SpinningBarrier(node)
+
+
+class SpinningBarrier:
+    """MPI's own, looked at again and again; after a while with short naps."""
+
+    how = "spinning: there is a core for every thread"
+
+    def __init__(self, node: Comm) -> None:
+        self._node: Comm = node.Dup()
+
+    def wait(self) -> None:
+        """Collective: wait for all ranks of the node."""
+        request = self._node.Ibarrier()
+        for _ in range(200):
+            if request.Test():
+                return
+        until = time.perf_counter() + _SPIN_S
+        while not request.Test():
+            if time.perf_counter() < until:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_S)
+
+    def close(self) -> None:
+        """Collective: give the communicator back."""
+        self._node.Free()
+
+
+class SleepingBarrier:
+    """Every rank reports to the node's first one by a local socket and sleeps until it answers."""
+
+    how = "sleeping: there are more threads than cores"
+
+    def __init__(self, node: Comm) -> None:
+        self._rank, self._size = node.Get_rank(), node.Get_size()
+        self._links: list[socket.socket] = []
+        trouble = None
+        try:
+            self._connect(node)
+        except OSError as error:
+            trouble = f"local sockets do not work here ({error}); ranks of one node must share one"
+        try:
+            agree(node, trouble)
+        except CollectiveError:
+            self.close()
+            raise
+
+    def _connect(self, node: Comm) -> None:
+        server = None
+        name = ""
+        if self._rank == 0:
+            # A leading zero: a name that is no file, so nothing is left behind.
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            server.bind(f"\0hpctrain-{os.getpid()}-{secrets.token_hex(8)}")
+            server.listen(self._size)
+            server.settimeout(_CONNECT_S)
+            name = server.getsockname().decode()
+        name = node.bcast(name, root=0)
+        if server is None:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._links.append(link)
+            link.settimeout(_CONNECT_S)
+            link.connect(name)
+            link.settimeout(None)
+            return
+        with server:
+            for _ in range(self._size - 1):
+                link, _ = server.accept()
+                link.settimeout(None)
+                self._links.append(link)
+
+    def wait(self) -> None:
+        """Collective: wait for all ranks of the node."""
+        if self._rank == 0:
+            for link in self._links:
+                self._receive(link)
+            for link in self._links:
+                link.send(b"\0")
+        else:
+            self._links[0].send(b"\0")
+            self._receive(self._links[0])
+
+    def _receive(self, link: socket.socket) -> None:
+        if not link.recv(1):
+            raise CollectiveError("a rank of this node has ended while others waited for it")
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for link in self._links:
+            link.close()
+        self._links.clear()

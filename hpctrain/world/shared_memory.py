@@ -1,0 +1,266 @@
+"""Memory that all ranks of a node share.
+
+A block is an unnamed file in memory that every rank of the node maps. Space is looked for before,
+reserved slice by slice by the rank that owns the slice (so that its pages are near that rank), and
+agreed upon by all ranks of the job; the file has lost its name before anybody uses it, so nothing
+is left behind whatever ends the job. Tensors keep the mapping alive: using one after the world has
+ended is safe.
+
+Nothing here orders reads and writes of different ranks: that is what barriers are for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import math
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import CollectiveError
+from hpctrain.world.agreement import agree, roll_call
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py.MPI import Comm
+    from torch import Tensor
+
+__all__ = [
+    "Backing",
+    "PrivateView",
+    "SharedBlock",
+    "allocate",
+    "describe_bytes",
+    "page_slices",
+    "places",
+]
+
+_PREFIX = "hpctrain-"
+_KEEP_FREE_BYTES = 16 << 20
+"""What is left to others in /dev/shm: MPI itself lives there."""
+_MEET_S = 300.0
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backing:
+    """A folder whose files can be node-shared memory."""
+
+    folder: Path
+    free_bytes: int
+    why: str
+    """Why it was taken."""
+
+
+class SharedBlock:
+    """Bytes that the ranks of a node share. Made by `allocate`."""
+
+    def __init__(self, descriptor: int, num_bytes: int, backing: Backing) -> None:
+        self.num_bytes = num_bytes
+        self.backing = backing
+        self._descriptor = descriptor
+        self._mapped = mmap.mmap(descriptor, num_bytes)
+
+    def tensor(self, dtype: torch.dtype, *, start: int = 0, num_elements: int) -> Tensor:
+        """A flat tensor over the block, from byte `start` on; every rank sees every write."""
+        return _tensor(self._mapped, dtype, start, num_elements)
+
+    def private(self, *, start: int, num_bytes: int) -> PrivateView:
+        """A view of one's own, from byte `start`, a multiple of the page size, on."""
+        return PrivateView(self._descriptor, start, num_bytes)
+
+    @property
+    def descriptor(self) -> int:
+        """The open file: other processes of this rank can open it through /proc."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Give the file back; the memory goes when the last tensor over it does."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class PrivateView:
+    """Shared memory as seen by one rank that may scribble on it.
+
+    Reads see what other ranks write; the first write to a page gives this rank a copy of the page
+    that nobody else sees, until `refresh` takes all such copies back.
+    """
+
+    def __init__(self, descriptor: int, start: int, num_bytes: int) -> None:
+        self._mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, offset=start)
+
+    def tensor(self, dtype: torch.dtype, *, start: int = 0, num_elements: int) -> Tensor:
+        """A flat tensor over the view, from byte `start` on."""
+        return _tensor(self._mapped, dtype, start, num_elements)
+
+    def refresh(self) -> None:
+        """Forget this rank's own writes: see again what is shared."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def allocate(
+    comm: Comm,
+    node: Comm,
+    num_bytes: int,
+    *,
+    what: str,
+    slices: Sequence[tuple[int, int]] | None = None,
+    backings: Sequence[Path] | None = None,
+) -> SharedBlock:
+    """Collective: reserve memory that the ranks of each node share.
+
+    Args:
+        comm: All ranks, so that all of them raise if one node has no space.
+        node: This node's ranks.
+        num_bytes: How much; the same on all ranks of a node.
+        what: What it is for, for messages.
+        slices: The bytes that each rank of the node uses most; None divides evenly.
+        backings: Folders to look for space in; None: /dev/shm, then the temporary folder.
+
+    Raises:
+        CollectiveError: on all ranks; names the folder, its free space, the need and the cure.
+    """
+    num_bytes = max(num_bytes, mmap.PAGESIZE)
+    roll_call(comm, f"allocating {what}", timeout_s=_MEET_S)
+    found: tuple[Backing, str] | str | None = None
+    descriptor = -1
+    if node.Get_rank() == 0:
+        found, descriptor = _create(num_bytes, backings, what)
+    found = node.bcast(found, root=0)
+    trouble = found if isinstance(found, str) else None
+    if isinstance(found, tuple):
+        backing, path = found
+        descriptor, trouble = _reserve(
+            descriptor, path, page_slices(num_bytes, node.Get_size(), slices)[node.Get_rank()]
+        )
+    try:
+        agree(comm, trouble, error=CollectiveError)
+    except CollectiveError:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise
+    finally:
+        if node.Get_rank() == 0 and isinstance(found, tuple):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(found[1])
+    return SharedBlock(descriptor, num_bytes, backing)
+
+
+def places(
+    num_bytes: int, backings: Sequence[Path] | None = None
+) -> tuple[list[Backing], list[str]]:
+    """Folders that have the space, best first, and in words why the others do not do."""
+    good: list[Backing] = []
+    refused: list[str] = []
+    usual = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    for folder in usual if backings is None else backings:
+        try:
+            space = os.statvfs(folder)
+        except OSError as error:
+            refused.append(f"{folder} cannot be used ({error.strerror})")
+            continue
+        free = space.f_bavail * space.f_frsize
+        if free < num_bytes + _KEEP_FREE_BYTES:
+            total = space.f_blocks * space.f_frsize
+            refused.append(f"{folder} has {describe_bytes(free)} of {describe_bytes(total)} free")
+            continue
+        why = f"in {folder}" + (f" since {'; '.join(refused)}" if refused else "")
+        good.append(Backing(folder=folder, free_bytes=free, why=why))
+    return good, refused
+
+
+def page_slices(
+    num_bytes: int, num_ranks: int, slices: Sequence[tuple[int, int]] | None = None
+) -> list[tuple[int, int]]:
+    """Which bytes each rank of a node reserves: whole pages, each of them once. Pure.
+
+    Args:
+        num_bytes: The whole block.
+        num_ranks: The node's ranks.
+        slices: What each uses most, in ascending order; None divides evenly.
+    """
+    if slices is None:
+        ends = [num_bytes * (rank + 1) // num_ranks for rank in range(num_ranks)]
+    else:
+        ends = [stop for _, stop in slices]
+    pages = [-(-end // mmap.PAGESIZE) * mmap.PAGESIZE for end in ends]
+    pages[-1] = num_bytes
+    bounds = [0, *(min(page, num_bytes) for page in pages)]
+    return [(start, max(start, stop)) for start, stop in itertools.pairwise(bounds)]
+
+
+def describe_bytes(number: float) -> str:
+    """A number of bytes in the unit that suits it."""
+    if number < 1024:
+        return f"{number:.0f} B"
+    power = min(int(math.log(number, 1024)), len(_UNITS))
+    return f"{number / 1024**power:.1f} {_UNITS[power - 1]}"
+
+
+def _create(
+    num_bytes: int, backings: Sequence[Path] | None, what: str
+) -> tuple[tuple[Backing, str] | str, int]:
+    """The first rank's part: a new file of the full size in the first folder that takes it."""
+    good, refused = places(num_bytes, backings)
+    for backing in good:
+        path = str(backing.folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            refused.append(f"{backing.folder} cannot be written to ({error.strerror})")
+            continue
+        os.ftruncate(descriptor, num_bytes)
+        return (backing, path), descriptor
+    return (
+        f"no room for {describe_bytes(num_bytes)} of node-shared memory ({what}): "
+        f"{'; '.join(refused)}; make /dev/shm larger (docker --shm-size, podman --shm-size, or "
+        "bind the host's /dev/shm), point TMPDIR at a larger folder, or run fewer ranks on a node"
+    ), -1
+
+
+def _reserve(descriptor: int, path: str, part: tuple[int, int]) -> tuple[int, str | None]:
+    """Every rank's part: open the file and reserve one's own slice of it, which places it."""
+    try:
+        if descriptor < 0:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        start, stop = part
+        if stop > start:
+            _fallocate(descriptor, start, stop - start)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        space = describe_bytes(part[1] - part[0])
+        return -1, (
+            f"{space} of node-shared memory could not be reserved in {Path(path).parent} "
+            f"({error.strerror}); free some space there, or run fewer ranks on a node"
+        )
+    return descriptor, None
+
+
+def _fallocate(descriptor: int, start: int, length: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, start, length)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        # A file system without reservation: writing is the only way to be sure of the space.
+        zeros = bytes(min(length, 1 << 20))
+        for offset in range(start, start + length, len(zeros)):
+            os.pwrite(descriptor, zeros[: start + length - offset], offset)
+
+
+def _tensor(mapped: mmap.mmap, dtype: torch.dtype, start: int, num_elements: int) -> Tensor:
+    import torch
+
+    if not num_elements:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(mapped, dtype=dtype, count=num_elements, offset=start)
