@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -63,7 +64,8 @@ class Shared(ArraySource):
     """A node's copy of a data set, seen from one process. Made by `share`.
 
     A source for a loader. It can be sent to worker processes of this rank: they read the same
-    memory. It lives as long as the world.
+    memory. The memory goes when the last process of the node lets its copy, and all arrays of it,
+    go.
 
     Args:
         layout: Where the columns are.
@@ -117,7 +119,6 @@ def share(
     agree(world.comm, trouble.get(ConfigError), error=ConfigError, timeout_s=timeout_s)
     layout = world.comm.bcast(layout, root=root)
     made = allocate(world.comm, world.node, layout.starts[-1], what="a data set")
-    world.at_exit(made.close)
     memory = _bytes_of(made, layout.starts[-1])
     failure = None
     try:
@@ -128,8 +129,14 @@ def share(
     except (DataError, OSError) as error:
         failure = f"share: {error}"
     del source  # its memory maps count as this rank's own memory
-    agree(world.comm, failure, error=DataError, timeout_s=timeout_s)
-    return Shared(layout, memory, (os.getpid(), made.descriptor))
+    try:
+        agree(world.comm, failure, error=DataError, timeout_s=timeout_s)
+    except DataError:
+        made.close()
+        raise
+    shared = Shared(layout, memory, (os.getpid(), made.descriptor))
+    weakref.finalize(shared, made.close)
+    return shared
 
 
 def _examine(
