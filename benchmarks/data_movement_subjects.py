@@ -227,7 +227,6 @@ class Share(Moving):
         if self.rows is not None:
             np.save(self.path, self.rows)
         self.world.comm.Barrier()
-        self.before = self._node_bytes()
 
     def once(self) -> object:
         """Share the file; what was shared before goes."""
@@ -235,6 +234,7 @@ class Share(Moving):
 
     def finish(self) -> dict[str, object]:
         """Collective: read everything on all ranks, then see what the node has more than before."""
+        before = self._node_bytes()
         source = self.once()
         if not isinstance(source, hpc.data.Shared):
             raise CollectiveError("share gave no source")
@@ -242,7 +242,7 @@ class Share(Moving):
         size = source.data.nbytes
         if len(set(self.world.comm.allgather(total))) > 1:
             raise CollectiveError("the ranks read different data")
-        more = self._node_bytes() - self.before
+        more = self._node_bytes() - before
         if self.folder is not None:
             self.folder.cleanup()
         super().finish()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "Inlet", "Outlet", "open_channel"]
 
-_NUM_SLOTS = 4
+_NUM_SLOTS = 2
 _WORTH_SHARING_BYTES = 1 << 20
 _TAG = 7421
 _ACK_TAG = 7422

@@ -17,7 +17,7 @@ from hpctrain.world import World, agree
 
 __all__ = ["CHUNK_BYTES", "scatter"]
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 """Memory beside the data while they move."""
 
 _MANY_PICKLED_BYTES = 64 << 20
@@ -40,7 +40,7 @@ def scatter(
 
     Position k of the epoch's order goes to rank k mod size, so that "k samples consumed" means the
     same on every number of ranks. Memory: on the root the data set and one chunk, elsewhere the
-    share and one chunk (a chunk holds at least four samples).
+    share and one chunk (a chunk holds at least two samples).
 
     Args:
         world: The ranks.
