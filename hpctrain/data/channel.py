@@ -30,7 +30,6 @@ _WORTH_SHARING_BYTES = 1 << 20
 _TAG = 7421
 _ACK_TAG = 7422
 _BY_MESSAGE = -1
-_FAILED = -2
 
 
 class Channel:
@@ -139,7 +138,7 @@ class Outlet:
     def send(self, rank: int, num_rows: int, num_bytes: int) -> None:
         """Tell a rank that the slot is filled for it."""
         number, self._next = self._next, (self._next + 1) % _NUM_SLOTS
-        by_memory = self._channel.shares_memory(rank)
+        by_memory = num_rows > 0 and self._channel.shares_memory(rank)
         where = number if by_memory else _BY_MESSAGE
         header = np.array([where, num_rows, num_bytes], np.int64)
         requests = [self._comm.Isend(header, dest=rank, tag=_TAG)]
@@ -159,16 +158,13 @@ class Outlet:
         for number in range(_NUM_SLOTS):
             self._finish(number)
 
-    def fail(self, ranks: Iterable[int], text: str) -> None:
-        """Tell those that still wait for rows why none will come."""
-        data = np.frombuffer(text.encode(), np.uint8)
-        header = np.array([_FAILED, 0, len(data)], np.int64)
-        requests: list[Request] = []
-        for rank in ranks:
-            requests.append(self._comm.Isend(header, dest=rank, tag=_TAG))
-            requests.append(self._comm.Isend(data, dest=rank, tag=_TAG))
+    def fail(self, ranks: Iterable[int]) -> None:
+        """Tell those that still wait for rows that none will come."""
         self.drain()
-        finish(requests, "the receivers of an error", timeout_s=self._channel.timeout_s)
+        for rank in ranks:
+            self.slot()
+            self.send(rank, 0, 0)
+        self.drain()
 
     def _finish(self, number: int) -> None:
         rank, requests = self._pending[number]
@@ -187,18 +183,13 @@ class Inlet:
         self._from_memory = False
 
     def receive(self) -> tuple[int, np.ndarray]:
-        """The next rows' number and bytes; they are there until `release`.
+        """The next rows' number and bytes, which are there until `release`.
 
-        Raises:
-            CollectiveError: the root could not go on, and says why.
+        No rows mean that the root could not go on.
         """
         header = np.empty(3, np.int64)
         self._take(header)
         where, num_rows, num_bytes = (int(number) for number in header)
-        if where == _FAILED:
-            text = np.empty(num_bytes, np.uint8)
-            self._take(text)
-            raise CollectiveError(text.tobytes().decode())
         self._from_memory = where != _BY_MESSAGE
         if self._channel.shared is not None and self._from_memory:
             return num_rows, self._channel.shared[where][:num_bytes]

@@ -52,8 +52,17 @@ class SourceRows:
     def take(self, rows: np.ndarray) -> Any:
         """These rows as a batch."""
         if isinstance(self._source, MapSource):
-            return self._source.fetch(rows, self._seed)
+            return _as_columns(self._source.fetch(rows, self._seed))
         return self._source.take(rows)
+
+
+def _as_columns(batch: Any) -> Any:
+    """Collating makes a list of a tuple's columns; a list of samples is something else here."""
+    if isinstance(batch, list) and any(isinstance(part, torch.Tensor | dict) for part in batch):
+        batch = tuple(batch)
+    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+        return tuple(_as_columns(part) for part in batch)
+    return batch
 
 
 def is_columns(data: Any) -> bool:

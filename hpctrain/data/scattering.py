@@ -12,7 +12,7 @@ from hpctrain.data.reading import SourceRows, rows_of
 from hpctrain.data.shard import Shard
 from hpctrain.data.shuffle import Order, choose_kind
 from hpctrain.data.table import Form, Room, Table
-from hpctrain.errors import ConfigError
+from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.world import World, agree
 
 __all__ = ["CHUNK_BYTES", "scatter"]
@@ -82,14 +82,29 @@ def scatter(
         message_bytes=message_bytes,
         timeout_s=timeout_s,
     )
+    failure: Exception | None = None
+    received: Any = None
     try:
         if table is not None:
-            _send_all(world, channel, table, order)
-            shard = Shard(world, order, table, whole=True)
-            return shard if keep_whole else Shard(world, order, Table(shard.data))
-        return Shard(world, order, Table(_receive_all(world, channel, form, total)))
+            failure = _send_all(world, channel, table, order)
+        else:
+            received = _receive_all(world, channel, form, total)
     finally:
         channel.close()
+    _agree_on(world, failure, timeout_s)
+    if table is None:
+        return Shard(world, order, Table(received))
+    shard = Shard(world, order, table, whole=True)
+    return shard if keep_whole else Shard(world, order, Table(shard.data))
+
+
+def _agree_on(world: World, failure: Exception | None, timeout_s: float) -> None:
+    """Collective: all ranks have their rows, or none has."""
+    trouble = None if failure is None else f"scatter: the data set cannot be read: {failure}"
+    try:
+        agree(world.comm, trouble, timeout_s=timeout_s)
+    except CollectiveError as told:
+        raise told from failure
 
 
 def _examine(
@@ -142,18 +157,31 @@ def _plan(table: Table | SourceRows | None) -> tuple[Form, int, int, int] | None
     return table.form, table.num_rows, largest, int(sizes.sum())
 
 
-def _send_all(world: World, channel: Channel, table: Table | SourceRows, order: Order) -> None:
-    """The root's part: shapes first where rows differ, then rows, to all ranks in turn."""
+def _send_all(
+    world: World, channel: Channel, table: Table | SourceRows, order: Order
+) -> Exception | None:
+    """The root's part: shapes first where rows differ, then rows, to all ranks in turn.
+
+    Returns:
+        What kept it from sending all rows; those that waited for more have been told.
+    """
     outlet = Outlet(channel)
-    ranks = [rank for rank in range(world.size) if rank != channel.root]
+    parts = [table] if table.shapes is None else [Table(table.shapes), table]
+    counts = {
+        rank: len(parts) * count
+        for rank in range(world.size)
+        if rank != channel.root and (count := share_length(table.num_rows, rank, world.size))
+    }
     try:
-        if table.shapes is not None:
-            _send_rows(world, channel, outlet, Table(table.shapes), order, ranks)
-        _send_rows(world, channel, outlet, table, order, ranks)
-    except Exception as error:  # whatever it is, the others wait for rows
-        outlet.fail(ranks, f"scatter: rank {channel.root} could not read its data set: {error}")
+        for part in parts:
+            _send_rows(world, channel, outlet, part, order, counts)
+        outlet.drain()
+    except CollectiveError:  # somebody does not go on: nothing more can be told to anyone
         raise
-    outlet.drain()
+    except Exception as error:  # the data may raise anything, and the others wait for rows
+        outlet.fail([rank for rank, left in counts.items() if left])
+        return error
+    return None
 
 
 def _send_rows(
@@ -162,15 +190,16 @@ def _send_rows(
     outlet: Outlet,
     table: Table | SourceRows,
     order: Order,
-    ranks: list[int],
+    counts: dict[int, int],
 ) -> None:
+    """Send all rows, and count down what each rank still waits for."""
     total = table.num_rows
     waiting = {}
-    for rank in ranks:
-        count = share_length(total, rank, world.size)
+    for rank in counts:
         sizes = table.sizes
         if not isinstance(sizes, int):
             sizes = sizes[order.between(rank, total, world.size)]
+        count = share_length(total, rank, world.size)
         waiting[rank] = split_rows(sizes, count, channel.slot_bytes)
     while waiting:
         for rank in list(waiting):
@@ -182,23 +211,31 @@ def _send_rows(
             samples = order.between(first, min(last, total), world.size)
             num_bytes = table.read(samples, outlet.slot())
             outlet.send(rank, len(samples), num_bytes)
+            counts[rank] -= len(samples)
 
 
 def _receive_all(world: World, channel: Channel, form: Form, total: int) -> Any:
-    """Everyone else's part."""
+    """Everyone else's part: this rank's rows; not all of them when the root could not go on."""
     inlet = Inlet(channel)
     count = share_length(total, world.rank, world.size)
     shapes = None
     if form.varies:
-        shapes = _receive_rows(inlet, Room(form.of_shapes(), count, None)).finish()
-    return _receive_rows(inlet, Room(form, count, shapes)).finish()
+        room, complete = _receive_rows(inlet, Room(form.of_shapes(), count, None))
+        if not complete:
+            return None
+        shapes = room.finish()
+    room, _ = _receive_rows(inlet, Room(form, count, shapes))
+    return room.finish()
 
 
-def _receive_rows(inlet: Inlet, room: Room) -> Room:
+def _receive_rows(inlet: Inlet, room: Room) -> tuple[Room, bool]:
+    """Take rows until all are there; False when the root could not go on."""
     start = 0
     while start < room.num_rows:
         num_rows, data = inlet.receive()
+        if num_rows == 0:
+            return room, False
         room.write(slice(start, start + num_rows), data)
         inlet.release()
         start += num_rows
-    return room
+    return room, True
