@@ -45,10 +45,12 @@ def explain(path: Path, error: Any) -> str:
         return "is missing"
     if isinstance(error, PermissionError | IsADirectoryError):
         return f"cannot be read ({error.strerror})"
-    if isinstance(error, ValueError) and "pickle" in str(error):
+    if isinstance(error, ValueError) and str(error).startswith("Object arrays"):
         return "holds Python objects, which are not loaded: loading them runs code"
     try:
         size = f"{path.stat().st_size} bytes"
     except OSError:
         size = "no bytes"
-    return f"is truncated or not what its name says ({size}; {error})"
+    # Whatever numpy does not know at all it takes for a pickle, which would mislead.
+    why = "unknown content" if "pickle" in str(error) else str(error)
+    return f"is truncated or not what its name says ({size}; {why})"
