@@ -76,6 +76,11 @@ class SharedBlock:
         """A view of one's own, from byte `start`, a multiple of the page size, on."""
         return PrivateView(self._descriptor, start, num_bytes)
 
+    @property
+    def descriptor(self) -> int:
+        """The open file: other processes of this rank can open it through /proc."""
+        return self._descriptor
+
     def close(self) -> None:
         """Give the file back; the memory goes when the last tensor over it does."""
         if self._descriptor >= 0:
