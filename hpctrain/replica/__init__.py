@@ -115,7 +115,9 @@ def distribute(
 
             return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)
         shared = shares_memory(world, link, overlap=overlap, bucket_bytes=bucket_bytes)
-        chosen = choose_update(optimizer, names, parameters, update=update, shared=shared)
+        chosen = choose_update(
+            optimizer, names, parameters, update=update, shared=shared, alone=link.size == 1
+        )
         if shared:
             return make_node_mode(link, optimizer, names, parameters, chosen)
         size = bucket_bytes

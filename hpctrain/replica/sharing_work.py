@@ -54,8 +54,17 @@ def choose_update(
     *,
     update: str,
     shared: bool,
+    alone: bool = False,
 ) -> ChosenUpdate:
     """Decide how weights are updated. Pure.
+
+    Args:
+        optimizer: The user's.
+        names: Of its parameters.
+        parameters: In the order of its groups.
+        update: What was asked for.
+        shared: Whether gradients meet in shared memory.
+        alone: Whether there is one rank only, whose share is everything.
 
     Raises:
         ConfigError: what was asked for is unknown, or cannot be.
@@ -66,6 +75,8 @@ def choose_update(
     scattered = [name for name, p in zip(names, parameters, strict=True) if not is_dense(p)]
     if update == "replicated":
         return ChosenUpdate(by=None, why="asked for")
+    if alone:
+        return ChosenUpdate(by=None, why="there is one rank")
     if not shared:
         by, why = None, "gradients do not meet in shared memory here"
     elif scattered:
