@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import math
 import mmap
@@ -47,7 +48,7 @@ _KEEP_FREE_BYTES = 16 << 20
 """What is left to others in /dev/shm: MPI itself lives there."""
 _MEET_S = 300.0
 # The three highest bits of an entry of /proc/self/pagemap: present, swapped, of a file.
-_IN_MEMORY, _SWAPPED = 0b100, 0b010
+_KIND, _IN_MEMORY, _SWAPPED = 0xE0, 0x80, 0x40
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -99,7 +100,7 @@ class PrivateView:
 
     def __init__(self, descriptor: int, start: int, num_bytes: int) -> None:
         self._mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, offset=start)
-        self._num_bytes = num_bytes
+        self._pages = _Pages(self._mapped, num_bytes)
 
     def tensor(self, dtype: torch.dtype, *, start: int = 0, num_elements: int) -> Tensor:
         """A flat tensor over the view, from byte `start` on."""
@@ -110,10 +111,7 @@ class PrivateView:
 
         Version counters do not: writing to `tensor.data` or `tensor.numpy()` moves none.
         """
-        import torch
-
-        address = torch.frombuffer(self._mapped, dtype=torch.uint8).data_ptr()
-        return _has_own_pages(address, self._num_bytes)
+        return self._pages.any_own()
 
     def refresh(self) -> None:
         """Forget this rank's own writes: see again what is shared."""
@@ -277,20 +275,35 @@ def _fallocate(descriptor: int, start: int, length: int) -> None:
             os.pwrite(descriptor, zeros[: start + length - offset], offset)
 
 
-def _has_own_pages(address: int, num_bytes: int) -> bool:
-    """Whether a private mapping of a file has pages that are no longer the file's."""
-    import numpy as np
+class _Pages:
+    """What the kernel tells about the pages of a private mapping of a file."""
 
-    first, last = address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)
+    def __init__(self, mapped: mmap.mmap, num_bytes: int) -> None:
+        import numpy as np
+        import torch
+
+        address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+        first, last = address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)
+        self._offset = 8 * first
+        self._entries = np.zeros(8 * (last - first), dtype=np.uint8)
+        self._kinds = self._entries[7::8]  # the highest byte: in memory, swapped, the file's own
+
+    def any_own(self) -> bool:
+        """Whether some are no longer the file's; True as well where the kernel does not tell."""
+        table = _page_table(os.getpid())
+        if table < 0 or os.preadv(table, [self._entries.data], self._offset) != len(self._entries):
+            return True
+        kinds = self._kinds & _KIND
+        return bool(((kinds == _IN_MEMORY) | (kinds == _SWAPPED)).any())
+
+
+@functools.cache
+def _page_table(_process: int) -> int:
+    """The kernel's table of this process's pages, opened once; -1 where it is closed to us."""
     try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            entries = os.pread(file.fileno(), 8 * (last - first), 8 * first)
+        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        entries = b""
-    if len(entries) != 8 * (last - first):
-        return True
-    kinds = np.frombuffer(entries, dtype=np.uint64) >> np.uint64(61)
-    return bool(((kinds == _IN_MEMORY) | (kinds == _SWAPPED)).any())
+        return -1
 
 
 def _tensor(mapped: mmap.mmap, dtype: torch.dtype, start: int, num_elements: int) -> Tensor:
