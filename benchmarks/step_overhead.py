@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 from benchmarks.harness import command
 from benchmarks.harness.session import Case, Plan, Variant, run_plan
@@ -22,15 +23,18 @@ VARIANTS = (
     Variant(name="compute-again", launch="plain"),
     Variant(name="compute-beside-idle", launch="mpi"),
     Variant(name="hpctrain-mpi", launch="mpi"),
+    Variant(name="hpctrain-mpi-replicated", launch="mpi"),
     Variant(name="hpctrain-torch", launch="torch"),
     Variant(name="hpctrain-horovod", launch="hpctrain-horovod"),
     Variant(name="hpctrain-horovod-fusion", launch="hpctrain-horovod"),
     Variant(name="horovod", launch="horovod", environ=_YIELD),
     Variant(name="ddp", launch="ddp"),
+    Variant(name="ddp-zero", launch="ddp"),
 )
 """`compute-again` shows the noise of the method; `compute-beside-idle` the cost of an hpctrain that
-is connected and does nothing; `hpctrain-horovod` is the arena, `-fusion` Horovod's own. Horovod and
-DDP have threads, so each has processes of its own."""
+is connected and does nothing; `hpctrain-mpi` updates as `auto` chooses, `-replicated` everything on
+every rank; `hpctrain-horovod` is the arena, `-fusion` Horovod's own. Horovod and DDP have threads,
+so each has processes of its own."""
 
 COMPARISONS = (
     *((variant.name, "compute") for variant in VARIANTS[1:]),
@@ -39,6 +43,8 @@ COMPARISONS = (
     ("hpctrain-mpi", "horovod"),
     ("hpctrain-torch", "ddp"),
     ("hpctrain-mpi", "ddp"),
+    ("hpctrain-mpi", "ddp-zero"),
+    ("hpctrain-mpi", "hpctrain-mpi-replicated"),
 )
 # Names only: importing the workloads would import torch before a rank has set its threads.
 _WORKLOADS = ("256-sgd", "512-adamw", "512-adamw-fused")
@@ -49,6 +55,7 @@ def main() -> int:
     """Measure, or be a rank that is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_overhead", description=__doc__)
     command.add_arguments(parser, blocks=20)
+    command.add_ranks(parser)
     parser.add_argument(
         "--steps", type=int, default=8, metavar="S", help="steps in a block (default: 8)"
     )
@@ -60,7 +67,7 @@ def main() -> int:
         from benchmarks.harness.worker import serve
         from benchmarks.step_subjects import make_maker
 
-        serve(args.worker, args.variants.split(","), make_maker())
+        serve(args.worker, args.variants.split(","), make_maker(), bind=args.bind)
         return 0
     rules = command.rules_of(args)
     known = [variant.name for variant in VARIANTS]
@@ -72,10 +79,14 @@ def main() -> int:
         name="step_overhead",
         module="benchmarks.step_overhead",
         cases=[Case(name=name, warmup=_WARMUP, repeats=steps) for name in workloads],
-        variants=[variant for variant in VARIANTS if variant.name in names],
+        variants=[
+            replace(variant, num_ranks=args.ranks, bind=args.bind)
+            for variant in VARIANTS
+            if variant.name in names
+        ],
         comparisons=COMPARISONS,
         rules=rules,
-        settings={"steps": steps, "warmup": _WARMUP, "baseline_optimizer": "the same, replicated"},
+        settings={"steps": steps, "warmup": _WARMUP, "bind": args.bind},
     )
     return command.report(args, run_plan(plan))
 

@@ -78,8 +78,7 @@ def fill(page: str, results: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def _text(result: Mapping[str, Any]) -> str:
-    tables = (render.series_rows(result), render.comparison_rows(result))
-    parts = [render.markdown(table) for table in tables if table[1]]
+    parts = [render.markdown(table) for table in render.tables(result)]
     return "\n\n".join([render.caption(result), *parts]) + "\n"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["SCHEMA", "file_name", "parse_file_name", "validate"]
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised whenever a result of the new form could be misread by a reader of the old one."""
 
 _NUMBER = (int, float)
@@ -42,6 +42,9 @@ _MACHINE: dict[str, type | tuple[type, ...]] = {
 _SERIES: dict[str, type | tuple[type, ...]] = {
     "case": str,
     "variant": str,
+    "kind": str,
+    "num_ranks": int,
+    "num_threads": int,
     "seconds": list,
     "counts": dict,
     "outcome": dict,
@@ -126,11 +129,13 @@ def _contradictions(result: Mapping[str, Any]) -> list[str]:
 
 
 def file_name(result: Mapping[str, Any]) -> str:
-    """The name of a result's file: benchmark, date and kind of machine."""
-    return f"{result['benchmark']}-{result['date']}-{result['machine']['id']}.json"
+    """The name of a result's file: benchmark, date, kind of machine, and ranks if all have one."""
+    ranks = {item["num_ranks"] for item in result["series"]}
+    tail = f"-{ranks.pop()}ranks" if len(ranks) == 1 else ""
+    return f"{result['benchmark']}-{result['date']}-{result['machine']['id']}{tail}.json"
 
 
 def parse_file_name(name: str) -> tuple[str, str, str] | None:
-    """Benchmark, date and machine of a file's name; None when it is no result."""
+    """Benchmark, date, and machine with ranks, of a file's name; None when it is no result."""
     match = _FILE.fullmatch(name)
     return (match["benchmark"], match["date"], match["machine"]) if match else None

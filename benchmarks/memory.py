@@ -1,0 +1,104 @@
+"""Memory of a node for weights, gradients and optimizer state, as the kernel counts it.
+
+`python -m benchmarks.memory --help`; docs/benchmarks.md says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.harness import command
+from benchmarks.harness.session import Case, Plan, Variant, run_plan
+
+__all__ = ["FORMULAS", "formula", "main", "make_variants"]
+
+FORMULAS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
+    "compute": ((1, 0), (1, 0), (2, 0)),
+    "hpctrain-mpi-replicated": ((1, 0), (1, 1), (2, 0)),
+    "hpctrain-mpi-sharded": ((1, 0), (1, 1), (0, 3)),
+    "ddp": ((1, 0), (1, 0), (2, 0)),
+    "ddp-zero": ((1, 0), (1, 0), (0, 2)),
+}
+"""By kind, for weights, gradients and the update by Adam: how many times the model's size a node
+needs for each of its ranks, and once for all. hpctrain keeps a part for each rank's gradients and
+one for their sum; an update that is divided holds the two moments once, and new weights on their
+way."""
+PARTS = ("weights", "gradients", "update")
+MODELS = {"8 MiB": 2, "64 MiB": 16}
+"""By name: layers of 1024 x 1024, 4 MiB each."""
+# Freed memory goes back to the kernel at once, so that what is counted is what is in use.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def formula(kind: str, num_ranks: int, num_bytes: int) -> dict[str, int]:
+    """Bytes that a node should need for a model of so many bytes. Pure."""
+    parts = zip(PARTS, FORMULAS[kind], strict=True)
+    return {part: (each * num_ranks + once) * num_bytes for part, (each, once) in parts}
+
+
+def make_variants(kinds: Sequence[str], ranks: Sequence[int], *, bind: str) -> list[Variant]:
+    """Every kind at every number of ranks; those of one number share a launch. Pure."""
+    return [
+        Variant(
+            name=f"{kind}-{n}",
+            launch=f"{n} ranks",
+            kind=kind,
+            num_ranks=n,
+            bind=bind,
+            environ=_MALLOC,
+        )
+        for n in ranks
+        for kind in kinds
+    ]
+
+
+def main() -> int:
+    """Measure, or be a rank that is measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    command.add_arguments(parser, blocks=1)
+    parser.add_argument("--ranks", default="2,4", metavar="N,M", help="(default: 2,4)")
+    parser.add_argument("--models", metavar="A", help=f"from {', '.join(MODELS)} (default: last)")
+    args = parser.parse_args()
+    if args.worker:
+        from benchmarks.harness.worker import serve
+        from benchmarks.memory_subjects import make_maker
+
+        serve(args.worker, args.variants.split(","), make_maker(), bind=args.bind)
+        return 0
+    rules = command.rules_of(args)
+    kinds = command.choose("variant", args.variants or ",".join(FORMULAS), tuple(FORMULAS))
+    default = "8 MiB" if args.quick else "64 MiB"
+    models = command.choose("model", args.models or default, tuple(MODELS))
+    plan = Plan(
+        name="memory",
+        module="benchmarks.memory",
+        cases=[Case(name=name, warmup=0, repeats=1) for name in models],
+        variants=make_variants(kinds, command.numbers("ranks", args.ranks), bind=args.bind),
+        comparisons=(),
+        rules=rules,
+        settings={"optimizer": "AdamW(fused)", "bind": args.bind},
+    )
+    result: dict[str, Any] = run_plan(plan)
+    for item in result["series"]:
+        item["metrics"] = _metrics(item)
+    return command.report(args, result)
+
+
+def _metrics(item: dict[str, Any]) -> dict[str, float]:
+    """Measured and expected MiB of a node, and their ratio."""
+    measured = item["outcome"]["pss_bytes"]
+    expected = formula(item["kind"], item["num_ranks"], item["outcome"]["model_bytes"])
+    metrics: dict[str, float] = {}
+    for part in PARTS:
+        metrics[f"{part} MiB"] = measured[part] / 2**20
+        metrics[f"{part} by formula"] = expected[part] / 2**20
+    metrics["all MiB"] = measured["all"] / 2**20
+    metrics["all / formula"] = measured["all"] / sum(expected.values())
+    return metrics
+
+
+if __name__ == "__main__":
+    sys.exit(command.run_main(main))
