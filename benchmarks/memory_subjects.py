@@ -1,4 +1,4 @@
-"""A rank's side of `memory`: trains a model step by step, and counts the node's memory meanwhile."""
+"""A rank's side of `memory`: trains a model and weighs the node meanwhile."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
         HpcTrainError,
         InstallError,
         LaunchError,
+        NonFiniteError,
     )
+    from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
     from hpctrain.world import World, agree, init
 
@@ -30,6 +32,8 @@ __all__ = [
     "HpcTrainError",
     "InstallError",
     "LaunchError",
+    "LossScaling",
+    "NonFiniteError",
     "Replica",
     "World",
     "__version__",
@@ -45,6 +49,8 @@ _HOME = {
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "LaunchError": "hpctrain.errors",
+    "LossScaling": "hpctrain.precision",
+    "NonFiniteError": "hpctrain.errors",
     "Connection": "hpctrain.connection",
     "Replica": "hpctrain.replica",
     "World": "hpctrain.world",

@@ -6,7 +6,14 @@ ranks raises the same text on all of them (see `hpctrain.world.agreement`).
 
 from __future__ import annotations
 
-__all__ = ["CollectiveError", "ConfigError", "HpcTrainError", "InstallError", "LaunchError"]
+__all__ = [
+    "CollectiveError",
+    "ConfigError",
+    "HpcTrainError",
+    "InstallError",
+    "LaunchError",
+    "NonFiniteError",
+]
 
 
 class HpcTrainError(Exception):
@@ -27,3 +34,7 @@ class CollectiveError(HpcTrainError):
 
 class InstallError(HpcTrainError):
     """Something could not be installed or built; the message has the cause, log and cure."""
+
+
+class NonFiniteError(HpcTrainError, ArithmeticError):
+    """Gradients are inf or NaN again and again: the run cannot go on by skipping steps."""

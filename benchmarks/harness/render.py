@@ -81,10 +81,14 @@ def caption(result: Mapping[str, Any]) -> str:
     noisy = f", {result['num_noisy']} of those kept were disturbed" if result["num_noisy"] else ""
     return (
         f"{result['date']}, {machine['cpu']} ({machine['arch']}, {machine['cores']} cores), "
-        f"{layout}, torch {machine['torch']}, {machine['mpi']}{horovod}, commit {commit}; medians "
+        f"{_device(settings)}{layout}, torch {machine['torch']}, {machine['mpi']}{horovod}, commit {commit}; medians "
         f"of {settings['blocks']} blocks{intervals}, {result['num_thrown_away']} blocks thrown "
         f"away for foreign load{noisy}."
     )
+
+
+def _device(settings: Mapping[str, Any]) -> str:
+    return f"on {settings['device']}, " if "device" in settings else ""
 
 
 def markdown(table: Table) -> str:

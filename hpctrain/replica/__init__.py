@@ -8,6 +8,7 @@ from hpctrain import log
 from hpctrain.connection import Connection, connect
 from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
+from hpctrain.precision import LossScaling, PrecisionName
 from hpctrain.replica.arena_mode import ArenaMode
 from hpctrain.replica.arguments import (
     agree_on_arguments,
@@ -23,6 +24,7 @@ from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.overlapping import bucket_size, can_hide
+from hpctrain.replica.precision import choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.world import World
@@ -42,6 +44,10 @@ def distribute(
     update: str = "auto",
     timeout_s: float = 600.0,
     horovod: HorovodTraining | None = None,
+    precision: PrecisionName = "fp32",
+    scaling: LossScaling | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
 ) -> Replica:
     """Collective: train a model on all ranks as one; every rank passes the same arguments.
 
@@ -64,6 +70,12 @@ def distribute(
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
         horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
             Adasum, and its switches.
+        precision: `fp32` (torch's own settings), `tf32`, `bf16` or `fp16` (autocast in `replica(x)`
+            with float32 weights), or `bf16-pure` (weights too, with float32 masters).
+        scaling: Options of the loss scale of `fp16`.
+        clip_norm: Limit of the norm of all gradients together, over all ranks.
+        clip_value: Limit of the size of each element of the gradients. A parameter group with
+            `clip=False` is left out of both.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
@@ -105,7 +117,9 @@ def distribute(
     by_horovod = horovod is not None and horovod.fusion == "horovod"
 
     def lay_out(broadcast: bool) -> Mode:
-        make_equal(world, link, model, optimizer, broadcast=broadcast)
+        with numerics.full():
+            make_equal(world, link, model, optimizer, broadcast=broadcast)
+        numerics.adopt()
         names, parameters = named_parameters(model, optimizer)
         total = sum(p.numel() * p.element_size() for p in parameters)
         hides = by_horovod and link.size > 1  # it sends while backward runs in any case
@@ -115,7 +129,14 @@ def distribute(
 
             return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)
         shared = shares_memory(world, link, overlap=overlap, bucket_bytes=bucket_bytes)
-        chosen = choose_update(optimizer, names, parameters, update=update, shared=shared)
+        chosen = choose_update(
+            optimizer,
+            names,
+            parameters,
+            update=update,
+            shared=shared,
+            masters=precision == "bf16-pure",
+        )
         if shared:
             return make_node_mode(link, optimizer, names, parameters, chosen)
         size = bucket_bytes
@@ -123,6 +144,16 @@ def distribute(
             size = bucket_size(total)
         return ArenaMode(link, names, parameters, bucket_bytes=size, overlap=overlapping)
 
+    numerics = choose_precision(
+        world,
+        link,
+        model,
+        optimizer,
+        precision=precision,
+        scaling=scaling,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+    )
     mode = lay_out(True)
     make_equal_state(world, link, model, optimizer)
     world.streams.bind_own()
@@ -135,6 +166,7 @@ def distribute(
         link,
         mode,
         accumulate=accumulate,
+        precision=numerics,
         reason=connection.reason,
         rebuild=lay_out,
         release=(lambda: None) if given else connection.close,

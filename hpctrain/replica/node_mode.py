@@ -14,6 +14,7 @@ from hpctrain.fusion.layout import plan
 from hpctrain.fusion.usage import Usage, specs_of
 from hpctrain.replica.mode import Control
 from hpctrain.replica.node_memory import NodeMemory, Room
+from hpctrain.replica.node_norms import NodeNorms
 from hpctrain.world.shared_memory import describe_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class NodeMode:
         self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
         buckets = plan(specs_of(names, parameters), bucket_bytes=None)
         self.memory = NodeMemory(group, buckets, self.parameters)
+        self.norms = NodeNorms(engine, group, self.memory.rooms)
         self.usage = Usage(self.names, self.parameters)
         self.update: ShardedUpdate | None = None
         self.why_update = ""
@@ -158,6 +160,22 @@ class NodeMode:
             room.total[own].div_(divisor)
         self.engine.meet(self.group.barrier.wait, "average of gradients", "", None)
 
+    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
+        """All of it: nothing is divided on the way."""
+        return divisor
+
+    def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
+        """Collective: sums of squares without the excluded parameters, and of these."""
+        return self.norms.norm_squared(excluded)
+
+    def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
+        """Collective: multiply, the excluded parameters by a factor of their own."""
+        self.norms.scale(factor, excluded, excluded_factor)
+
+    def clamp(self, limit: float, excluded: frozenset[int]) -> None:
+        """Collective: limit each element's size, but for the excluded parameters."""
+        self.norms.clamp(limit, excluded)
+
     def zero(self) -> None:
         """Forget all gradients."""
         self.usage.settle()
@@ -169,6 +187,10 @@ class NodeMode:
             for index, parameter in enumerate(self.parameters):
                 if index not in used:
                     parameter.grad = None
+
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(p.grad is None for p in self.parameters)
 
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""
@@ -215,6 +237,7 @@ class NodeMode:
         self.usage.close()
         if self.update is not None:
             self.update.close()
+        self.norms.close()
         self.memory.close()
 
     def _versions(self) -> tuple[int, ...]:

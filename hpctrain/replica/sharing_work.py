@@ -54,8 +54,17 @@ def choose_update(
     *,
     update: str,
     shared: bool,
+    masters: bool = False,
 ) -> ChosenUpdate:
     """Decide how weights are updated. Pure.
+
+    Args:
+        optimizer: The user's.
+        names: Of its parameters.
+        parameters: Themselves.
+        update: What was asked for.
+        shared: Whether gradients meet in shared memory.
+        masters: Whether weights have float32 masters, which are each rank's own.
 
     Raises:
         ConfigError: what was asked for is unknown, or cannot be.
@@ -68,6 +77,8 @@ def choose_update(
         return ChosenUpdate(by=None, why="asked for")
     if not shared:
         by, why = None, "gradients do not meet in shared memory here"
+    elif masters:
+        by, why = None, "float32 masters of bfloat16 weights are each rank's own"
     elif scattered:
         by, why = None, f"{scattered[0]} does not lie in one piece of memory"
     if update == "sharded":

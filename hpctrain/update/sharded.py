@@ -173,6 +173,9 @@ class ShardedUpdate:
         for piece, ready in zip(self.pieces, self._gradients, strict=True):
             self._give_gradient(piece, ready)
         _with_threads(self._group, self.inner.step)
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            # Fused kernels have unscaled the gradients in place, and do not count it as a write.
+            torch.autograd.graph.increment_version(self._gradients)
         self._state.adopt(self.inner, self.pieces, used)
         if self._routes is None or self._routes[0] != used:
             self._routes = (used, (_route(self._sent, used), _route(self._received, used)))

@@ -75,6 +75,23 @@ def test_collectives_run_on_every_engine(tmp_path):
             assert metrics["% of memcpy"] > 0
 
 
+def test_precision_trains_alike_with_and_without_hpctrain(tmp_path):
+    words = [
+        "--device",
+        "cpu",
+        "--variants",
+        "amp-fp32,amp-bf16,amp-fp16,hpctrain-bf16,hpctrain-fp16",
+    ]
+    result = result_of("precision", tmp_path / "result.json", *words)
+    losses = {(item["case"], item["variant"]): item["outcome"]["loss"] for item in result["series"]}
+    for case in ("transformer", "resnet"):
+        for precision in ("bf16", "fp16"):
+            mine, raw = (losses[case, f"{way}-{precision}"] for way in ("hpctrain", "amp"))
+            assert mine == pytest.approx(raw, rel=1e-3)
+    compared = {(ratio["variant"], ratio["baseline"]) for ratio in result["ratios"]}
+    assert {("hpctrain-fp16", "amp-fp16"), ("hpctrain-bf16", "amp-bf16")} <= compared
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

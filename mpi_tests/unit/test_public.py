@@ -14,8 +14,8 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CollectiveError ConfigError Connection HpcTrainError InstallError LaunchError Replica World
-__version__ agree connect distribute init
+CollectiveError ConfigError Connection HpcTrainError InstallError LaunchError LossScaling
+NonFiniteError Replica World __version__ agree connect distribute init
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
