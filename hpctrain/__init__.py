@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.connection import Connection, connect
+    from hpctrain.data.loader import Loader
     from hpctrain.errors import (
         CollectiveError,
         ConfigError,
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
         LaunchError,
         NonFiniteError,
     )
+    from hpctrain.inference import quantize_int8
+    from hpctrain.optim import (
+        EMA,
+        LAMB,
+        LARS,
+        Recipe,
+        average_batchnorm,
+        checkpoint_activations,
+        split_parameters,
+        sync_batchnorm,
+    )
     from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
     from hpctrain.world import World, agree, init
@@ -26,21 +38,31 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
+    "LAMB",
+    "LARS",
     "CollectiveError",
     "ConfigError",
     "Connection",
     "HpcTrainError",
     "InstallError",
     "LaunchError",
+    "Loader",
     "LossScaling",
     "NonFiniteError",
+    "Recipe",
     "Replica",
     "World",
     "__version__",
     "agree",
+    "average_batchnorm",
+    "checkpoint_activations",
     "connect",
     "distribute",
     "init",
+    "quantize_int8",
+    "split_parameters",
+    "sync_batchnorm",
 ]
 
 _HOME = {
@@ -52,10 +74,20 @@ _HOME = {
     "LossScaling": "hpctrain.precision",
     "NonFiniteError": "hpctrain.errors",
     "Connection": "hpctrain.connection",
+    "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",
+    "EMA": "hpctrain.optim",
+    "LAMB": "hpctrain.optim",
+    "LARS": "hpctrain.optim",
+    "Recipe": "hpctrain.optim",
+    "average_batchnorm": "hpctrain.optim",
+    "checkpoint_activations": "hpctrain.optim",
+    "split_parameters": "hpctrain.optim",
+    "sync_batchnorm": "hpctrain.optim",
+    "quantize_int8": "hpctrain.inference",
     "agree": "hpctrain.world",
     "init": "hpctrain.world",
 }

@@ -92,6 +92,22 @@ def test_precision_trains_alike_with_and_without_hpctrain(tmp_path):
     assert {("hpctrain-fp16", "amp-fp16"), ("hpctrain-bf16", "amp-bf16")} <= compared
 
 
+def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
+    result_of_part = tmp_path / "result_loader.json"
+    variants = "dataloader,loader,loader-keyed"
+    words = ["--parts", "loader", "--variants", variants, "--json", tmp_path / "result.json"]
+    done = run(*PYTHON, "benchmarks.data", "--quick", *words, timeout_s=LIMIT_S)
+    assert done.code == 0, done.text
+    result = json.loads(result_of_part.read_text())
+    assert validate(result) == []
+    found = {(s["case"].split()[0], s["variant"]): s["outcome"] for s in result["series"]}
+    for width, num in (("64", 50_001), ("3072", 8_001)):
+        exact = {"handed out": num, "different": num}
+        assert found[width, "loader"] == found[width, "loader-keyed"] == exact
+        # two ranks, an odd number: torch's sampler fills up with one sample that came already
+        assert found[width, "dataloader"] == {"handed out": num + 1, "different": num}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -174,3 +190,15 @@ def test_a_rank_that_fails_is_told_with_its_traceback():
             launch.ask({"do": "prepare", "variant": "compute", "case": "huge"}, timeout_s=LIMIT_S)
     finally:
         launch.close()
+
+
+def test_large_batches_are_trained_by_every_recipe(tmp_path):
+    result = result_of("large_batch", tmp_path / "result.json", "--variants", "sgd 32,lars 1024")
+    small, large = result["series"]
+    assert (small["variant"], large["variant"]) == ("sgd 32", "lars 1024")
+    assert small["counts"]["steps"] == 1437 * 2 // 32
+    assert large["counts"]["steps"] == 1437 * 2 // 1024
+    assert len(small["outcome"]["accuracies"]) == len(result["blocks"]) == 2
+    assert small["outcome"]["accuracies"][0] != small["outcome"]["accuracies"][1]  # seeds differ
+    assert small["metrics"]["test accuracy %"] > 50  # two epochs have taught something
+    assert small["metrics"]["points from sgd 32"] == 0
