@@ -52,7 +52,7 @@ def main() -> int:
         from benchmarks.harness.worker import serve
         from benchmarks.precision_subjects import make_maker
 
-        serve(args.worker, args.variants.split(","), make_maker(), device="auto")
+        serve(args.worker, args.variants.split(","), make_maker(), bind=args.bind, device="auto")
         return 0
     device, name = _find_device(args.device)
     names = command.choose(

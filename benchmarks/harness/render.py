@@ -77,13 +77,13 @@ def caption(result: Mapping[str, Any]) -> str:
     layout = "ranks x threads as named"
     if len(layouts) == 1:
         ((ranks, threads),) = layouts
-        layout = f"{ranks} ranks of {threads} thread{'s' if threads > 1 else ''}"
+        layout = f"{ranks} rank{'s' * (ranks > 1)} of {threads} thread{'s' * (threads > 1)}"
     noisy = f", {result['num_noisy']} of those kept were disturbed" if result["num_noisy"] else ""
     return (
         f"{result['date']}, {machine['cpu']} ({machine['arch']}, {machine['cores']} cores), "
-        f"{_device(settings)}{layout}, torch {machine['torch']}, {machine['mpi']}{horovod}, commit {commit}; medians "
-        f"of {settings['blocks']} blocks{intervals}, {result['num_thrown_away']} blocks thrown "
-        f"away for foreign load{noisy}."
+        f"{_device(settings)}{layout}, torch {machine['torch']}, {machine['mpi']}{horovod}, "
+        f"commit {commit}; medians of {settings['blocks']} blocks{intervals}, "
+        f"{result['num_thrown_away']} blocks thrown away for foreign load{noisy}."
     )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SCHEMA", "file_name", "parse_file_name", "validate"]
+__all__ = ["SCHEMA", "file_name", "parse_file_name", "upgrade", "validate"]
 
 SCHEMA = 2
 """Raised whenever a result of the new form could be misread by a reader of the old one."""
@@ -89,6 +89,19 @@ def validate(result: object) -> list[str]:
     return wrong or _contradictions(result)
 
 
+def upgrade(result: object) -> object:
+    """Bring a result of schema 1, where all variants had one layout, into today's form."""
+    if not isinstance(result, dict) or result.get("schema") != 1:
+        return result
+    settings = {**result["settings"]}
+    layout = {
+        "num_ranks": settings.pop("num_ranks"),
+        "num_threads": settings.pop("threads_per_rank"),
+    }
+    series = [{**item, "kind": item["variant"], **layout} for item in result["series"]]
+    return {**result, "schema": SCHEMA, "settings": settings, "series": series}
+
+
 def _misfits(item: object, fields: Mapping[str, type | tuple[type, ...]], where: str) -> list[str]:
     if not isinstance(item, dict):
         return [f"{where} is no object"]
@@ -129,9 +142,9 @@ def _contradictions(result: Mapping[str, Any]) -> list[str]:
 
 
 def file_name(result: Mapping[str, Any]) -> str:
-    """The name of a result's file: benchmark, date, kind of machine, and ranks if all have one."""
+    """The name of a result's file: benchmark, date, kind of machine; and ranks, if more than 2."""
     ranks = {item["num_ranks"] for item in result["series"]}
-    tail = f"-{ranks.pop()}ranks" if len(ranks) == 1 else ""
+    tail = f"-{max(ranks)}ranks" if len(ranks) == 1 and max(ranks) > 2 else ""
     return f"{result['benchmark']}-{result['date']}-{result['machine']['id']}{tail}.json"
 
 
