@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.connection import Connection, connect
+    from hpctrain.data import Shard, files, gather, metrics, reshuffle, scatter, share, stage
     from hpctrain.data.loader import Loader
     from hpctrain.errors import (
         CollectiveError,
         ConfigError,
+        DataError,
         HpcTrainError,
         InstallError,
         LaunchError,
@@ -44,6 +46,7 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "Connection",
+    "DataError",
     "HpcTrainError",
     "InstallError",
     "LaunchError",
@@ -52,6 +55,7 @@ __all__ = [
     "NonFiniteError",
     "Recipe",
     "Replica",
+    "Shard",
     "World",
     "__version__",
     "agree",
@@ -59,15 +63,23 @@ __all__ = [
     "checkpoint_activations",
     "connect",
     "distribute",
+    "files",
+    "gather",
     "init",
+    "metrics",
     "quantize_int8",
+    "reshuffle",
+    "scatter",
+    "share",
     "split_parameters",
+    "stage",
     "sync_batchnorm",
 ]
 
 _HOME = {
     "CollectiveError": "hpctrain.errors",
     "ConfigError": "hpctrain.errors",
+    "DataError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "LaunchError": "hpctrain.errors",
@@ -76,6 +88,7 @@ _HOME = {
     "Connection": "hpctrain.connection",
     "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
+    "Shard": "hpctrain.data",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",
@@ -88,6 +101,13 @@ _HOME = {
     "split_parameters": "hpctrain.optim",
     "sync_batchnorm": "hpctrain.optim",
     "quantize_int8": "hpctrain.inference",
+    "files": "hpctrain.data",
+    "gather": "hpctrain.data",
+    "metrics": "hpctrain.data",
+    "reshuffle": "hpctrain.data",
+    "scatter": "hpctrain.data",
+    "share": "hpctrain.data",
+    "stage": "hpctrain.data",
     "agree": "hpctrain.world",
     "init": "hpctrain.world",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "CollectiveError",
     "ConfigError",
+    "DataError",
     "HpcTrainError",
     "InstallError",
     "LaunchError",
@@ -38,3 +39,7 @@ class InstallError(HpcTrainError):
 
 class NonFiniteError(HpcTrainError, ArithmeticError):
     """Gradients are inf or NaN again and again: the run cannot go on by skipping steps."""
+
+
+class DataError(HpcTrainError):
+    """A file of a data set is missing, truncated or not what it says; the message names it."""

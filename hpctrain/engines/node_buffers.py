@@ -86,8 +86,10 @@ class NodeBuffers:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is a whole buffer made here that can be combined where it lies. Pure."""
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return False
         buffer = self._made.get(tensor.data_ptr())
-        if buffer is None or not self.group.is_even or not tensor.is_contiguous():
+        if buffer is None or not self.group.is_even:
             return False
         return buffer.own.numel() == tensor.numel() and buffer.own.dtype is tensor.dtype
 

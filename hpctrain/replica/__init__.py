@@ -136,6 +136,7 @@ def distribute(
             update=update,
             shared=shared,
             masters=precision == "bf16-pure",
+            alone=link.size == 1,
         )
         if shared:
             return make_node_mode(link, optimizer, names, parameters, chosen)

@@ -55,6 +55,7 @@ def choose_update(
     update: str,
     shared: bool,
     masters: bool = False,
+    alone: bool = False,
 ) -> ChosenUpdate:
     """Decide how weights are updated. Pure.
 
@@ -65,6 +66,7 @@ def choose_update(
         update: What was asked for.
         shared: Whether gradients meet in shared memory.
         masters: Whether weights have float32 masters, which are each rank's own.
+        alone: Whether there is one rank only, whose share is everything.
 
     Raises:
         ConfigError: what was asked for is unknown, or cannot be.
@@ -75,6 +77,8 @@ def choose_update(
     scattered = [name for name, p in zip(names, parameters, strict=True) if not is_dense(p)]
     if update == "replicated":
         return ChosenUpdate(by=None, why="asked for")
+    if alone:
+        return ChosenUpdate(by=None, why="there is one rank")
     if not shared:
         by, why = None, "gradients do not meet in shared memory here"
     elif masters:

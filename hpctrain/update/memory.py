@@ -30,11 +30,11 @@ def like_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flat_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Somebody's gradient in the order of the parameter's memory; copied where it must be."""
+    """Somebody's gradient (or state) in the order of the parameter's memory, perhaps copied."""
     dense = gradient.detach()
     if dense.layout is not torch.strided:
         dense = dense.to_dense()
     if dense.stride() == parameter.stride() or dense.numel() <= 1:
         return flat_memory(dense)
-    ordered = torch.empty_like(parameter, memory_format=torch.preserve_format)
-    return flat_memory(ordered.detach().copy_(dense))
+    ordered = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dense.dtype)
+    return flat_memory(ordered.copy_(dense))

@@ -46,6 +46,8 @@ _PREFIX = "hpctrain-"
 _KEEP_FREE_BYTES = 16 << 20
 """What is left to others in /dev/shm: MPI itself lives there."""
 _MEET_S = 300.0
+# The three highest bits of an entry of /proc/self/pagemap: present, swapped, of a file.
+_IN_MEMORY, _SWAPPED = 0b100, 0b010
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -76,6 +78,11 @@ class SharedBlock:
         """A view of one's own, from byte `start`, a multiple of the page size, on."""
         return PrivateView(self._descriptor, start, num_bytes)
 
+    @property
+    def descriptor(self) -> int:
+        """The open file: other processes of this rank can open it through /proc."""
+        return self._descriptor
+
     def close(self) -> None:
         """Give the file back; the memory goes when the last tensor over it does."""
         if self._descriptor >= 0:
@@ -92,10 +99,21 @@ class PrivateView:
 
     def __init__(self, descriptor: int, start: int, num_bytes: int) -> None:
         self._mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, offset=start)
+        self._num_bytes = num_bytes
 
     def tensor(self, dtype: torch.dtype, *, start: int = 0, num_elements: int) -> Tensor:
         """A flat tensor over the view, from byte `start` on."""
         return _tensor(self._mapped, dtype, start, num_elements)
+
+    def is_written(self) -> bool:
+        """Whether this rank has pages of its own; True as well where the kernel does not tell.
+
+        Version counters do not: writing to `tensor.data` or `tensor.numpy()` moves none.
+        """
+        import torch
+
+        address = torch.frombuffer(self._mapped, dtype=torch.uint8).data_ptr()
+        return _has_own_pages(address, self._num_bytes)
 
     def refresh(self) -> None:
         """Forget this rank's own writes: see again what is shared."""
@@ -213,7 +231,13 @@ def _create(
         except OSError as error:
             refused.append(f"{backing.folder} cannot be written to ({error.strerror})")
             continue
-        os.ftruncate(descriptor, num_bytes)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+        except OSError as error:  # a limit on the size of files
+            os.close(descriptor)
+            os.unlink(path)
+            refused.append(f"{backing.folder} takes no file of that size ({error.strerror})")
+            continue
         return (backing, path), descriptor
     return (
         f"no room for {describe_bytes(num_bytes)} of node-shared memory ({what}): "
@@ -251,6 +275,22 @@ def _fallocate(descriptor: int, start: int, length: int) -> None:
         zeros = bytes(min(length, 1 << 20))
         for offset in range(start, start + length, len(zeros)):
             os.pwrite(descriptor, zeros[: start + length - offset], offset)
+
+
+def _has_own_pages(address: int, num_bytes: int) -> bool:
+    """Whether a private mapping of a file has pages that are no longer the file's."""
+    import numpy as np
+
+    first, last = address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            entries = os.pread(file.fileno(), 8 * (last - first), 8 * first)
+    except OSError:
+        entries = b""
+    if len(entries) != 8 * (last - first):
+        return True
+    kinds = np.frombuffer(entries, dtype=np.uint64) >> np.uint64(61)
+    return bool(((kinds == _IN_MEMORY) | (kinds == _SWAPPED)).any())
 
 
 def _tensor(mapped: mmap.mmap, dtype: torch.dtype, start: int, num_elements: int) -> Tensor:

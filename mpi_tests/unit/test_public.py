@@ -14,12 +14,14 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CollectiveError ConfigError Connection EMA HpcTrainError InstallError LAMB LARS LaunchError
-Loader LossScaling NonFiniteError Recipe Replica World __version__ agree average_batchnorm
-checkpoint_activations connect distribute init quantize_int8 split_parameters sync_batchnorm
+CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError LAMB LARS
+LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard World __version__ agree
+average_batchnorm checkpoint_activations connect distribute files gather init metrics
+quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
+    "data": "--help -h",
     "doctor": "--all-nodes --help --json --time-limit -h",
     "horovod": "--help -h",
 }
