@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,7 +76,8 @@ class Weighed:
         return {"model_bytes": model_bytes, "pss_bytes": parts}
 
     def _weigh(self) -> int:
-        """Collective: bytes of all ranks of the node, shared pages once."""
+        """Collective: bytes of all ranks of the node, shared pages once; no garbage counts."""
+        gc.collect()
         self.world.comm.Barrier()
         own = 1024 * data_kib(Path("/proc/self/smaps").read_text())
         total: int = self.world.comm.allreduce(own)
