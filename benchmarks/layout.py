@@ -26,7 +26,7 @@ KINDS = (BASELINE, "hpctrain-mpi", "ddp")
 """`ddp-zero` can be asked for as well."""
 _KNOWN = (*KINDS, "ddp-zero")
 # Names and batches only: importing the workloads would import torch before its threads are set.
-BATCHES = {"mlp": 256, "transformer": 64, "transformer-dropout": 64, "cnn": 128}
+BATCHES = {"small": 32, "mlp": 256, "transformer": 64, "transformer-dropout": 64, "cnn": 128}
 _DEFAULT = ("mlp", "transformer", "cnn")
 _WARMUP = 2
 
@@ -91,7 +91,7 @@ def main() -> int:
         return 0
     rules = command.rules_of(args)
     kinds = command.choose("variant", args.variants or ",".join(KINDS), _KNOWN)
-    default = _DEFAULT[:1] if args.quick else _DEFAULT
+    default = ("small",) if args.quick else _DEFAULT
     workloads = command.choose("workload", args.workloads or ",".join(default), tuple(BATCHES))
     num_cores = args.cores or len(os.sched_getaffinity(0))
     ranks = _choose_ranks(args.ranks, num_cores, [BATCHES[name] for name in workloads])

@@ -107,6 +107,14 @@ WORKLOADS = {
 """By name: 20 layers of that width (5 and 21 MB of gradients) and the optimizer; a batch a rank."""
 
 NODE_WORKLOADS = {
+    "small": Workload(
+        build=lambda: _linears(64, 4),
+        inputs=(64,),
+        targets=(64,),
+        batch=32,
+        whole_batch=True,
+        **_FUSED,
+    ),
     "mlp": Workload(batch=256, whole_batch=True, **_WIDE, **_FUSED),
     "transformer": Workload(build=lambda: _transformer(0.0), **_TOKENS),
     "transformer-dropout": Workload(build=lambda: _transformer(0.1), **_TOKENS),
@@ -114,7 +122,7 @@ NODE_WORKLOADS = {
         build=_cnn, inputs=(3, 32, 32), targets=(10,), batch=128, whole_batch=True, **_FUSED
     ),
 }
-"""By name: one batch that the ranks of a node divide."""
+"""By name: one batch that the ranks of a node divide; `small` is there to be quick."""
 
 
 def find(name: str) -> Workload:
