@@ -23,10 +23,10 @@ KINDS = ("nobody-waits", "mpi", "spinning", "sleeping")
 CASES = ("nothing to do", "one rank works", "all ranks work")
 
 
-def make_variants(kinds: Sequence[str], ranks: Sequence[int], *, bind: str) -> list[Variant]:
+def make_variants(kinds: Sequence[str], ranks: Sequence[int], *) -> list[Variant]:
     """Every kind at every number of ranks; those of one number share a launch. Pure."""
     return [
-        Variant(name=f"{kind}-{n}", launch=f"{n} ranks", kind=kind, num_ranks=n, bind=bind)
+        Variant(name=f"{kind}-{n}", launch=f"{n} ranks", kind=kind, num_ranks=n)
         for n in ranks
         for kind in kinds
     ]
@@ -35,7 +35,7 @@ def make_variants(kinds: Sequence[str], ranks: Sequence[int], *, bind: str) -> l
 def main() -> int:
     """Measure, or be a rank that is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.barrier", description=__doc__)
-    command.add_arguments(parser, blocks=11)
+    command.add_arguments(parser, blocks=11, ranks=False)
     parser.add_argument(
         "--ranks", metavar="N,M", help="numbers of ranks (default: as many as cores, and twice)"
     )
@@ -44,13 +44,13 @@ def main() -> int:
         from benchmarks.barrier_subjects import make
         from benchmarks.harness.worker import serve
 
-        serve(args.worker, args.variants.split(","), make, bind=args.bind)
+        serve(args.worker, args.variants.split(","), make)
         return 0
     rules = command.rules_of(args)
     kinds = command.choose("variant", args.variants or ",".join(KINDS), KINDS)
     num_cores = len(os.sched_getaffinity(0))
     ranks = command.numbers("ranks", args.ranks or f"{max(2, num_cores)},{2 * num_cores}")
-    variants = make_variants(kinds, ranks, bind=args.bind)
+    variants = make_variants(kinds, ranks)
     idle = frozenset(f"{KINDS[0]}-{n}" for n in ranks)
     plan = Plan(
         name="barrier",
@@ -66,7 +66,7 @@ def main() -> int:
             *((f"sleeping-{n}", f"spinning-{n}") for n in ranks),
         ],
         rules=rules,
-        settings={"num_cores": num_cores, "bind": args.bind, "work": "matrix products"},
+        settings={"num_cores": num_cores, "work": "matrix products"},
     )
     result: dict[str, Any] = run_plan(plan)
     for item in result["series"]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -63,14 +62,13 @@ def main() -> int:
     """Measure, or be a rank that is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=__doc__)
     command.add_arguments(parser, blocks=11)
-    command.add_ranks(parser)
     parser.add_argument("--sizes", metavar="A,B", help=f"from {', '.join(SIZES)} (default: all)")
     args = parser.parse_args()
     if args.worker:
         from benchmarks.collective_subjects import make_maker
         from benchmarks.harness.worker import serve
 
-        serve(args.worker, args.variants.split(","), make_maker(), bind=args.bind)
+        serve(args.worker, args.variants.split(","), make_maker())
         return 0
     rules = command.rules_of(args)
     known = [variant.name for variant in VARIANTS]
@@ -81,14 +79,10 @@ def main() -> int:
         name="collectives",
         module="benchmarks.collectives",
         cases=[Case(name=s, warmup=1, repeats=repeats_for(parse_size(s))) for s in sizes],
-        variants=[
-            replace(variant, num_ranks=args.ranks, bind=args.bind)
-            for variant in VARIANTS
-            if variant.name in names
-        ],
+        variants=[variant for variant in VARIANTS if variant.name in names],
         comparisons=[(name, "memcpy") for name in known[1:]],
         rules=rules,
-        settings={"operation": "allreduce in place, sum, float32", "bind": args.bind},
+        settings={"operation": "allreduce in place, sum, float32"},
     )
     result: dict[str, Any] = run_plan(plan)
     _add_metrics(result)

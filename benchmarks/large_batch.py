@@ -71,7 +71,6 @@ def main() -> int:
     """Train, or be a rank that trains."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.large_batch", description=__doc__)
     command.add_arguments(parser, blocks=8)
-    command.add_ranks(parser)
     parser.add_argument(
         "--epochs", type=int, default=EPOCHS, metavar="E", help=f"epochs (default: {EPOCHS})"
     )
@@ -81,7 +80,7 @@ def main() -> int:
         from benchmarks.harness.worker import serve
         from benchmarks.large_batch_subjects import make
 
-        serve(args.worker, args.variants.split(","), make, bind=args.bind)
+        serve(args.worker, args.variants.split(","), make)
         return 0
     rules = command.rules_of(args)
     names = command.choose("variant", args.variants or ",".join(VARIANTS), VARIANTS)
@@ -92,9 +91,7 @@ def main() -> int:
         name="large_batch",
         module="benchmarks.large_batch",
         cases=[Case(name=f"digits, {epochs} epochs", warmup=0, repeats=1)],
-        variants=[
-            Variant(name=name, launch="all", num_ranks=args.ranks, bind=args.bind) for name in names
-        ],
+        variants=[Variant(name=name, launch="all") for name in names],
         comparisons=[(name, BASELINE) for name in VARIANTS[1:]],
         rules=rules,
         settings={"epochs": epochs},

@@ -36,9 +36,7 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def make_variants(
-    kinds: Sequence[str], ranks: Sequence[int], *, num_cores: int, bind: str
-) -> list[Variant]:
+def make_variants(kinds: Sequence[str], ranks: Sequence[int], *, num_cores: int) -> list[Variant]:
     """Every kind in every layout; each is a launch of its own, with its own threads. Pure.
 
     Raises:
@@ -53,9 +51,7 @@ def make_variants(
         layouts.insert(0, (BASELINE, 1))
     names = [(f"{kind}-{n}x{num_cores // n}", kind, n) for kind, n in layouts]
     return [
-        Variant(
-            name=name, launch=name, kind=kind, num_ranks=n, num_threads=num_cores // n, bind=bind
-        )
+        Variant(name=name, launch=name, kind=kind, num_ranks=n, num_threads=num_cores // n)
         for name, kind, n in names
     ]
 
@@ -87,7 +83,7 @@ def main() -> int:
 
         make = make_maker()
         names = args.variants.split(",")
-        serve(args.worker, names, lambda world, name: make(world, _kind_of(name)), bind=args.bind)
+        serve(args.worker, names, lambda world, name: make(world, _kind_of(name)))
         return 0
     rules = command.rules_of(args)
     kinds = command.choose("variant", args.variants or ",".join(KINDS), _KNOWN)
@@ -95,7 +91,7 @@ def main() -> int:
     workloads = command.choose("workload", args.workloads or ",".join(default), tuple(BATCHES))
     num_cores = args.cores or len(os.sched_getaffinity(0))
     ranks = _choose_ranks(args.ranks, num_cores, [BATCHES[name] for name in workloads])
-    variants = make_variants(kinds, ranks, num_cores=num_cores, bind=args.bind)
+    variants = make_variants(kinds, ranks, num_cores=num_cores)
     steps = 1 if args.quick else args.steps
     plan = Plan(
         name="layout",
@@ -107,7 +103,6 @@ def main() -> int:
         settings={
             "steps": steps,
             "warmup": _WARMUP,
-            "bind": args.bind,
             "num_cores": num_cores,
             "batches": {name: BATCHES[name] for name in workloads},
             "best_of_kind": True,
@@ -120,7 +115,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layout", description=__doc__)
-    command.add_arguments(parser, blocks=9, bind="numa")
+    command.add_arguments(parser, blocks=9, ranks=False, bind="numa")
     parser.add_argument(
         "--ranks", metavar="N,M", help="numbers of ranks (default: all that divide the cores)"
     )

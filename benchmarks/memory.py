@@ -45,7 +45,7 @@ def formula(kind: str, num_ranks: int, num_bytes: int) -> dict[str, int]:
     return {part: (each * num_ranks + once) * num_bytes for part, (each, once) in parts}
 
 
-def make_variants(kinds: Sequence[str], ranks: Sequence[int], *, bind: str) -> list[Variant]:
+def make_variants(kinds: Sequence[str], ranks: Sequence[int], *) -> list[Variant]:
     """Every kind at every number of ranks, in fresh processes: nothing is left by others. Pure."""
     return [
         Variant(
@@ -53,7 +53,6 @@ def make_variants(kinds: Sequence[str], ranks: Sequence[int], *, bind: str) -> l
             launch=f"{kind}-{n}",
             kind=kind,
             num_ranks=n,
-            bind=bind,
             environ=_MALLOC,
         )
         for n in ranks
@@ -64,7 +63,7 @@ def make_variants(kinds: Sequence[str], ranks: Sequence[int], *, bind: str) -> l
 def main() -> int:
     """Measure, or be a rank that is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    command.add_arguments(parser, blocks=1)
+    command.add_arguments(parser, blocks=1, ranks=False)
     parser.add_argument("--ranks", default="2,4", metavar="N,M", help="(default: 2,4)")
     parser.add_argument("--model", choices=tuple(MODELS), help="its size (default: 128 MiB)")
     args = parser.parse_args()
@@ -72,7 +71,7 @@ def main() -> int:
         from benchmarks.harness.worker import serve
         from benchmarks.memory_subjects import make_maker
 
-        serve(args.worker, args.variants.split(","), make_maker(), bind=args.bind)
+        serve(args.worker, args.variants.split(","), make_maker())
         return 0
     rules = command.rules_of(args)
     kinds = command.choose("variant", args.variants or ",".join(FORMULAS), tuple(FORMULAS))
@@ -82,10 +81,10 @@ def main() -> int:
         name="memory",
         module="benchmarks.memory",
         cases=[Case(name=model, warmup=0, repeats=1)],
-        variants=make_variants(kinds, command.numbers("ranks", args.ranks), bind=args.bind),
+        variants=make_variants(kinds, command.numbers("ranks", args.ranks)),
         comparisons=(),
         rules=rules,
-        settings={"optimizer": "AdamW(fused)", "bind": args.bind},
+        settings={"optimizer": "AdamW(fused)"},
     )
     result: dict[str, Any] = run_plan(plan)
     for item in result["series"]:

@@ -38,6 +38,7 @@ def main() -> int:
     """Measure, or be the process that is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__)
     command.add_arguments(parser, blocks=20)
+    parser.set_defaults(ranks=1)
     parser.add_argument(
         "--steps", type=int, default=30, metavar="S", help="steps in a block (default: 30)"
     )
@@ -52,8 +53,10 @@ def main() -> int:
         from benchmarks.harness.worker import serve
         from benchmarks.precision_subjects import make_maker
 
-        serve(args.worker, args.variants.split(","), make_maker(), bind=args.bind, device="auto")
+        serve(args.worker, args.variants.split(","), make_maker(), device="auto")
         return 0
+    if args.ranks != 1:
+        raise ConfigError(f"--ranks {args.ranks}: raw torch.amp is one process; use --ranks 1")
     device, name = _find_device(args.device)
     names = command.choose(
         "variant",
@@ -68,7 +71,7 @@ def main() -> int:
         module="benchmarks.precision",
         cases=[Case(name=name, warmup=_WARMUP, repeats=steps) for name in workloads],
         variants=[
-            Variant(name=variant.name, launch=variant.launch, environ=hidden, num_ranks=1)
+            Variant(name=variant.name, launch=variant.launch, environ=hidden)
             for variant in VARIANTS
             if variant.name in names
         ],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 
 from benchmarks.harness import command
 from benchmarks.harness.session import Case, Plan, Variant, run_plan
@@ -55,7 +54,6 @@ def main() -> int:
     """Measure, or be a rank that is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_overhead", description=__doc__)
     command.add_arguments(parser, blocks=20)
-    command.add_ranks(parser)
     parser.add_argument(
         "--steps", type=int, default=8, metavar="S", help="steps in a block (default: 8)"
     )
@@ -67,7 +65,7 @@ def main() -> int:
         from benchmarks.harness.worker import serve
         from benchmarks.step_subjects import make_maker
 
-        serve(args.worker, args.variants.split(","), make_maker(), bind=args.bind)
+        serve(args.worker, args.variants.split(","), make_maker())
         return 0
     rules = command.rules_of(args)
     known = [variant.name for variant in VARIANTS]
@@ -79,14 +77,10 @@ def main() -> int:
         name="step_overhead",
         module="benchmarks.step_overhead",
         cases=[Case(name=name, warmup=_WARMUP, repeats=steps) for name in workloads],
-        variants=[
-            replace(variant, num_ranks=args.ranks, bind=args.bind)
-            for variant in VARIANTS
-            if variant.name in names
-        ],
+        variants=[variant for variant in VARIANTS if variant.name in names],
         comparisons=COMPARISONS,
         rules=rules,
-        settings={"steps": steps, "warmup": _WARMUP, "bind": args.bind},
+        settings={"steps": steps, "warmup": _WARMUP},
     )
     return command.report(args, run_plan(plan))
 

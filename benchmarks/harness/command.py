@@ -18,7 +18,6 @@ __all__ = [
     "EXIT_NOISY",
     "RESULTS",
     "add_arguments",
-    "add_ranks",
     "choose",
     "numbers",
     "report",
@@ -31,8 +30,12 @@ EXIT_NOISY = 3
 """The result was not saved, because the machine was not quiet."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, blocks: int, bind: str = "none") -> None:
-    """Declare what every benchmark understands."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, blocks: int, bind: str = "none", ranks: bool = True
+) -> None:
+    """Declare what every benchmark understands; without `ranks` all but their number."""
+    if ranks:
+        parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument(
         "--blocks", type=int, default=blocks, metavar="K", help=f"blocks (default: {blocks})"
     )
@@ -71,16 +74,14 @@ def rules_of(args: argparse.Namespace) -> Rules:
         raise ConfigError("--quick measures nothing worth saving; use --json")
     retries = args.blocks if args.retries is None else args.retries
     return Rules(
+        # Where several numbers can be asked for, each variant has its own.
+        num_ranks=args.ranks if isinstance(args.ranks, int) else 1,
         blocks=2 if args.quick else args.blocks,
         retries=0 if args.quick else retries,
         load_limit=args.load_limit,
         seed=args.seed,
+        bind=args.bind,
     )
-
-
-def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Declare `--ranks` of a benchmark whose variants all have equally many."""
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
 
 
 def numbers(what: str, text: str) -> list[int]:

@@ -68,11 +68,11 @@ class Launch:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(_POLL_S)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 closed in close()
-        address = f"127.0.0.1:{self._server.getsockname()[1]}:{self._token}"
+        address = f"127.0.0.1:{self._server.getsockname()[1]}:{self._token}:{bind}"
         run = [sys.executable, "-m", "hpctrain", "run", "-n", str(num_ranks), "-m", module]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
-            [*run, "--worker", address, "--variants", ",".join(variants), "--bind", bind],
+            [*run, "--worker", address, "--variants", ",".join(variants)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": path, **environ},
             stdin=subprocess.DEVNULL,

@@ -34,17 +34,17 @@ class Variant:
     environ: Mapping[str, str] = field(default_factory=dict)
     kind: str = ""
     """Variants of one kind differ in their layout alone; empty: the name."""
-    num_ranks: int = 2
+    num_ranks: int | None = None
+    """None: as the rules say."""
     num_threads: int = 1
     """Of each rank."""
-    bind: str = "none"
-    """As `hpctrain.init` takes it."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
         for name in ("num_ranks", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ConfigError(f"{name}={number} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,16 +62,20 @@ class Case:
 class Rules:
     """How blocks are measured and chosen."""
 
+    num_ranks: int
+    """Of variants that have no number of their own."""
     blocks: int
     retries: int
     """How many more blocks a case may take when some are thrown away."""
     load_limit: float
     """The share of all cores that others may use during a block that counts."""
     seed: int = 0
+    bind: str = "none"
+    """Whether ranks keep to cores of their own, as `hpctrain.init` takes it."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        for name, least in (("blocks", 1), ("retries", 0), ("load_limit", 0)):
+        for name, least in (("num_ranks", 1), ("blocks", 1), ("retries", 0), ("load_limit", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
 
@@ -88,6 +92,10 @@ class Plan:
     """Variant and baseline; pairs of which one is not measured are left out."""
     rules: Rules
     settings: Mapping[str, object]
+
+    def num_ranks_of(self, variant: Variant) -> int:
+        """How many ranks a variant has."""
+        return self.rules.num_ranks if variant.num_ranks is None else variant.num_ranks
 
     def variants_of(self, case: Case) -> list[Variant]:
         """Who takes part in a case."""
@@ -129,12 +137,14 @@ def run_plan(plan: Plan) -> dict[str, object]:
         for launch in launches.values():
             launch.hang_up()
         machine = describe_machine(mpi=str(hellos[0][0]["mpi"]))
+    rules = asdict(plan.rules)
+    del rules["num_ranks"]  # every series has its own
     return {
         "schema": SCHEMA,
         "benchmark": plan.name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine,
-        "settings": {**plan.settings, **asdict(plan.rules)},
+        "settings": {**plan.settings, **rules},
         "series": series,
         "ratios": ratios,
         "blocks": blocks,
@@ -149,20 +159,21 @@ def _start(plan: Plan, ending: ExitStack) -> dict[str, Launch]:
     num_ranks = 0
     for name in dict.fromkeys(variant.launch for variant in plan.variants):
         members = [variant for variant in plan.variants if variant.launch == name]
-        layouts = {(m.num_ranks, m.num_threads, m.bind) for m in members}
+        layouts = {(plan.num_ranks_of(m), m.num_threads) for m in members}
         if len(layouts) > 1:
             raise ConfigError(f"launch {name} cannot have several layouts: {sorted(layouts)}")
+        ((ranks, threads),) = layouts
         launches[name] = Launch(
             name,
             plan.module,
-            num_ranks=members[0].num_ranks,
-            num_threads=members[0].num_threads,
-            bind=members[0].bind,
+            num_ranks=ranks,
+            num_threads=threads,
+            bind=plan.rules.bind,
             variants=[variant.name for variant in members],
             environ={k: v for member in members for k, v in member.environ.items()},
         )
         ending.callback(launches[name].close)
-        num_ranks += members[0].num_ranks
+        num_ranks += ranks
     log.notice(f"starting {len(launches)} launches, {num_ranks} ranks in all")
     return launches
 
@@ -242,7 +253,7 @@ def describe_case(
                 "case": case.name,
                 "variant": name,
                 "kind": variant.kind or name,
-                "num_ranks": variant.num_ranks,
+                "num_ranks": plan.num_ranks_of(variant),
                 "num_threads": variant.num_threads,
                 "seconds": [block.seconds[name] for block in good],
                 "counts": {**facts[name], **counts[0]},

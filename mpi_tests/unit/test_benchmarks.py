@@ -159,7 +159,7 @@ def make_result(num_noisy: int = 0) -> dict[str, object]:
         cases=[Case(name="small", warmup=1, repeats=2)],
         variants=[Variant(name=name, launch="x") for name in ("compute", "mpi", "ddp")],
         comparisons=[("mpi", "compute"), ("ddp", "compute"), ("mpi", "ddp"), ("mpi", "absent")],
-        rules=Rules(blocks=3, retries=1, load_limit=0.05),
+        rules=Rules(num_ranks=2, blocks=3, retries=1, load_limit=0.05),
         settings={"blocks": 3},
     )
     blocks = [
@@ -352,8 +352,8 @@ def test_unknown_names_list_the_valid_ones():
         command.choose("variant", ",", ["a", "b"])
 
 
-@pytest.mark.parametrize("field", ["blocks", "retries", "load_limit"])
+@pytest.mark.parametrize("field", ["num_ranks", "blocks", "retries", "load_limit"])
 def test_rules_out_of_range_are_refused(field):
-    rules = {"blocks": 2, "retries": 0, "load_limit": 0.1, field: -1}
+    rules = {"num_ranks": 2, "blocks": 2, "retries": 0, "load_limit": 0.1, field: -1}
     with pytest.raises(ConfigError, match=field):
         Rules(**rules)

@@ -18,7 +18,7 @@ from hpctrain.errors import ConfigError
 @given(st.integers(1, 128))
 def test_every_layout_uses_all_cores(num_cores):
     ranks = layout.divisors(num_cores)[1:]
-    variants = layout.make_variants(layout.KINDS, ranks, num_cores=num_cores, bind="numa")
+    variants = layout.make_variants(layout.KINDS, ranks, num_cores=num_cores)
     assert all(v.num_ranks * v.num_threads == num_cores for v in variants)
     assert len({v.launch for v in variants}) == len(variants), "each has processes of its own"
     assert (variants[0].kind, variants[0].num_ranks) == (layout.BASELINE, 1)
@@ -28,7 +28,7 @@ def test_every_layout_uses_all_cores(num_cores):
 
 def test_ranks_that_do_not_divide_the_cores_are_refused():
     with pytest.raises(ConfigError, match="3 ranks do not divide 16 cores; choose 2, 4, 8, 16"):
-        layout.make_variants(layout.KINDS, [2, 3], num_cores=16, bind="none")
+        layout.make_variants(layout.KINDS, [2, 3], num_cores=16)
 
 
 def test_the_batches_are_those_of_the_workloads():
@@ -108,7 +108,7 @@ def test_a_table_tells_the_best_layout_of_each_kind():
 
 
 def test_barriers_of_one_number_of_ranks_share_a_launch():
-    variants = barrier.make_variants(barrier.KINDS, [2, 4], bind="none")
+    variants = barrier.make_variants(barrier.KINDS, [2, 4])
     assert [v.num_ranks for v in variants] == [2] * 4 + [4] * 4
     assert {(v.launch, v.num_ranks) for v in variants} == {("2 ranks", 2), ("4 ranks", 4)}
 
@@ -121,7 +121,7 @@ def test_who_has_nothing_to_do_in_a_case_is_left_out():
         cases=[idle],
         variants=[Variant(name=name, launch="l") for name in "ab"],
         comparisons=[],
-        rules=Rules(blocks=1, retries=0, load_limit=1.0),
+        rules=Rules(num_ranks=2, blocks=1, retries=0, load_limit=1.0),
         settings={},
     )
     assert [v.name for v in plan.variants_of(idle)] == ["b"]
