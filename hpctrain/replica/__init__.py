@@ -42,6 +42,7 @@ def distribute(
     overlap: bool | None = None,
     bucket_bytes: int | None = None,
     update: str = "auto",
+    share_parameters: bool = False,
     timeout_s: float = 600.0,
     horovod: HorovodTraining | None = None,
     precision: PrecisionName = "fp32",
@@ -67,6 +68,8 @@ def distribute(
         update: `sharded`: each rank of a node updates its share of the weights, and a node holds
             the optimizer's state once; `replicated`: every rank updates everything; `auto`: sharded
             where it pays. See `hpctrain.replica.sharing_work`.
+        share_parameters: Hold the weights once a node as well, with a sharded update: for models
+            that need the memory. Code that writes to weights on every rank works as before.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
         horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
             Adasum, and its switches.
@@ -87,6 +90,7 @@ def distribute(
         "overlap": overlap,
         "bucket_bytes": bucket_bytes,
         "update": update,
+        "share_parameters": share_parameters,
         "timeout_s": timeout_s,
         "horovod": horovod,
         "engine": describe_engine(engine),
@@ -138,8 +142,14 @@ def distribute(
             masters=precision == "bf16-pure",
             alone=link.size == 1,
         )
+        if share_parameters and chosen.by is None and link.size > 1:
+            raise ConfigError(
+                f"share_parameters=True needs a sharded update, and it is replicated: {chosen.why}"
+            )
         if shared:
-            return make_node_mode(link, optimizer, names, parameters, chosen)
+            return make_node_mode(
+                link, optimizer, names, parameters, chosen, share_parameters=share_parameters
+            )
         size = bucket_bytes
         if size is None and overlapping:
             size = bucket_size(total)
@@ -160,7 +170,7 @@ def distribute(
     world.streams.bind_own()
     for what, text in own_statistics(model, link.size) if world.rank == 0 else ():
         log.notice(f"{what}: {text}")
-    return Replica(
+    replica = Replica(
         world,
         model,
         optimizer,
@@ -172,3 +182,6 @@ def distribute(
         rebuild=lay_out,
         release=(lambda: None) if given else connection.close,
     )
+    if share_parameters:
+        world.at_exit(replica.let_go)
+    return replica

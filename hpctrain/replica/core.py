@@ -381,9 +381,13 @@ class Replica:
 
         Hooks are removed, weights and gradients stay. An engine that was given stays open.
         """
-        self._mode.close()
+        self.let_go()
         self._precision.close()
         self._release()
+
+    def let_go(self) -> None:
+        """Take the hooks away; weights that the node shared become each rank's own."""
+        self._mode.close()
 
     if not TYPE_CHECKING:  # for type checkers, what is not there stays unknown
 

@@ -110,6 +110,8 @@ def make_node_mode(
     names: Sequence[str],
     parameters: Sequence[torch.nn.Parameter],
     chosen: ChosenUpdate,
+    *,
+    share_parameters: bool,
 ) -> NodeMode:
     """Collective: gradients in shared memory, and the update divided if so chosen."""
     if not isinstance(engine, MpiEngine):
@@ -118,7 +120,14 @@ def make_node_mode(
     mode = NodeMode(engine, group, names, parameters)
     if chosen.by is not None:
         mode.update = ShardedUpdate(
-            engine, group, optimizer, names, parameters, mode.views, by=chosen.by
+            engine,
+            group,
+            optimizer,
+            names,
+            parameters,
+            mode.views,
+            by=chosen.by,
+            share_weights=share_parameters,
         )
     mode.why_update = chosen.why
     return mode

@@ -20,7 +20,9 @@ from hpctrain.errors import ConfigError
 from hpctrain.update.holding import SharedState
 from hpctrain.update.memory import flat_memory, is_dense
 from hpctrain.update.pieces import Piece, make_inner, make_pieces, take_options
+from hpctrain.update.shared_weights import SharedWeights
 from hpctrain.update.sharing import cut_elements, divide_parameters
+from hpctrain.world.shared_memory import describe_bytes
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -44,6 +46,7 @@ class ShardedUpdate:
         parameters: Dense, on the CPU, in the same order.
         views: The gradients that the exchange hands out, one object per parameter for ever.
         by: `element` or `parameter`.
+        share_weights: Whether the node holds the weights themselves once.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ShardedUpdate:
         views: Sequence[Tensor],
         *,
         by: str,
+        share_weights: bool = False,
     ) -> None:
         self.by = by
         self._engine = engine
@@ -75,7 +79,8 @@ class ShardedUpdate:
         else:
             shares = divide_parameters(sizes, num_ranks=group.local_size)
         self.shares = shares
-        self._stage()
+        self._weights: SharedWeights | None = None
+        self._stage(share_weights)
         self._build()
         self._state = SharedState(group, optimizer, names, self._parameters)
         self._suspended = False
@@ -91,14 +96,19 @@ class ShardedUpdate:
         ]
         self.go_between()
 
-    def _stage(self) -> None:
-        """Collective: the memory through which new weights travel."""
+    def _stage(self, share_weights: bool) -> None:
+        """Collective: the memory through which new weights travel, or in which they stay."""
         starts, end = [], 0
         for parameter in self._parameters:
             starts.append(end)
             num_bytes = parameter.numel() * parameter.element_size()
             end += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self.block = self._group.allocate(end, "weights under way")
+        what = "weights" if share_weights else "weights under way"
+        self.block = self._group.allocate(end + self._group.local_size, what)
+        if share_weights:
+            own = self.shares[self._group.local_rank]
+            places = [*starts, end]
+            self._weights = SharedWeights(self._group, self.block, places, self._parameters, own)
         self._staged = [
             self.block.tensor(p.dtype, start=start, num_elements=p.numel())
             for p, start in zip(self._parameters, starts, strict=True)
@@ -109,7 +119,10 @@ class ShardedUpdate:
         self._places = [(p.data_ptr(), p.stride()) for p in self._parameters]
         whole = self.by == "parameter"
         own = self._group.local_rank
-        self.pieces = make_pieces(self.shares[own], self._parameters, whole=whole)
+        targets: Sequence[Tensor] = self._parameters
+        if self._weights is not None:
+            targets = self._weights.like_parameters()
+        self.pieces = make_pieces(self.shares[own], targets, whole=whole)
         self._gradients = [self._ready_gradient(piece) for piece in self.pieces]
         flats = [flat_memory(p) for p in self._parameters]
         self._sent = [
@@ -119,6 +132,7 @@ class ShardedUpdate:
                 flats[f.parameter][f.start : f.stop],
             )
             for f in self.shares[own]
+            if self._weights is None
         ]
         self._received = [
             (
@@ -127,7 +141,7 @@ class ShardedUpdate:
                 self._staged[f.parameter][f.start : f.stop],
             )
             for rank, share in enumerate(self.shares)
-            if rank != own
+            if rank != own and self._weights is None
             for f in share
         ]
         self._routes: tuple[tuple[bool, ...], Any] | None = None
@@ -220,10 +234,14 @@ class ShardedUpdate:
     @torch.no_grad()
     def _step(self) -> None:
         """Collective: one update of all parameters that have a gradient."""
-        if not self._met:  # a second step without an exchange: some may still read the first's
+        # A second step without an exchange: some may still read the first's. And weights that are
+        # shared may be read until everybody is here.
+        if not self._met or self._weights is not None:
             self._engine.meet(self._group.barrier.wait, "begin of an update", "", None)
         places = [(p.data_ptr(), p.stride()) for p in self._parameters]
-        if places != self._places:
+        if self._weights is not None:
+            self._weights.take_in()
+        elif places != self._places:
             self._move_house()
         take_options(self.inner, self._optimizer)
         used = tuple(p.grad is not None for p in self._parameters)
@@ -233,12 +251,14 @@ class ShardedUpdate:
         _with_threads(self._group, self.inner.step)
         if getattr(self._optimizer, "grad_scale", None) is not None:
             # Fused kernels have unscaled the gradients in place, and do not count it as a write.
-            torch.autograd.graph.increment_version(self._gradients)
+            torch.autograd.graph.increment_version([g for g in self._gradients if g is not None])
         self._state.adopt(self.inner, self.pieces, used)
         if self._routes is None or self._routes[0] != used:
             self._routes = (used, (_route(self._sent, used), _route(self._received, used)))
         out, back = self._routes[1]
         self._engine.meet(lambda: self._exchange(out, back), "update of the weights", "", None)
+        if self._weights is not None:
+            self._weights.show(used)
         self._met = False
         self._state.refresh()
 
@@ -288,6 +308,11 @@ class ShardedUpdate:
                 f"in {sum(map(len, self.shares))} fragments",
             ),
             ("state", self._state.describe()),
+            (
+                "weights",
+                f"{describe_bytes(self.block.num_bytes)} a node, "
+                + ("shared by its ranks" if self._weights else "each rank's own besides"),
+            ),
         ]
 
     def close(self) -> None:
@@ -295,6 +320,9 @@ class ShardedUpdate:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._weights is not None:
+            self._weights.release()
+            self._weights = None
         self.block.close()
         self._state.close()
 

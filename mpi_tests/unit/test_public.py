@@ -22,7 +22,7 @@ quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
     "data": "--help -h",
-    "doctor": "--all-nodes --help --json --time-limit -h",
+    "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
 }
 
