@@ -23,7 +23,7 @@ KINDS = ("nobody-waits", "mpi", "spinning", "sleeping")
 CASES = ("nothing to do", "one rank works", "all ranks work")
 
 
-def make_variants(kinds: Sequence[str], ranks: Sequence[int], *) -> list[Variant]:
+def make_variants(kinds: Sequence[str], ranks: Sequence[int]) -> list[Variant]:
     """Every kind at every number of ranks; those of one number share a launch. Pure."""
     return [
         Variant(name=f"{kind}-{n}", launch=f"{n} ranks", kind=kind, num_ranks=n)

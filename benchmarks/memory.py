@@ -45,7 +45,7 @@ def formula(kind: str, num_ranks: int, num_bytes: int) -> dict[str, int]:
     return {part: (each * num_ranks + once) * num_bytes for part, (each, once) in parts}
 
 
-def make_variants(kinds: Sequence[str], ranks: Sequence[int], *) -> list[Variant]:
+def make_variants(kinds: Sequence[str], ranks: Sequence[int]) -> list[Variant]:
     """Every kind at every number of ranks, in fresh processes: nothing is left by others. Pure."""
     return [
         Variant(
