@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
@@ -16,29 +14,15 @@ from benchmarks.harness.control import Launch
 from benchmarks.harness.schema import validate
 from hpctrain.errors import LaunchError
 from mpi_tests.built import BUILT
+from mpi_tests.launch.benchmark_results import LIMIT_S, PYTHON, result_of
 from mpi_tests.launch.commands import ROOT, clean_environment, run
-
-LIMIT_S = 280.0  # seconds on a quiet machine
-PYTHON = [sys.executable, "-m"]
-
-
-def result_of(benchmark: str, path, *words: str) -> dict:
-    done = run(
-        *PYTHON, f"benchmarks.{benchmark}", "--quick", "--json", path, *words, timeout_s=LIMIT_S
-    )
-    assert done.code == 0, done.text
-    result = json.loads(path.read_text())
-    assert validate(result) == []
-    assert os.uname().nodename not in path.read_text()
-    assert str(ROOT) not in path.read_text()
-    return result
 
 
 def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
     result = result_of("step_overhead", tmp_path / "result.json")
     series = {item["variant"]: item for item in result["series"]}
-    engines = {f"hpctrain-{name}" for name in BUILT}
-    peers = {"ddp", "horovod"} if "horovod" in BUILT else {"ddp"}
+    engines = {f"hpctrain-{name}" for name in BUILT} | {"hpctrain-mpi-replicated"}
+    peers = {"ddp", "ddp-zero"} | ({"horovod"} if "horovod" in BUILT else set())
     plain = {"compute", "compute-again", "compute-beside-idle"}
     fusion = {"hpctrain-horovod-fusion"} if "horovod" in BUILT else set()
     assert set(series) == engines | fusion | peers | plain
@@ -67,7 +51,9 @@ def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
 def test_collectives_run_on_every_engine(tmp_path):
     result = result_of("collectives", tmp_path / "result.json", "--sizes", "1 KiB,1 MiB")
     found = {(item["case"], item["variant"]) for item in result["series"]}
-    assert found == {(s, v) for s in ("1 KiB", "1 MiB") for v in ["memcpy", *BUILT]}
+    assert found == {
+        (s, v) for s in ("1 KiB", "1 MiB") for v in ["memcpy", "mpi-allocated", *BUILT]
+    }
     for item in result["series"]:
         if item["variant"] != "memcpy":
             metrics = item["metrics"]
