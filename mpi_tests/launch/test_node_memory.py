@@ -42,7 +42,7 @@ import ctypes, gc, json, re, torch, hpctrain as hpc
 
 def held():
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was let go is nobody's
+    ctypes.CDLL(None).malloc_trim(0)
     kib, ours = 0, False
     with open("/proc/self/smaps") as lines:
         for line in lines:
@@ -134,7 +134,8 @@ def test_a_node_holds_state_and_weights_under_way_once(tmp_path, size):
     script = tmp_path / "measure.py"
     script.write_text(MEASURE)
     command = [*HPCTRAIN, "run", "-n", str(size), "--quiet", str(script)]
-    done = run(*command, timeout_s=90)
+    # torch's allocator must give back at once what was let go, or nothing could be compared.
+    done = run(*command, timeout_s=90, env={"MIMALLOC_PURGE_DELAY": "0"})
     assert done.code == 0, done.text
     totals = json.loads(done.out.splitlines()[-1])
     weights = 4 * 1024 * 1024 * 4
@@ -142,7 +143,7 @@ def test_a_node_holds_state_and_weights_under_way_once(tmp_path, size):
     near = {"rel": 0, "abs": 0.02 * gradients}
     assert totals["sharded"]["shared"] == pytest.approx(gradients + 3 * weights, **near)
     assert totals["replicated"]["shared"] == pytest.approx(gradients, **near)
-    # Two moments: once a node in shared memory, or on every rank. Some MiB a rank are BLAS's.
-    near = {"rel": 0, "abs": 0.3 * size * weights}
+    # Two moments: once a node in shared memory, or on every rank.
+    near = {"rel": 0, "abs": 0.2 * size * weights}
     assert totals["sharded"]["own"] == pytest.approx(0, **near)
     assert totals["replicated"]["own"] == pytest.approx(2 * size * weights, **near)
