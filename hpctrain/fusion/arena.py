@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import ConfigError
 from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, cut_into_runs, plan
+from hpctrain.fusion.strides import is_dense, like_parameter
 from hpctrain.fusion.usage import hook_gradient, specs_of
 
 __all__ = ["Arena", "Arrived", "Carrier", "Work"]
@@ -195,7 +196,9 @@ class Arena:
         lane, offset = self._slot_of[index]
         parameter = self.parameters[index]
         flat = self.flats[lane.bucket.dtype, lane.bucket.device]
-        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+        piece = flat[offset : offset + parameter.numel()]
+        dense = is_dense(parameter)
+        return like_parameter(piece, parameter) if dense else piece.view(parameter.shape)
 
     def settle(self) -> None:
         """After a backward pass: note what it used, and bring back what it wrote elsewhere."""

@@ -9,6 +9,7 @@ import torch
 from torch import optim
 
 import hpctrain as hpc
+from mpi_tests.built import BUILT
 from mpi_tests.ranks.split import (
     STEPS,
     Matrices,
@@ -122,9 +123,11 @@ def test_by_whole_parameters(world, engines, name):
         assert t.size == 1 or "sharded by parameter" in describe(t.replica, t.size)
 
 
-def test_fused(world, engines):
+@pytest.mark.parametrize("engine_name", BUILT)
+def test_fused(world, engines, engine_name):
+    """It goes through weights and gradients side by side, whatever their order in memory."""
     with twins(
-        world, engines["mpi"], lambda m: optim.AdamW(real(m), fused=True, weight_decay=0.1)
+        world, engines[engine_name], lambda m: optim.AdamW(real(m), fused=True, weight_decay=0.1)
     ) as t:
         t.train()
 
