@@ -1,6 +1,7 @@
-"""Whether a backward pass that is not ours has used parameters.
+"""Which parameters a backward pass uses, and whether the pass was one of ours.
 
-A hook that is a bare `list.append`: no Python code runs during backward.
+Where nobody takes the gradients, a hook is a bare `list.append`: no Python code runs during
+backward.
 """
 
 from __future__ import annotations
@@ -17,23 +18,51 @@ __all__ = ["Usage", "hook_gradient", "specs_of"]
 
 
 class Usage:
-    """Watches the parameters of a model."""
+    """Watches the parameters of a model.
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
+    Args:
+        names: Of the parameters.
+        parameters: Themselves.
+        take: Called with a parameter's index when a pass of ours has added to its gradient.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        take: Callable[[int], None] | None = None,
+    ) -> None:
+        self._take = take
+        self._ours = False
+        self.num_taken = 0
+        """Python hooks called so far."""
         self._names = names
         self._parameters = parameters
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._ready: list[Tensor] = []
         self._handles: dict[int, RemovableHandle] = {}
         self.hook()
+        self._ours = False
 
     def hook(self) -> None:
-        """Hook what can have a gradient now; what was frozen until now included."""
+        """Before a pass of ours: hook what can have a gradient now."""
+        self._ours = True
         if len(self._handles) == len(self._parameters):
             return
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and index not in self._handles:
-                self._handles[index] = hook_gradient(parameter, self._ready.append)
+                call = self._ready.append if self._take is None else self._taker(index, self._take)
+                self._handles[index] = hook_gradient(parameter, call)
+
+    def _taker(self, index: int, take: Callable[[int], None]) -> Callable[[Tensor], None]:
+        def arrive(parameter: Tensor) -> None:
+            if self._ours:
+                self.num_taken += 1
+                take(index)
+            else:
+                self._ready.append(parameter)
+
+        return arrive
 
     def unsettled(self) -> list[str]:
         """Parameters that a backward pass has used which nobody settled, by name, each once."""
@@ -41,6 +70,7 @@ class Usage:
 
     def settle(self) -> None:
         """After a backward pass of ours, or when all is forgotten."""
+        self._ours = False
         self._ready.clear()
 
     def close(self) -> None:
