@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ConfigError,
         HpcTrainError,
         InstallError,
+        JobError,
         LaunchError,
     )
     from hpctrain.replica import Replica, distribute
@@ -29,6 +30,7 @@ __all__ = [
     "Connection",
     "HpcTrainError",
     "InstallError",
+    "JobError",
     "LaunchError",
     "Replica",
     "World",
@@ -44,6 +46,7 @@ _HOME = {
     "ConfigError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
+    "JobError": "hpctrain.errors",
     "LaunchError": "hpctrain.errors",
     "Connection": "hpctrain.connection",
     "Replica": "hpctrain.replica",

@@ -6,7 +6,14 @@ ranks raises the same text on all of them (see `hpctrain.world.agreement`).
 
 from __future__ import annotations
 
-__all__ = ["CollectiveError", "ConfigError", "HpcTrainError", "InstallError", "LaunchError"]
+__all__ = [
+    "CollectiveError",
+    "ConfigError",
+    "HpcTrainError",
+    "InstallError",
+    "JobError",
+    "LaunchError",
+]
 
 
 class HpcTrainError(Exception):
@@ -27,3 +34,7 @@ class CollectiveError(HpcTrainError):
 
 class InstallError(HpcTrainError):
     """Something could not be installed or built; the message has the cause, log and cure."""
+
+
+class JobError(HpcTrainError):
+    """The batch system refused, or did not answer, or does not know the job."""
