@@ -18,7 +18,13 @@ def each_node_words(plan: Plan) -> list[str]:
     """The words that start one process on every node, without MPI."""
     nodes = str(plan.request.num_nodes)
     if plan.template.batch == "slurm":
-        return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
+        return [
+            "srun",
+            f"--nodes={nodes}",
+            f"--ntasks={nodes}",
+            "--ntasks-per-node=1",
+            "--mpi=none",
+        ]
     if plan.template.launcher == "mpiexec":
         return ["mpiexec", "-n", nodes, *_per_node(plan.mpi, 1)]
     if plan.template.launcher == "jsrun":

@@ -115,7 +115,9 @@ def _check(plan: Plan) -> None:
         raise ConfigError(f"{site.title} charges every job to a project; give --account")
     if plan.template.needs_image != (request.image is not None):
         cure = "give --image" if plan.template.needs_image else "use template slurm-apptainer"
-        raise ConfigError(f"template {plan.template_name} and a container image go together; {cure}")
+        raise ConfigError(
+            f"template {plan.template_name} and a container image go together; {cure}"
+        )
     if site.cpu_masks and plan.ranks_per_node > len(site.cpu_masks):
         raise ConfigError(
             f"{plan.ranks_per_node} ranks per node were asked for, and {site.title} has cores for "

@@ -20,7 +20,7 @@ __all__ = ["AFTER_KINDS", "SIGNALS", "Request", "check_job_id"]
 SIGNALS = ("USR2", "USR1", "TERM", "HUP")
 AFTER_KINDS = ("ok", "any")
 MOST_COMMANDS = 1000
-_JOB_ID = re.compile("[A-Za-z0-9ƒ][A-Za-z0-9_.\\[\\]-]{0,127}")  # noqa: RUF001 (Flux writes it so)
+_JOB_ID = re.compile("[A-Za-z0-9ƒ][A-Za-z0-9_.\\[\\]-]{0,127}")  # ƒ: Flux
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,127}")
 
 

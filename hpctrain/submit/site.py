@@ -32,6 +32,7 @@ __all__ = ["Site", "find_sites", "load_site", "site_from_table"]
 
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 GPU_VISIBILITIES = ("all", "launcher", "local-rank", "reversed")
+_PROVENANCE = ("ever_run", "as_of", "source")  # what ran elsewhere did not run here
 _MASK = re.compile(r"(0x)?[0-9a-f]{1,64}|\d+(-\d+)?(,\d+(-\d+)?)*")
 _SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 
@@ -44,11 +45,11 @@ class Site:
     title: str
     template: str
     """The template used unless the job asks for another."""
-    ever_run: bool
-    """Whether hpctrain ever ran there; if not, the profile is written from documentation."""
-    as_of: str
-    """The day of that run, or on which the documentation was read."""
-    source: str
+    ever_run: bool = False
+    """Whether hpctrain ever ran there; if not, the profile is written from `source`."""
+    as_of: str = ""
+    """The day of that run, or on which the source was read."""
+    source: str = ""
     """Where it ran, or what was read."""
     mpi: str = ""
     gpus_per_node: int = 0
@@ -135,7 +136,8 @@ class Site:
             if not _SPEC.fullmatch(module):
                 raise ConfigError(f"site {self.name}: module {module!r} is no module's name")
         try:
-            datetime.date.fromisoformat(self.as_of)
+            if self.as_of or self.ever_run:
+                datetime.date.fromisoformat(self.as_of)
         except ValueError:
             raise ConfigError(
                 f"site {self.name}: as_of = {self.as_of!r} is no date; write it as 2026-11-15"
@@ -188,6 +190,8 @@ def _resolve(path: Path, sites: Mapping[str, Path], below: tuple[Path, ...]) -> 
             f"site profile {path} inherits {parent!r}, which is none of {', '.join(sorted(sites))}"
         )
     merged = _resolve(sites[parent], sites, (*below, path))
+    for key in _PROVENANCE:
+        merged.pop(key, None)
     for key, value in table.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = {**merged[key], **value} if both else value
@@ -207,7 +211,8 @@ def site_from_table(name: str, table: Mapping[str, Any]) -> Site:
     needed = {key for key, entry in fields.items() if _has_no_default(entry)}
     if missing := sorted(needed - set(table)):
         raise ConfigError(f"site {name}: {', '.join(missing)} must be given, here or by `inherits`")
-    return Site(name=name, **{key: _convert(name, key, table[key], hints[key]) for key in table})
+    values: dict[str, Any] = {key: _convert(name, key, table[key], hints[key]) for key in table}
+    return Site(name=name, **values)
 
 
 def _has_no_default(entry: dataclasses.Field[Any]) -> bool:

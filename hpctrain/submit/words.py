@@ -1,4 +1,4 @@
-"""What may stand in a job script, and how: whitelists, quoting, and nothing unprintable anywhere."""
+"""What may stand in a job script, and how: whitelists, quoting, and nothing unprintable."""
 
 from __future__ import annotations
 
