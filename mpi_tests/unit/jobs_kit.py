@@ -1,4 +1,4 @@
-"""What the tests of jobs share: sites, requests, and programs that only record how they are called."""
+"""What the tests of jobs share: sites, requests, and programs that record their calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ case "${0##*/} ${1-}" in
     'srun '* | 'mpirun '* | 'mpiexec '* | 'jsrun '* | 'flux run') exit "${FAKE_CODE:-0}" ;;
 esac
 """
-PROGRAMS = "srun mpirun mpiexec jsrun flux sbcast scontrol module qsub sbatch bsub scancel".split()
+PROGRAMS = (
+    *("srun", "mpirun", "mpiexec", "jsrun", "flux", "sbcast", "scontrol", "module", "sbatch"),
+    *("scancel", "sacct", "qsub", "qstat", "qdel", "bsub", "bjobs", "bkill"),
+)
 BATCH_ENVIRONMENT = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NODELIST": "n[1-2]",

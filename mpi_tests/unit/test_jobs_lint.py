@@ -88,31 +88,110 @@ CASES = [
     ("J10", 1, of_slurm(("#!/bin/bash\n", "")), of_slurm(("#!/bin/bash", "#!/bin/sh -l"))),
     ("J11", 1, SLURM.replace("\n", "\r\n"), SLURM),
     ("J12", 3, of_slurm(("=2\n", "=2\n#SBATCH -n 4\n")), of_slurm(("=2\n", "=2\n#SBATCH -n 8\n"))),
-    ("J20", 4, of_slurm(("ntasks-per-node=4", "ntasks-per-node=1")), of_slurm(("node=4", "node=a:4"))),
+    (
+        "J20",
+        4,
+        of_slurm(("ntasks-per-node=4", "ntasks-per-node=1")),
+        of_slurm(("node=4", "node=a:4")),
+    ),
     ("J20", 3, of_pbs(("mpiprocs=4", "mpiprocs=1")), of_pbs((":ngpus=4", ""))),
-    ("J21", 4, of_slurm(("gpus-per-node=4", "gpus-per-task=1")), of_slurm(("gpus-per-node=4", "gres=gpu:4"))),
-    ("J22", 10, of_slurm(("export SRUN_CPUS_PER_TASK=8\n", "")), of_slurm(("export SRUN_CPUS_PER_TASK=8\n", ""), ("srun ", "srun -c 8 "))),
+    (
+        "J21",
+        4,
+        of_slurm(("gpus-per-node=4", "gpus-per-task=1")),
+        of_slurm(("gpus-per-node=4", "gres=gpu:4")),
+    ),
+    (
+        "J22",
+        10,
+        of_slurm(("export SRUN_CPUS_PER_TASK=8\n", "")),
+        of_slurm(("export SRUN_CPUS_PER_TASK=8\n", ""), ("srun ", "srun -c 8 ")),
+    ),
     ("J23", 11, of_slurm((f" {MPI}", "")), of_slurm((f"srun {MPI}", "SLURM_MPI_TYPE=pmix srun"))),
-    ("J24", 10, of_slurm(("export SRUN", "export MASTER_PORT=29500\nexport SRUN")), of_slurm(("export SRUN", "export MASTER_PORT=$((10000 + SLURM_JOB_ID % 50000))\nexport SRUN"))),
-    ("J25", 10, of_slurm(("export SRUN", "export MASTER_ADDR=localhost\nexport SRUN")), of_slurm(("export SRUN", "export MASTER_ADDR=localhost\nexport SRUN"), ("nodes=2", "nodes=1"))),
+    (
+        "J24",
+        10,
+        of_slurm(("export SRUN", "export MASTER_PORT=29500\nexport SRUN")),
+        of_slurm(
+            ("export SRUN", "export MASTER_PORT=$((10000 + SLURM_JOB_ID % 50000))\nexport SRUN")
+        ),
+    ),
+    (
+        "J25",
+        10,
+        of_slurm(("export SRUN", "export MASTER_ADDR=localhost\nexport SRUN")),
+        of_slurm(
+            ("export SRUN", "export MASTER_ADDR=localhost\nexport SRUN"), ("nodes=2", "nodes=1")
+        ),
+    ),
     ("J26", 10, of_slurm(("export OMP_NUM_THREADS=8\n", "")), SLURM),
-    ("J27", 11, of_slurm((f"srun {MPI} ", "")), of_slurm((f"srun {MPI} ", ""), ("--nodes=2", "--nodes=1"))),
-    ("J27", 8, of_pbs(("mpiexec -n 8 -ppn 4 ", "")), of_pbs(("mpiexec -n 8 -ppn 4 ", "hpctrain run "))),
-    ("J28", 11, of_slurm(("python train.py", 'bash -c "hostname; python train.py"')), of_slurm(("python train.py", 'bash -c "hostname; exec python train.py"'))),
+    (
+        "J27",
+        11,
+        of_slurm((f"srun {MPI} ", "")),
+        of_slurm((f"srun {MPI} ", ""), ("--nodes=2", "--nodes=1")),
+    ),
+    (
+        "J27",
+        8,
+        of_pbs(("mpiexec -n 8 -ppn 4 ", "")),
+        of_pbs(("mpiexec -n 8 -ppn 4 ", "hpctrain run ")),
+    ),
+    (
+        "J28",
+        11,
+        of_slurm(("python train.py", 'bash -c "hostname; python train.py"')),
+        of_slurm(("python train.py", 'bash -c "hostname; exec python train.py"')),
+    ),
     ("J29", 5, of_pbs(('cd "$PBS_O_WORKDIR"\n', "")), of_pbs(('cd "$PBS_O_WORKDIR"', "cd /work"))),
     ("J40", 8, of_slurm(("set -e", SIGNAL)), of_slurm(("set -e", SIGNAL), (END, LOOP))),
     ("J41", 12, of_slurm((SRUN, TRAP + SRUN)), of_slurm((SRUN, LOOP))),
-    ("J42", 14, of_slurm((SRUN, f"{TRAP}{SRUN.strip()} &\npid=$!\nwait $pid\n")), of_slurm((SRUN, LOOP))),
-    ("J43", 12, of_slurm((SRUN, f"{SRUN.strip()} &\nwait\n")), of_slurm((SRUN, f"{SRUN.strip()} &\npid=$!\nwait $pid\n"))),
-    ("J44", 8, of_slurm(("set -e", "#SBATCH --signal=USR1@120\nset -e")), of_slurm(("set -e", "#SBATCH --signal=USR2@120\nset -e"))),
+    (
+        "J42",
+        14,
+        of_slurm((SRUN, f"{TRAP}{SRUN.strip()} &\npid=$!\nwait $pid\n")),
+        of_slurm((SRUN, LOOP)),
+    ),
+    (
+        "J43",
+        12,
+        of_slurm((SRUN, f"{SRUN.strip()} &\nwait\n")),
+        of_slurm((SRUN, f"{SRUN.strip()} &\npid=$!\nwait $pid\n")),
+    ),
+    (
+        "J44",
+        8,
+        of_slurm(("set -e", "#SBATCH --signal=USR1@120\nset -e")),
+        of_slurm(("set -e", "#SBATCH --signal=USR2@120\nset -e")),
+    ),
     ("J44", 5, of_lsf(("USR2", "USR1"), ("export", "export NCCL_DEBUG=INFO\nexport")), LSF),
-    ("J45", 8, of_slurm(("set -e", "#SBATCH --signal=USR2@7200\nset -e")), of_slurm(("set -e", "#SBATCH --signal=USR2@7199\nset -e"))),
+    (
+        "J45",
+        8,
+        of_slurm(("set -e", "#SBATCH --signal=USR2@7200\nset -e")),
+        of_slurm(("set -e", "#SBATCH --signal=USR2@7199\nset -e")),
+    ),
     ("J45", 5, of_lsf(("-W 02:00", "-W 00:05")), of_lsf(("-W 02:00", "-W 00:06"))),
-    ("J46", 8, of_slurm(("set -e", "#SBATCH --requeue\nset -e")), of_slurm(("set -e", "#SBATCH --requeue\n#SBATCH --open-mode=append\nset -e"))),
-    ("J47", 11, of_slurm((STRICT, "cd /work"), (SRUN, f"{SRUN}echo done\n")), of_slurm((STRICT, "cd /work"), (SRUN, f"{SRUN}code=$?\necho done\nexit $code\n"))),
-    ("J48", 11, of_slurm((STRICT, "set -eu"), ("train.py", "train.py | tee log")), of_slurm(("train.py", "train.py | tee log"))),
+    (
+        "J46",
+        8,
+        of_slurm(("set -e", "#SBATCH --requeue\nset -e")),
+        of_slurm(("set -e", "#SBATCH --requeue\n#SBATCH --open-mode=append\nset -e")),
+    ),
+    (
+        "J47",
+        11,
+        of_slurm((STRICT, "cd /work"), (SRUN, f"{SRUN}echo done\n")),
+        of_slurm((STRICT, "cd /work"), (SRUN, f"{SRUN}code=$?\necho done\nexit $code\n")),
+    ),
+    (
+        "J48",
+        11,
+        of_slurm((STRICT, "set -eu"), ("train.py", "train.py | tee log")),
+        of_slurm(("train.py", "train.py | tee log")),
+    ),
     ("J49", 8, of_slurm((STRICT, "cd /work")), of_slurm((STRICT, "set -o errexit"))),
-]  # fmt: skip
+]
 
 
 def found(text: str) -> list[tuple[str, int]]:
@@ -125,8 +204,8 @@ def found(text: str) -> list[tuple[str, int]]:
 def test_the_rule_finds_the_mistake_and_nothing_else(rule, line, bad, good):
     assert (rule, line) in found(bad)
     assert rule not in [name for name, _ in found(good)]
-    also = {"J03": "J05", "J08": "J08", "J40": "J41", "J47": "J49", "J01": "J01"}
-    assert {name for name, _ in found(bad)} <= {rule, also.get(rule), "J12", "J42"}, found(bad)
+    also = {"J40": "J41", "J47": "J49"}  # where one mistake is two
+    assert {name for name, _ in found(bad)} <= {rule, also.get(rule)}, found(bad)
 
 
 def test_there_are_many_rules_each_with_its_cases():
@@ -167,7 +246,30 @@ def test_the_verb_prints_line_why_and_cure(tmp_path, capsys, monkeypatch):
 
 
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from([*SLURM.splitlines(), *PBS.splitlines(), *LSF.splitlines(), "'", '"', "\\", "#SBATCH", "#SBATCH -", "#PBS -l", "<<E", "wait &", "trap '' USR2", "\x00", "#SBATCH --time", "#SBATCH --signal=B:@"]) | st.text(max_size=20)))  # fmt: skip
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                *SLURM.splitlines(),
+                *PBS.splitlines(),
+                *LSF.splitlines(),
+                "'",
+                '"',
+                "\\",
+                "#SBATCH",
+                "#SBATCH -",
+                "#PBS -l",
+                "<<E",
+                "wait &",
+                "trap '' USR2",
+                "\x00",
+                "#SBATCH --time",
+                "#SBATCH --signal=B:@",
+            ]
+        )
+        | st.text(max_size=20)
+    )
+)
 def test_whatever_it_reads_it_answers(lines):
     for rule, line in found("\n".join(lines)):
         assert rule.startswith("J")

@@ -179,7 +179,8 @@ def test_each_dialect_writes_its_own_directives(template, lines):
 
 def test_a_warning_reaches_the_launcher_and_the_ranks_end_the_job(tmp_path):
     recorder = Recorder(tmp_path)
-    launcher = "#!/bin/bash\ntrap 'kill $pid; exit 75' USR2\nsleep 20 & pid=$!\nkill -s USR2 $PPID\nwait; exit 9\n"
+    launcher = "#!/bin/bash\ntrap 'kill $pid; exit 75' USR2\nsleep 20 & pid=$!\n"
+    launcher += "kill -s USR2 $PPID\nwait\nexit 9\n"
     (recorder.bin / "srun").write_text(launcher)
     done = recorder.run(everything("slurm-srun", stage=(), pack=None, prologue=()))
     assert done.returncode == REQUEUE, done.stdout + done.stderr

@@ -14,13 +14,16 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CollectiveError ConfigError Connection HpcTrainError InstallError LaunchError Replica World
+CollectiveError ConfigError Connection HpcTrainError InstallError JobError LaunchError Replica World
 __version__ agree connect distribute init
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
     "doctor": "--all-nodes --help --json --time-limit -h",
     "horovod": "--help -h",
+    "job": "--help -h",
+    "sweep": "--help -h",
+    "pack": "--help --output --prefix -h -o",
 }
 
 
@@ -38,6 +41,38 @@ def test_flags(verb):
     importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert " ".join(sorted(flags)) == FLAGS[verb]
+
+
+JOB = """--account --after --after-kind --array --array-limit --constraint --cpus-per-rank
+--directive --env --gpus-per-node --help --image --log-dir --memory --module --mpi --name --nodes
+--pack --partition --prologue --qos --queue --ranks-per-node --requeue --reservation --signal
+--signal-lead --site --source --stage --template --time --venv -h"""
+SWEEP = "--dir --grid --help --list --num --random --seed -h"
+ACTIONS = {
+    ("job", "render"): f"{JOB} --output -o",
+    ("job", "submit"): f"{JOB} --chain --json --quiet -q",
+    ("job", "status"): "--help --json -h",
+    ("job", "logs"): "--follow --help --lines --task -f -h -n",
+    ("job", "cancel"): "--help -h",
+    ("job", "sites"): "--help --json -h",
+    ("job", "lint"): "--help --json -h",
+    ("sweep", "run"): SWEEP,
+    ("sweep", "submit"): f"{JOB} {SWEEP}",
+    ("sweep", "table"): "--dir --help --json --max --metric -h",
+}
+
+
+def test_flags_of_actions():
+    for verb in ("job", "sweep"):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
+        (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]
+        found = {
+            (verb, name): {flag for each in child._actions for flag in each.option_strings}
+            for name, child in actions.items()
+        }
+        frozen = {key: set(text.split()) for key, text in ACTIONS.items() if key[0] == verb}
+        assert found == frozen
 
 
 @pytest.mark.parametrize(

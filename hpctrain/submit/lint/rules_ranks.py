@@ -146,7 +146,7 @@ RULES = (
     Rule(
         id="J24",
         why="Two jobs on a node, or one that lingers, take the same port, and one of them fails.",
-        cure="Let MPI do the meeting (`hpctrain run` sets a free port), or make it of the job's id.",
+        cure="Let MPI do the meeting (`hpctrain run` sets a free port), or use the job's id.",
         check=_fixed_port,
     ),
     Rule(
