@@ -16,18 +16,20 @@ import pytest
 
 from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.cluster.slurm import FINAL, Slurm
-from mpi_tests.launch.commands import HPCTRAIN, clean_environment
+from mpi_tests.launch.commands import HPCTRAIN, clean_environment, run
 
 LIMIT_S = 120
 
 TRAIN = """
+from importlib.util import find_spec
 import torch
 import hpctrain as hpc
 
 with hpc.init(seed=1) as world:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    replica = hpc.distribute(world, model, optimizer)
+    engine = "horovod" if find_spec("horovod") else "auto"
+    replica = hpc.distribute(world, model, optimizer, engine=engine)
     for _ in range(40):
         x = torch.randn(16, 4)
         loss = (replica(x) - x.sum(1, keepdim=True)).square().mean()
@@ -49,6 +51,29 @@ AGAIN = """
 import os, sys
 print("start", os.environ.get("SLURM_RESTART_COUNT", "0"), flush=True)
 sys.exit(75)
+"""
+WARNED = """
+import os, signal, sys, time
+got = []
+for name in ("SIGUSR2", "SIGTERM"):
+    signal.signal(getattr(signal, name), lambda number, frame: got.append(number))
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "1":
+    print("restarted", flush=True)
+    sys.exit(0)
+print("ready", flush=True)
+deadline = time.monotonic() + 60
+while not got and time.monotonic() < deadline:
+    time.sleep(0.05)
+print("warned", len(got), flush=True)
+sys.exit(75)
+"""
+# Each node of the fixture has a /dev/shm of its own, and nothing else of its own.
+SITE = 'inherits = "slurm"\ntitle = "the fixture"\nnode_local = "/dev/shm"\n'
+STAGED = """
+import os, socket, sys
+stage = os.environ["HPCTRAIN_STAGE"]
+print("on", socket.gethostname(), sys.prefix == f"{stage}/env", open(f"{stage}/data.txt").read())
+print(sorted(os.listdir("/dev/shm")))
 """
 
 
@@ -90,6 +115,16 @@ class Desk:
             time.sleep(0.5)
         pytest.fail(f"job {job} is not over: {rows}\n{self.log(job)}")
 
+    def wait_for(self, job: str, word: str, count: int) -> None:
+        """Wait until so many lines of the log begin with a word."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            log = self.log(job)
+            if sum(line.startswith(word) for line in log.splitlines()) >= count:
+                return
+            time.sleep(0.3)
+        pytest.fail(f"job {job} never said {word!r} {count} times:\n{log}")
+
     def log(self, job: str, *more: str) -> str:
         return self.hpctrain("job", "logs", job, *more, check=False)[1]
 
@@ -98,9 +133,14 @@ class Desk:
 def desk(slurm_of_session: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = slurm_of_session.directory / "desk"
     folder.mkdir()
-    for name, text in (("train.py", TRAIN), ("crash.py", CRASH), ("again.py", AGAIN)):
+    files = {"train.py": TRAIN, "crash.py": CRASH, "again.py": AGAIN, "warned.py": WARNED}
+    files |= {"fixture.toml": SITE, "staged.py": STAGED, "data.txt": "some data"}
+    for name, text in files.items():
         (folder / name).write_text(text)
-    yield Desk(slurm_of_session, folder)
+    made = Desk(slurm_of_session, folder)
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "env")
+    made.hpctrain("pack", "--prefix", "env")
+    yield made
     slurm_of_session.clear()
 
 
@@ -108,7 +148,7 @@ def desk(slurm_of_session: Slurm, tmp_path_factory: pytest.TempPathFactory) -> I
 def jobs(desk: Desk) -> dict[str, list[str]]:
     """Everything, submitted; the slow ones first."""
     mpi = mpi_of_this_python()
-    run = ["--", *HPCTRAIN, "run"]
+    script = ["--", *HPCTRAIN, "run"]
     two = ["--nodes", "2", "--ranks-per-node", "2", "--cpus-per-rank", "1"]
     plain = ["--mpi", "none", "--cpus-per-rank", "1"]
     mpirun = ["--template", "slurm-mpirun", "--mpi", mpi.family, *two]
@@ -119,15 +159,30 @@ def jobs(desk: Desk) -> dict[str, list[str]]:
     )
     index = "import os; print('task', os.environ['HPCTRAIN_ARRAY_INDEX'], 'end')"
     python = ["--", sys.executable]
+    warning = ["--requeue", "1", "--signal-lead", "1m"]
+    local = ["--stage", "data.txt", "--pack", "env.tar", "--prologue", "echo prologue here"]
     made = {
         "requeue": [*plain, "--requeue", "1", *python, "again.py"],
-        "srun": ["--mpi", mpi.srun_plugin, *two, *run, "train.py"],
-        "mpirun": [*mpirun, *as_root, *run, "train.py"],
+        "warned-srun": [*plain, *two, *warning, *python, "warned.py"],
+        "warned-mpirun": [*mpirun, *as_root, *warning, *python, "warned.py"],
+        "srun": ["--mpi", mpi.srun_plugin, *two, *script, "train.py"],
+        "mpirun": [*mpirun, *as_root, *script, "train.py"],
         "cancel": [*plain, *python, "-c", waiting],
+        "staged": [
+            "--site",
+            "./fixture.toml",
+            *plain,
+            "--nodes",
+            "2",
+            *local,
+            "--",
+            "python",
+            "staged.py",
+        ],
         "code": [*plain, "--ranks-per-node", "2", *python, "-c", five],
         "array": [*plain, "--array", "3", *python, "-c", index],
-        "crash": ["--mpi", mpi.srun_plugin, "--ranks-per-node", "2", *run, "crash.py"],
-        "wrong": ["--mpi", "none", "--ranks-per-node", "2", *run, "train.py"],
+        "crash": ["--mpi", mpi.srun_plugin, "--ranks-per-node", "2", *script, "crash.py"],
+        "wrong": ["--mpi", "none", "--ranks-per-node", "2", *script, "train.py"],
     }
     submitted = {name: desk.submit("--name", name, *words) for name, words in made.items()}
     chained = ["--chain", "2", "--after", submitted["array"][0]]
@@ -159,6 +214,38 @@ def test_following_a_log_ends_with_the_job(desk: Desk, jobs: dict[str, list[str]
     assert out == desk.log(jobs["srun"][0])
     assert out.rstrip().endswith("s")
     assert desk.log(jobs["srun"][0], "-n", "1") == out.splitlines(keepends=True)[-1]
+
+
+@pytest.mark.parametrize("template", ["srun", "mpirun"])
+def test_a_warning_reaches_the_ranks_and_the_job_is_requeued(
+    desk: Desk, jobs: dict[str, list[str]], template: str
+) -> None:
+    (job,) = jobs[f"warned-{template}"]
+    desk.wait_for(job, "ready", 4)
+    # As the directive --signal would, which Slurm looks at only once a minute.
+    desk.slurm.run(["scancel", "--batch", "--signal=USR2", job], timeout_s=LIMIT_S)
+    desk.wait_for(job, "restarted", 4)
+    (row,) = desk.ended(job)
+    log = desk.log(job)
+    assert (row["state"], row["exit_code"], row["restarts"]) == ("COMPLETED", 0, 1), log
+    assert log.count("warned 1") == 4, log
+    assert "hpctrain job: signal USR2 after" in log
+
+
+def test_nodes_get_data_and_an_environment_of_their_own(
+    desk: Desk, jobs: dict[str, list[str]]
+) -> None:
+    (job,) = jobs["staged"]
+    (row,) = desk.ended(job)
+    log = desk.log(job)
+    assert row["state"] == "COMPLETED", log
+    hosts = {line.split()[1] for line in log.splitlines() if line.startswith("on ")}
+    assert len(hosts) == 2, log
+    assert log.count(" True some data") == log.count("prologue here\n") == 2, log
+    assert log.count(f"['hpctrain-{job}']") == 2, log
+    for host in hosts:
+        left = desk.slurm.nodes.run(host, ["ls", "/dev/shm"], timeout_s=LIMIT_S).stdout
+        assert f"hpctrain-{job}" not in left
 
 
 def test_a_cancelled_job_ends(desk: Desk, jobs: dict[str, list[str]]) -> None:
@@ -220,9 +307,7 @@ def test_a_sweep_has_a_table(desk: Desk, jobs: dict[str, list[str]]) -> None:
 
 def test_exit_code_75_is_requeued_once_and_no_more(desk: Desk, jobs: dict[str, list[str]]) -> None:
     (job,) = jobs["requeue"]
-    deadline = time.monotonic() + LIMIT_S
-    while "restarts were allowed" not in desk.log(job) and time.monotonic() < deadline:
-        time.sleep(0.5)  # between its two runs a requeued job may look over
+    desk.wait_for(job, "hpctrain job: not run again", 1)  # between its runs it may look over
     (row,) = desk.ended(job)
     log = desk.log(job)
     assert [line for line in log.splitlines() if line.startswith("start")] == ["start 0", "start 1"]

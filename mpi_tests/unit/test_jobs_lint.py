@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -213,6 +215,8 @@ def test_there_are_many_rules_each_with_its_cases():
     assert len(ids) == len(set(ids)) >= 20
     assert {case[0] for case in CASES} == set(ids)
     assert all(rule.why and rule.cure for rule in RULES)
+    page = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
+    assert set(re.findall(r"\| (J\d\d) ", page)) == set(ids)
 
 
 @pytest.mark.parametrize("good", [SLURM, PBS, LSF, of_slurm((SRUN, LOOP))])
