@@ -105,7 +105,7 @@ def _choose_mpi(request: Request, site: Site, name: str, template: Template) -> 
 
 
 def _check(plan: Plan) -> None:
-    request, site, batch = plan.request, plan.site, plan.template.batch
+    request, site = plan.request, plan.site
     if site.max_walltime and request.walltime_s > parse_duration(site.max_walltime):
         raise ConfigError(
             f"a walltime of {format_clock(request.walltime_s)} is more than the "
@@ -128,6 +128,11 @@ def _check(plan: Plan) -> None:
             f"{site.title} gives each rank {by_rank}, so {plan.ranks_per_node} ranks per node and "
             f"{plan.gpus_per_node} GPUs per node do not go together; make them equal"
         )
+    _check_dialect(plan)
+
+
+def _check_dialect(plan: Plan) -> None:
+    request, site, batch = plan.request, plan.site, plan.template.batch
     absent = {
         ("pbs", "constraint"): plan.constraint,
         ("pbs", "qos"): plan.qos,

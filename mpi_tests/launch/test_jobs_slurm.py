@@ -1,6 +1,7 @@
 """The command line and the templates against a real Slurm, from submission to the log.
 
-All jobs are submitted at once and run side by side; the tests look at what became of them.
+All jobs are submitted at once and run side by side; the tests look at what became of them, first
+at those that wait for something to be done to them.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ STAGED = """
 import os, socket, sys
 stage = os.environ["HPCTRAIN_STAGE"]
 print("on", socket.gethostname(), sys.prefix == f"{stage}/env", open(f"{stage}/data.txt").read())
-print(sorted(os.listdir("/dev/shm")))
+print([name for name in os.listdir("/dev/shm") if name.startswith("hpctrain-")])
 """
 
 
@@ -153,7 +154,7 @@ def jobs(desk: Desk) -> dict[str, list[str]]:
     plain = ["--mpi", "none", "--cpus-per-rank", "1"]
     mpirun = ["--template", "slurm-mpirun", "--mpi", mpi.family, *two]
     as_root = ["--env", "OMPI_ALLOW_RUN_AS_ROOT=1", "--env", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
-    waiting = "import time; time.sleep(100)"
+    waiting = "import time; time.sleep(500)"
     five = (
         "import os, sys, time; sys.exit(5) if os.environ['SLURM_PROCID'] == '1' else time.sleep(60)"
     )
@@ -198,6 +199,28 @@ def jobs(desk: Desk) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("template", ["srun", "mpirun"])
+def test_a_warning_reaches_the_ranks_and_the_job_is_requeued(
+    desk: Desk, jobs: dict[str, list[str]], template: str
+) -> None:
+    (job,) = jobs[f"warned-{template}"]
+    desk.wait_for(job, "ready", 4)
+    # As the directive --signal would, which Slurm looks at only once a minute.
+    desk.slurm.run(["scancel", "--batch", "--signal=USR2", job], timeout_s=LIMIT_S)
+    desk.wait_for(job, "restarted", 4)
+    (row,) = desk.ended(job)
+    log = desk.log(job)
+    assert (row["state"], row["exit_code"], row["restarts"]) == ("COMPLETED", 0, 1), log
+    assert log.count("warned 1") == 4, log
+    assert "hpctrain job: signal USR2 after" in log
+
+
+def test_a_cancelled_job_ends(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    (job,) = jobs["cancel"]
+    assert "cancelled" in desk.hpctrain("job", "cancel", job)[1]
+    assert desk.ended(job)[0]["state"] == "CANCELLED"
+
+
+@pytest.mark.parametrize("template", ["srun", "mpirun"])
 def test_two_nodes_of_two_ranks_train(
     desk: Desk, jobs: dict[str, list[str]], template: str
 ) -> None:
@@ -216,22 +239,6 @@ def test_following_a_log_ends_with_the_job(desk: Desk, jobs: dict[str, list[str]
     assert desk.log(jobs["srun"][0], "-n", "1") == out.splitlines(keepends=True)[-1]
 
 
-@pytest.mark.parametrize("template", ["srun", "mpirun"])
-def test_a_warning_reaches_the_ranks_and_the_job_is_requeued(
-    desk: Desk, jobs: dict[str, list[str]], template: str
-) -> None:
-    (job,) = jobs[f"warned-{template}"]
-    desk.wait_for(job, "ready", 4)
-    # As the directive --signal would, which Slurm looks at only once a minute.
-    desk.slurm.run(["scancel", "--batch", "--signal=USR2", job], timeout_s=LIMIT_S)
-    desk.wait_for(job, "restarted", 4)
-    (row,) = desk.ended(job)
-    log = desk.log(job)
-    assert (row["state"], row["exit_code"], row["restarts"]) == ("COMPLETED", 0, 1), log
-    assert log.count("warned 1") == 4, log
-    assert "hpctrain job: signal USR2 after" in log
-
-
 def test_nodes_get_data_and_an_environment_of_their_own(
     desk: Desk, jobs: dict[str, list[str]]
 ) -> None:
@@ -246,12 +253,6 @@ def test_nodes_get_data_and_an_environment_of_their_own(
     for host in hosts:
         left = desk.slurm.nodes.run(host, ["ls", "/dev/shm"], timeout_s=LIMIT_S).stdout
         assert f"hpctrain-{job}" not in left
-
-
-def test_a_cancelled_job_ends(desk: Desk, jobs: dict[str, list[str]]) -> None:
-    (job,) = jobs["cancel"]
-    assert "cancelled" in desk.hpctrain("job", "cancel", job)[1]
-    assert desk.ended(job)[0]["state"] == "CANCELLED"
 
 
 def test_the_code_of_the_rank_that_failed_is_the_jobs(

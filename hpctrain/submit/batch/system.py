@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain.errors import JobError
 from hpctrain.submit.batch.job_state import JobState
 
-__all__ = ["Answer", "Ask", "BatchSystem", "ask_program"]
+__all__ = ["Answer", "Ask", "BatchSystem", "ask_program", "unreadable"]
 
 _LIMIT_S = 60.0
 
