@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 MPI ?= auto
 HOROVOD ?= auto
+RANKS ?= 1,2,3,4
 
 BIN := $(VENV)/bin
 
@@ -23,6 +24,7 @@ help:
 	@echo "PYTHON=$(PYTHON)  the Python to use, 3.11 or later"
 	@echo "VENV=$(VENV)  where the venv goes"
 	@echo "MPI=$(MPI)  site (the one on PATH), mpich (from the package index) or auto (as the last time, else what works)"
+	@echo "RANKS=$(RANKS)  how many ranks test-ranks runs with"
 	@echo "HOROVOD=$(HOROVOD)  yes, no or auto (as the last time, else go on without if it cannot be built)"
 
 setup:
@@ -38,7 +40,7 @@ test-all: setup
 	MPI_TESTS_FULL=1 $(BIN)/python -m mpi_tests ranks nodes --keep-result
 
 test-ranks: setup
-	$(BIN)/python -m mpi_tests ranks
+	$(BIN)/python -m mpi_tests ranks -n $(RANKS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,14 +14,20 @@ from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import CollectiveError
 from hpctrain.world import World
 
-__all__ = ["make"]
+__all__ = ["make_maker"]
 
 
 class Allreduce:
-    """`engine.allreduce_` of float32, in place."""
+    """`engine.allreduce_` of float32, in place.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: What is measured.
+        allocated: Whether the engine allocates the buffer, or torch does.
+    """
+
+    def __init__(self, engine: Engine, *, allocated: bool) -> None:
         self.engine = engine
+        self.allocated = allocated
         self.buffer: Tensor | None = None
 
     def prepare(self, case: str) -> dict[str, object]:
@@ -28,7 +36,9 @@ class Allreduce:
         Raises:
             CollectiveError: the engine sums wrongly, so its speed is of no interest.
         """
-        self.buffer = torch.ones(parse_size(case) // 4)
+        count = parse_size(case) // 4
+        self.buffer = self.engine.allocate(count) if self.allocated else torch.empty(count)
+        self.buffer.fill_(1.0)
         self.engine.allreduce_(self.buffer, Op.SUM)
         if not bool((self.buffer == self.engine.size).all()):
             raise CollectiveError(f"{self.engine.name}: the sum of ones is wrong at {case}")
@@ -82,8 +92,16 @@ class Memcpy:
         return {}
 
 
-def make(world: World, variant: str) -> Subject:
-    """The subject of a variant: an engine's name, or memcpy."""
-    if variant == "memcpy":
-        return Memcpy()
-    return Allreduce(hpc.connect(world, variant).engine)
+def make_maker() -> Callable[[World, str], Subject]:
+    """What makes the subject of a variant; variants of a launch share its engine."""
+    engines: dict[str, Engine] = {}
+
+    def make(world: World, variant: str) -> Subject:
+        if variant == "memcpy":
+            return Memcpy()
+        name = variant.removesuffix("-allocated")
+        if name not in engines:
+            engines[name] = hpc.connect(world, name).engine
+        return Allreduce(engines[name], allocated=variant != name)
+
+    return make

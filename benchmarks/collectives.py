@@ -17,8 +17,15 @@ from hpctrain.engines.horovod_state import probe_horovod
 
 __all__ = ["SIZES", "VARIANTS", "bandwidths", "main", "parse_size", "repeats_for"]
 
-SIZES = tuple(f"{4**i} KiB" for i in range(5)) + tuple(f"{4**i} MiB" for i in range(5))
-VARIANTS = tuple(Variant(name=name, launch=name) for name in ("memcpy", "mpi", "torch", "horovod"))
+SIZES = (*(f"{4**i} KiB" for i in range(5)), *(f"{n} MiB" for n in (1, 4, 16, 64, 100, 256)))
+VARIANTS = (
+    Variant(name="memcpy", launch="memcpy"),
+    Variant(name="mpi", launch="mpi"),
+    Variant(name="mpi-allocated", launch="mpi"),
+    Variant(name="torch", launch="torch"),
+    Variant(name="horovod", launch="horovod"),
+)
+"""`mpi-allocated` is a buffer that the engine itself has allocated, the others are torch's own."""
 _UNITS = {"KiB": 2**10, "MiB": 2**20}
 # A block lasts about half a second, or the load, which is told in ticks of 10 ms, is a guess.
 _BYTES_A_BLOCK = 256 << 20
@@ -58,10 +65,10 @@ def main() -> int:
     parser.add_argument("--sizes", metavar="A,B", help=f"from {', '.join(SIZES)} (default: all)")
     args = parser.parse_args()
     if args.worker:
-        from benchmarks.collective_subjects import make
+        from benchmarks.collective_subjects import make_maker
         from benchmarks.harness.worker import serve
 
-        serve(args.worker, args.variants.split(","), make)
+        serve(args.worker, args.variants.split(","), make_maker())
         return 0
     rules = command.rules_of(args)
     known = [variant.name for variant in VARIANTS]
@@ -78,7 +85,7 @@ def main() -> int:
         settings={"operation": "allreduce in place, sum, float32"},
     )
     result: dict[str, Any] = run_plan(plan)
-    _add_metrics(result, rules.num_ranks)
+    _add_metrics(result)
     return command.report(args, result)
 
 
@@ -90,14 +97,14 @@ def _built(known: list[str]) -> list[str]:
     return [name for name in known if horovod.built or name != "horovod"]
 
 
-def _add_metrics(result: dict[str, Any], num_ranks: int) -> None:
+def _add_metrics(result: dict[str, Any]) -> None:
     copies = {s["case"]: median(s["seconds"]) for s in result["series"] if s["variant"] == "memcpy"}
     for item in result["series"]:
         size, seconds = parse_size(item["case"]), median(item["seconds"])
         if item["variant"] == "memcpy":
             item["metrics"] = {"algbw GB/s": size / seconds / 1e9}
             continue
-        metrics = bandwidths(size, seconds, copies.get(item["case"], 0.0), num_ranks)
+        metrics = bandwidths(size, seconds, copies.get(item["case"], 0.0), item["num_ranks"])
         item["metrics"] = {k: v for k, v in metrics.items() if v or k != "% of memcpy"}
 
 

@@ -22,15 +22,18 @@ VARIANTS = (
     Variant(name="compute-again", launch="plain"),
     Variant(name="compute-beside-idle", launch="mpi"),
     Variant(name="hpctrain-mpi", launch="mpi"),
+    Variant(name="hpctrain-mpi-replicated", launch="mpi"),
     Variant(name="hpctrain-torch", launch="torch"),
     Variant(name="hpctrain-horovod", launch="hpctrain-horovod"),
     Variant(name="hpctrain-horovod-fusion", launch="hpctrain-horovod"),
     Variant(name="horovod", launch="horovod", environ=_YIELD),
     Variant(name="ddp", launch="ddp"),
+    Variant(name="ddp-zero", launch="ddp"),
 )
 """`compute-again` shows the noise of the method; `compute-beside-idle` the cost of an hpctrain that
-is connected and does nothing; `hpctrain-horovod` is the arena, `-fusion` Horovod's own. Horovod and
-DDP have threads, so each has processes of its own."""
+is connected and does nothing; `hpctrain-mpi` updates as `auto` chooses, `-replicated` everything on
+every rank; `hpctrain-horovod` is the arena, `-fusion` Horovod's own. Horovod and DDP have threads,
+so each has processes of its own."""
 
 COMPARISONS = (
     *((variant.name, "compute") for variant in VARIANTS[1:]),
@@ -39,6 +42,8 @@ COMPARISONS = (
     ("hpctrain-mpi", "horovod"),
     ("hpctrain-torch", "ddp"),
     ("hpctrain-mpi", "ddp"),
+    ("hpctrain-mpi", "ddp-zero"),
+    ("hpctrain-mpi", "hpctrain-mpi-replicated"),
 )
 # Names only: importing the workloads would import torch before a rank has set its threads.
 _WORKLOADS = ("256-sgd", "512-adamw", "512-adamw-fused")
@@ -75,7 +80,7 @@ def main() -> int:
         variants=[variant for variant in VARIANTS if variant.name in names],
         comparisons=COMPARISONS,
         rules=rules,
-        settings={"steps": steps, "warmup": _WARMUP, "baseline_optimizer": "the same, replicated"},
+        settings={"steps": steps, "warmup": _WARMUP},
     )
     return command.report(args, run_plan(plan))
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import hpctrain as hpc
 from benchmarks.harness.worker import Subject
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import find
 from hpctrain.engines.base import Engine
 from hpctrain.replica import HorovodTraining, Replica
 from hpctrain.world import World
 
-__all__ = ["make_maker"]
+__all__ = ["Compute", "make_maker"]
 
 _FIRST_STEPS = 5
 _SEED = 11
@@ -33,11 +33,11 @@ class Compute:
 
     def prepare(self, case: str) -> dict[str, object]:
         """Collective: build model and optimizer, and take the first steps, which are slow."""
-        workload = WORKLOADS[case]
+        self.workload = workload = find(case)
         torch.manual_seed(_SEED)
         self.model = workload.model()
         self.optimizer = workload.optimizer(self.model)
-        self.x, self.y = workload.data(self.world.rank)
+        self.x, self.y = workload.data(self.world.rank, self.world.size)
         self.distribute()
         self.run(_FIRST_STEPS)
         return self.facts()
@@ -53,12 +53,20 @@ class Compute:
         """The mean over this rank's batch."""
         return nn.functional.mse_loss(self.model(self.x), self.y)
 
+    def backward(self) -> None:
+        """Collective where ranks train together: compute gradients."""
+        self.optimizer.zero_grad()
+        torch.autograd.backward(self.loss())
+
+    def step(self) -> None:
+        """Update the weights."""
+        self.optimizer.step()
+
     def run(self, repeats: int) -> None:
         """Take steps."""
         for _ in range(repeats):
-            self.optimizer.zero_grad()
-            torch.autograd.backward(self.loss())
-            self.optimizer.step()
+            self.backward()
+            self.step()
 
     def counts(self) -> dict[str, int]:
         """Nothing is counted in other people's software."""
@@ -81,6 +89,12 @@ class Compute:
         del self.model, self.optimizer
 
 
+class OneProcess(Compute):
+    """Training as it is without any of this; its loss is told, for others to agree with."""
+
+    exchanges = True
+
+
 class Distributed(Compute):
     """`hpctrain.distribute` on an engine."""
 
@@ -88,27 +102,40 @@ class Distributed(Compute):
     replica: Replica
 
     def __init__(
-        self, world: World, engine: Engine, horovod: HorovodTraining | None = None
+        self,
+        world: World,
+        engine: Engine,
+        *,
+        update: str = "auto",
+        horovod: HorovodTraining | None = None,
     ) -> None:
         super().__init__(world)
         self.engine = engine
+        self.update = update
         self.horovod = horovod
 
     def distribute(self) -> None:
         """Collective: make the replica."""
         self.replica = hpc.distribute(
-            self.world, self.model, self.optimizer, engine=self.engine, horovod=self.horovod
+            self.world,
+            self.model,
+            self.optimizer,
+            engine=self.engine,
+            update=self.update,
+            horovod=self.horovod,
         )
 
     def facts(self) -> dict[str, object]:
         """How large an exchange is."""
         return {"bytes": self.replica.counts()["bytes"]}
 
-    def run(self, repeats: int) -> None:
-        """Collective: take steps."""
-        for _ in range(repeats):
-            self.replica.backward(self.loss())
-            self.replica.step()
+    def backward(self) -> None:
+        """Collective: compute gradients, averaged over all ranks."""
+        self.replica.backward(self.loss())
+
+    def step(self) -> None:
+        """Collective: update the weights."""
+        self.replica.step()
 
     def counts(self) -> dict[str, int]:
         """Messages sent and Python hooks called so far."""
@@ -150,8 +177,9 @@ class RawDdp(Compute):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        dist.init_process_group("gloo")
-        world.at_exit(dist.destroy_process_group)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+            world.at_exit(dist.destroy_process_group)
 
     def distribute(self) -> None:
         """Collective: wrap the model."""
@@ -160,9 +188,39 @@ class RawDdp(Compute):
         )
 
 
+class RawDdpZero(RawDdp):
+    """The same with torch's own sharded update, over the same optimizer class and options.
+
+    Its weights lie in buckets, so that one message a bucket brings them round. It can overlap with
+    DDP for a few optimizers that torch has written anew; fused ones are not among them.
+    """
+
+    def distribute(self) -> None:
+        """Collective: wrap the model, and replace the optimizer."""
+        super().distribute()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it imports what torch itself calls deprecated
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(),
+            self.workload.optimizer_class,
+            parameters_as_bucket_view=True,
+            **self.workload.options,
+        )
+
+
 def make_maker() -> Callable[[World, str], Subject]:
     """What makes the subject of a variant; variants of a launch share its engine."""
     engines: dict[str, Engine] = {}
+    alone: dict[str, Callable[[World], Subject]] = {
+        "compute": Compute,
+        "compute-again": Compute,
+        "one-process": OneProcess,
+        "horovod": RawHorovod,
+        "ddp": RawDdp,
+        "ddp-zero": RawDdpZero,
+    }
+    updates = {"hpctrain-mpi-replicated": "replicated", "hpctrain-mpi-sharded": "sharded"}
 
     def connect(world: World, name: str) -> Engine:
         if name not in engines:
@@ -170,18 +228,16 @@ def make_maker() -> Callable[[World, str], Subject]:
         return engines[name]
 
     def make(world: World, variant: str) -> Subject:
-        if variant in ("compute", "compute-again"):
-            return Compute(world)
         if variant == "compute-beside-idle":
             connect(world, "mpi")
             return Compute(world)
-        if variant == "horovod":
-            return RawHorovod(world)
-        if variant == "ddp":
-            return RawDdp(world)
+        if variant in alone:
+            return alone[variant](world)
         if variant == "hpctrain-horovod-fusion":
             own_fusion = HorovodTraining(fusion="horovod")
-            return Distributed(world, connect(world, "horovod"), own_fusion)
+            return Distributed(world, connect(world, "horovod"), horovod=own_fusion)
+        if variant in updates:
+            return Distributed(world, connect(world, "mpi"), update=updates[variant])
         return Distributed(world, connect(world, variant.removeprefix("hpctrain-")))
 
     return make

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.harness import command, render
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.schema import file_name, parse_file_name, validate
+from benchmarks.harness.schema import file_name, parse_file_name, upgrade, validate
 from hpctrain import log
 from hpctrain.errors import ConfigError
 
@@ -53,7 +53,7 @@ def read_results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     results: dict[str, list[dict[str, Any]]] = {}
     for benchmark, names in newest([path.name for path in folder.glob("*.json")]).items():
         for name in names:
-            result = json.loads((folder / name).read_text())
+            result = upgrade(json.loads((folder / name).read_text()))
             wrong = validate(result)
             if not wrong and file_name(result) != name:
                 wrong = [f"it belongs into {file_name(result)}"]
@@ -78,8 +78,7 @@ def fill(page: str, results: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def _text(result: Mapping[str, Any]) -> str:
-    tables = (render.series_rows(result), render.comparison_rows(result))
-    parts = [render.markdown(table) for table in tables if table[1]]
+    parts = [render.markdown(table) for table in render.tables(result)]
     return "\n\n".join([render.caption(result), *parts]) + "\n"
 
 

@@ -41,14 +41,15 @@ def distribute(world: hpc.World, model: nn.Module, engine: str) -> hpc.Replica:
         return hpc.distribute(world, model, optimizer)
 
 
-def evaluate(world: hpc.World, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+def evaluate(world: hpc.World, model: nn.Module, test: hpc.Loader) -> float:
     """Test accuracy over all ranks, every image exactly once."""
-    mine = slice(world.rank, None, world.size)
+    right = seen = 0
     model.eval()
     with torch.no_grad():
-        right = (model(x[mine].to(world.device)).argmax(1).cpu() == y[mine]).sum().item()
+        for x, y in test:
+            right, seen = right + int((model(x).argmax(1) == y).sum()), seen + len(y)
     model.train()
-    return world.comm.allreduce(right) / len(y)
+    return world.comm.allreduce(right) / world.comm.allreduce(seen)
 
 
 def progress_of(world: hpc.World) -> Progress:
@@ -70,27 +71,24 @@ def main() -> None:
 
     with hpc.init(seed=7, config=vars(args)) as world:
         train_x, train_y, test_x, test_y = load()
+        train = hpc.Loader(world, (train_x, train_y), global_batch=args.global_batch)
+        test = hpc.Loader(world, (test_x, test_y), global_batch=256, shuffle=False)
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10))
         replica = distribute(world, model.to(world.device), args.engine)
-        steps = len(train_x) // args.global_batch
         rows = []
         with progress_of(world) as progress:
-            task = progress.add_task("training", total=args.epochs * steps)
+            task = progress.add_task("training", total=args.epochs * len(train))
             for epoch in range(args.epochs):
-                order = world.streams.numpy("shuffle", epoch, per_rank=False)
-                order = torch.from_numpy(order.permutation(len(train_x)))
                 started, summed, seen = time.perf_counter(), 0.0, 0
-                for step in range(steps):
-                    batch = order[step * args.global_batch : (step + 1) * args.global_batch]
-                    mine = batch[world.rank :: world.size]
-                    x, y = train_x[mine].to(world.device), train_y[mine].to(world.device)
+                for x, y in train:
                     loss = cross_entropy(replica(x), y)
                     replica.backward(loss, num_samples=len(y))
                     replica.step()
-                    summed, seen = summed + loss.item() * len(y), seen + len(y)
+                    if len(y):
+                        summed, seen = summed + loss.item() * len(y), seen + len(y)
                     progress.update(task, advance=1, description=f"epoch {epoch + 1}")
-                rate = steps * args.global_batch / (time.perf_counter() - started)
-                accuracy = evaluate(world, model, test_x, test_y)
+                rate = len(train_x) / (time.perf_counter() - started)
+                accuracy = evaluate(world, model, test)
                 mean = world.comm.allreduce(summed) / world.comm.allreduce(seen)
                 rows.append((epoch + 1, f"{mean:.4f}", f"{100 * accuracy:.2f}%", f"{rate:.0f}"))
         if world.rank == 0:

@@ -11,48 +11,106 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.connection import Connection, connect
+    from hpctrain.data import Shard, files, gather, metrics, reshuffle, scatter, share, stage
+    from hpctrain.data.loader import Loader
     from hpctrain.errors import (
         CollectiveError,
         ConfigError,
+        DataError,
         HpcTrainError,
         InstallError,
         JobError,
         LaunchError,
+        NonFiniteError,
     )
+    from hpctrain.inference import quantize_int8
+    from hpctrain.optim import (
+        EMA,
+        LAMB,
+        LARS,
+        Recipe,
+        average_batchnorm,
+        checkpoint_activations,
+        split_parameters,
+        sync_batchnorm,
+    )
+    from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
     from hpctrain.world import World, agree, init
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
+    "LAMB",
+    "LARS",
     "CollectiveError",
     "ConfigError",
     "Connection",
+    "DataError",
     "HpcTrainError",
     "InstallError",
     "JobError",
     "LaunchError",
+    "Loader",
+    "LossScaling",
+    "NonFiniteError",
+    "Recipe",
     "Replica",
+    "Shard",
     "World",
     "__version__",
     "agree",
+    "average_batchnorm",
+    "checkpoint_activations",
     "connect",
     "distribute",
+    "files",
+    "gather",
     "init",
+    "metrics",
+    "quantize_int8",
+    "reshuffle",
+    "scatter",
+    "share",
+    "split_parameters",
+    "stage",
+    "sync_batchnorm",
 ]
 
 _HOME = {
     "CollectiveError": "hpctrain.errors",
     "ConfigError": "hpctrain.errors",
+    "DataError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "JobError": "hpctrain.errors",
     "LaunchError": "hpctrain.errors",
+    "LossScaling": "hpctrain.precision",
+    "NonFiniteError": "hpctrain.errors",
     "Connection": "hpctrain.connection",
+    "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
+    "Shard": "hpctrain.data",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",
+    "EMA": "hpctrain.optim",
+    "LAMB": "hpctrain.optim",
+    "LARS": "hpctrain.optim",
+    "Recipe": "hpctrain.optim",
+    "average_batchnorm": "hpctrain.optim",
+    "checkpoint_activations": "hpctrain.optim",
+    "split_parameters": "hpctrain.optim",
+    "sync_batchnorm": "hpctrain.optim",
+    "quantize_int8": "hpctrain.inference",
+    "files": "hpctrain.data",
+    "gather": "hpctrain.data",
+    "metrics": "hpctrain.data",
+    "reshuffle": "hpctrain.data",
+    "scatter": "hpctrain.data",
+    "share": "hpctrain.data",
+    "stage": "hpctrain.data",
     "agree": "hpctrain.world",
     "init": "hpctrain.world",
 }

@@ -9,10 +9,12 @@ from __future__ import annotations
 __all__ = [
     "CollectiveError",
     "ConfigError",
+    "DataError",
     "HpcTrainError",
     "InstallError",
     "JobError",
     "LaunchError",
+    "NonFiniteError",
 ]
 
 
@@ -38,3 +40,11 @@ class InstallError(HpcTrainError):
 
 class JobError(HpcTrainError):
     """The batch system refused, or did not answer, or does not know the job."""
+
+
+class NonFiniteError(HpcTrainError, ArithmeticError):
+    """Gradients are inf or NaN again and again: the run cannot go on by skipping steps."""
+
+
+class DataError(HpcTrainError):
+    """A file of a data set is missing, truncated or not what it says; the message names it."""

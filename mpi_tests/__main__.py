@@ -9,15 +9,14 @@ import argparse
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("unit", "ranks", "launch")
-OUT_OF_TIME = -1000  # no process ends so
 LIMIT_S = {"unit": 600, "ranks": 900, "launch": 1200, "nodes": 900}
 MORE_PARTS = {"nodes": "launch/test_several_nodes.py"}
 
@@ -37,36 +36,79 @@ def commands(parts: list[str], sizes: list[int], extra: list[str]) -> list[tuple
     return todo
 
 
-def run_bounded(command: list[str], limit_s: float) -> tuple[int, str]:
-    """Run a command, show its output as it comes, and end it when its time is up."""
-    lines = []
-    with subprocess.Popen(
-        command, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        killer = _alarm(process, limit_s)
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-        signal.alarm(0)
-        code = process.wait()
-    return (OUT_OF_TIME if killer["fired"] else code), "".join(lines)
+class Part:
+    """A part that runs in a process of its own, ended when its time is up."""
 
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        self.limit_s = LIMIT_S[name.split()[0]]
+        self.lines: list[str] = []
+        self.out_of_time = False
+        self.started = time.monotonic()
+        self.seconds = 0.0
+        self.process = subprocess.Popen(
+            command, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.timer = threading.Timer(self.limit_s, self._end)
+        self.timer.daemon = True
+        self.timer.start()
 
-def _alarm(process: subprocess.Popen[str], limit_s: float) -> dict[str, bool]:
-    state = {"fired": False}
-
-    def end(_number: int, _frame: object) -> None:
-        state["fired"] = True
-        process.terminate()  # hpctrain run ends its ranks; pytest ends with its children
+    def _end(self) -> None:
+        self.out_of_time = True
+        self.process.terminate()  # hpctrain run ends its ranks; pytest ends with its children
         try:
-            process.wait(timeout=15)
+            self.process.wait(timeout=15)
         except subprocess.TimeoutExpired:
-            process.kill()
+            self.process.kill()
 
-    signal.signal(signal.SIGALRM, end)
-    signal.alarm(int(limit_s))
-    return state
+    def follow(self, *, show: bool) -> None:
+        """Read what it prints until it ends; show it as it comes, or later."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if show:
+                print(line, end="", flush=True)
+        self.process.wait()
+        self.timer.cancel()
+        self.seconds = time.monotonic() - self.started
+
+    @property
+    def text(self) -> str:
+        """All that it has printed."""
+        return "".join(self.lines)
+
+    @property
+    def trouble(self) -> str | None:
+        """What went wrong, or None."""
+        if self.out_of_time:
+            return f"{self.name}: ended after {self.limit_s} s"
+        code = self.process.returncode
+        return f"{self.name}: exit code {code}" if code else None
+
+
+def run_side_by_side(todo: list[tuple[str, list[str]]]) -> list[Part]:
+    """Run parts at the same time; show the first as it runs, the others when they have ended."""
+    parts = [Part(name, command) for name, command in todo]
+    readers = [
+        threading.Thread(target=part.follow, kwargs={"show": part is parts[0]}) for part in parts
+    ]
+    print(f"\n=== {' and '.join(part.name for part in parts)}", flush=True)
+    for reader in readers:
+        reader.start()
+    for part, reader in zip(parts, readers, strict=True):
+        reader.join()  # bounded by the part's own timer
+        if part is not parts[0]:
+            print(f"\n=== {part.name}\n{part.text}", end="")
+        print(f"=== {part.name}: {part.seconds:.0f} s", flush=True)
+    return parts
+
+
+def groups_of(todo: list[tuple[str, list[str]]]) -> list[list[tuple[str, list[str]]]]:
+    """What may run at the same time: parts that use one core each, where there are two."""
+    alone = [one for one in todo if one[0] in ("unit", "ranks n=1")]
+    if len(alone) < 2 or len(os.sched_getaffinity(0)) < 2:
+        return [[one] for one in todo]
+    return [alone, *([one] for one in todo if one not in alone)]
 
 
 def counts(text: str) -> dict[str, int]:
@@ -91,18 +133,13 @@ def main() -> int:
     sizes = [int(size) for size in args.sizes.split(",")]
     total: dict[str, int] = {}
     broken, rows = [], []
-    for name, command in commands(args.parts or list(PARTS), sizes, extra):
-        print(f"\n=== {name}", flush=True)
-        started = time.monotonic()
-        limit_s = LIMIT_S[name.split()[0]]
-        code, text = run_bounded(command, limit_s)
-        for key, number in counts(text).items():
-            total[key] = total.get(key, 0) + number
-        if code != 0:
-            why = f"ended after {limit_s} s" if code == OUT_OF_TIME else f"exit code {code}"
-            broken.append(f"{name}: {why}")
-        rows.append(f"{name}: {counts(text)} in {time.monotonic() - started:.0f} s")
-        print(f"=== {name}: {time.monotonic() - started:.0f} s", flush=True)
+    for group in groups_of(commands(args.parts or list(PARTS), sizes, extra)):
+        for part in run_side_by_side(group):
+            for key, number in counts(part.text).items():
+                total[key] = total.get(key, 0) + number
+            if part.trouble is not None:
+                broken.append(part.trouble)
+            rows.append(f"{part.name}: {counts(part.text)} in {part.seconds:.0f} s")
     for line in broken:
         print(f"BROKEN {line}")
     failed = total.get("failed", 0) + total.get("error", 0)

@@ -10,8 +10,8 @@ import pytest
 pytest_plugins = ["mpi_tests.cluster.fixtures"]
 
 
-# Set once by torch's compiler, and by the horovod engine before Horovod starts.
-OWN = ("TORCHINDUCTOR_", "TRITON_", "HOROVOD_")
+# Set once by torch's compiler, by netCDF4, and by the horovod engine before Horovod starts.
+OWN = ("TORCHINDUCTOR_", "TRITON_", "HDF5_", "HOROVOD_")
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hpctrain.optim import LAMB, LARS
+
 FEATURES, CLASSES = 12, 4
 
 
@@ -130,6 +132,11 @@ def groups(model: nn.Module) -> list[dict[str, object]]:
     ]
 
 
+def _by_trust(model: nn.Module) -> list[dict[str, object]]:
+    matrices, rest = groups(model)
+    return [matrices, {**rest, "trust_ratio": False}]
+
+
 OPTIMIZERS = {
     "sgd": lambda m: torch.optim.SGD(groups(m), lr=0.1, momentum=0.9),
     "nesterov": lambda m: torch.optim.SGD(groups(m), lr=0.1, momentum=0.9, nesterov=True),
@@ -137,6 +144,8 @@ OPTIMIZERS = {
     "adamw": lambda m: torch.optim.AdamW(groups(m), lr=0.01),
     "adamw-fused": lambda m: torch.optim.AdamW(groups(m), lr=0.01, fused=True),
     "rmsprop": lambda m: torch.optim.RMSprop(groups(m), lr=0.01),
+    "lars": lambda m: LARS(_by_trust(m), lr=0.1, trust_coefficient=0.02),
+    "lamb": lambda m: LAMB(_by_trust(m), lr=0.01, norm_bounds=(0.1, 10.0)),
     "adagrad": lambda m: torch.optim.Adagrad(groups(m), lr=0.05),
 }
 

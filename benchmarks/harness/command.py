@@ -14,16 +14,28 @@ from benchmarks.harness.session import Rules
 from hpctrain import log
 from hpctrain.errors import ConfigError, HpcTrainError
 
-__all__ = ["EXIT_NOISY", "RESULTS", "add_arguments", "choose", "report", "rules_of", "run_main"]
+__all__ = [
+    "EXIT_NOISY",
+    "RESULTS",
+    "add_arguments",
+    "choose",
+    "numbers",
+    "report",
+    "rules_of",
+    "run_main",
+]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 EXIT_NOISY = 3
 """The result was not saved, because the machine was not quiet."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, blocks: int) -> None:
-    """Declare what every benchmark understands."""
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
+def add_arguments(
+    parser: argparse.ArgumentParser, *, blocks: int, bind: str = "none", ranks: bool = True
+) -> None:
+    """Declare what every benchmark understands; without `ranks` all but their number."""
+    if ranks:
+        parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument(
         "--blocks", type=int, default=blocks, metavar="K", help=f"blocks (default: {blocks})"
     )
@@ -42,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, blocks: int) -> None:
         metavar="R",
         help="how many blocks a case may repeat for foreign load (default: as many as --blocks)",
     )
+    parser.add_argument(
+        "--bind",
+        choices=("none", "numa"),
+        default=bind,
+        help=f"numa: each rank keeps to cores of its own (default: {bind})",
+    )
     parser.add_argument("--quick", action="store_true", help="see that it works, in seconds")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the result to a file")
     parser.add_argument(
@@ -56,12 +74,26 @@ def rules_of(args: argparse.Namespace) -> Rules:
         raise ConfigError("--quick measures nothing worth saving; use --json")
     retries = args.blocks if args.retries is None else args.retries
     return Rules(
-        num_ranks=args.ranks,
+        # Where several numbers can be asked for, each variant has its own.
+        num_ranks=args.ranks if isinstance(args.ranks, int) else 1,
         blocks=2 if args.quick else args.blocks,
         retries=0 if args.quick else retries,
         load_limit=args.load_limit,
         seed=args.seed,
+        bind=args.bind,
     )
+
+
+def numbers(what: str, text: str) -> list[int]:
+    """Read a list of whole numbers above 0, each of them once and in order. Pure.
+
+    Raises:
+        ConfigError: something else stands there.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"{what} {text!r} must be whole numbers of at least 1, such as 2,4")
+    return sorted({int(word) for word in words})
 
 
 def choose(what: str, text: str, known: Sequence[str]) -> list[str]:
@@ -85,9 +117,8 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> int:
     if wrong:
         raise ConfigError("the result is not as the schema says: " + "; ".join(wrong))
     print(render.caption(result), end="\n\n")
-    for headers, rows in (render.series_rows(result), render.comparison_rows(result)):
-        if rows:
-            print(log.table(headers, rows), end="\n\n")
+    for headers, rows in render.tables(result):
+        print(log.table(headers, rows), end="\n\n")
     text = json.dumps(result, indent=1) + "\n"
     if args.json is not None:
         args.json.write_text(text)

@@ -43,6 +43,8 @@ class Launch:
         name: For messages.
         module: The benchmark; started with `--worker ADDRESS` and the variants.
         num_ranks: How many ranks.
+        num_threads: Of each rank.
+        bind: `numa` keeps each rank on cores of its own.
         variants: What this launch can measure.
         environ: Variables that this launch needs besides ours.
     """
@@ -55,6 +57,8 @@ class Launch:
         num_ranks: int,
         variants: Sequence[str],
         environ: Mapping[str, str],
+        num_threads: int = 1,
+        bind: str = "none",
     ) -> None:
         self.name = name
         self.num_ranks = num_ranks
@@ -64,13 +68,13 @@ class Launch:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(_POLL_S)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 closed in close()
-        address = f"127.0.0.1:{self._server.getsockname()[1]}:{self._token}"
+        address = f"127.0.0.1:{self._server.getsockname()[1]}:{self._token}:{bind}"
         run = [sys.executable, "-m", "hpctrain", "run", "-n", str(num_ranks), "-m", module]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [*run, "--worker", address, "--variants", ",".join(variants)],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environ},
+            env={**os.environ, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": path, **environ},
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=subprocess.STDOUT,

@@ -6,9 +6,39 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-__all__ = ["caption", "comparison_rows", "markdown", "series_rows"]
+__all__ = ["best_rows", "caption", "comparison_rows", "markdown", "series_rows", "tables"]
 
 Table = tuple[list[str], list[list[str]]]
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """All tables of a result that have rows."""
+    every = [series_rows(result), comparison_rows(result)]
+    if result["settings"].get("best_of_kind"):
+        every.insert(0, best_rows(result))
+    return [table for table in every if table[1]]
+
+
+def best_rows(result: Mapping[str, Any]) -> Table:
+    """One row per case and kind: its fastest layout."""
+    baseline = _baselines(result)[0] if result["ratios"] else ""
+    ratios = {(r["case"], r["variant"]): r for r in result["ratios"] if r["baseline"] == baseline}
+    best: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for item in result["series"]:
+        key = (item["case"], item["kind"])
+        if key not in best or median(item["seconds"]) < median(best[key]["seconds"]):
+            best[key] = item
+    rows = [
+        [
+            case,
+            kind,
+            f"{item['num_ranks']} x {item['num_threads']}",
+            _short(1000 * median(item["seconds"])),
+            _ratio(ratios.get((case, item["variant"])), item, baseline),
+        ]
+        for (case, kind), item in best.items()
+    ]
+    return ["case", "kind", "best: ranks x threads", "ms", f"ratio to {baseline}"], rows
 
 
 def series_rows(result: Mapping[str, Any]) -> Table:
@@ -42,14 +72,23 @@ def caption(result: Mapping[str, Any]) -> str:
     horovod = f", Horovod {machine['horovod']}" if machine["horovod"] else ""
     commit = (machine["commit"] or "unknown")[:10] + (" + changes" if machine["modified"] else "")
     coverage = min((r["coverage"] for r in result["ratios"]), default=0.0)
+    intervals = f" with {coverage:.0%} intervals" if coverage else ""
+    layouts = {(item["num_ranks"], item["num_threads"]) for item in result["series"]}
+    layout = "ranks x threads as named"
+    if len(layouts) == 1:
+        ((ranks, threads),) = layouts
+        layout = f"{ranks} rank{'s' * (ranks > 1)} of {threads} thread{'s' * (threads > 1)}"
     noisy = f", {result['num_noisy']} of those kept were disturbed" if result["num_noisy"] else ""
     return (
         f"{result['date']}, {machine['cpu']} ({machine['arch']}, {machine['cores']} cores), "
-        f"{settings['num_ranks']} ranks of 1 thread, torch {machine['torch']}, "
-        f"{machine['mpi']}{horovod}, commit {commit}; medians of {settings['blocks']} blocks with "
-        f"{coverage:.0%} intervals, {result['num_thrown_away']} blocks thrown away for foreign "
-        f"load{noisy}."
+        f"{_device(settings)}{layout}, torch {machine['torch']}, {machine['mpi']}{horovod}, "
+        f"commit {commit}; medians of {settings['blocks']} blocks{intervals}, "
+        f"{result['num_thrown_away']} blocks thrown away for foreign load{noisy}."
     )
+
+
+def _device(settings: Mapping[str, Any]) -> str:
+    return f"on {settings['device']}, " if "device" in settings else ""
 
 
 def markdown(table: Table) -> str:

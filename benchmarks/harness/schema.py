@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SCHEMA", "file_name", "parse_file_name", "validate"]
+__all__ = ["SCHEMA", "file_name", "parse_file_name", "upgrade", "validate"]
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised whenever a result of the new form could be misread by a reader of the old one."""
 
 _NUMBER = (int, float)
@@ -42,6 +42,9 @@ _MACHINE: dict[str, type | tuple[type, ...]] = {
 _SERIES: dict[str, type | tuple[type, ...]] = {
     "case": str,
     "variant": str,
+    "kind": str,
+    "num_ranks": int,
+    "num_threads": int,
     "seconds": list,
     "counts": dict,
     "outcome": dict,
@@ -86,6 +89,19 @@ def validate(result: object) -> list[str]:
     return wrong or _contradictions(result)
 
 
+def upgrade(result: object) -> object:
+    """Bring a result of schema 1, where all variants had one layout, into today's form."""
+    if not isinstance(result, dict) or result.get("schema") != 1:
+        return result
+    settings = {**result["settings"]}
+    layout = {
+        "num_ranks": settings.pop("num_ranks"),
+        "num_threads": settings.pop("threads_per_rank"),
+    }
+    series = [{**item, "kind": item["variant"], **layout} for item in result["series"]]
+    return {**result, "schema": SCHEMA, "settings": settings, "series": series}
+
+
 def _misfits(item: object, fields: Mapping[str, type | tuple[type, ...]], where: str) -> list[str]:
     if not isinstance(item, dict):
         return [f"{where} is no object"]
@@ -126,11 +142,13 @@ def _contradictions(result: Mapping[str, Any]) -> list[str]:
 
 
 def file_name(result: Mapping[str, Any]) -> str:
-    """The name of a result's file: benchmark, date and kind of machine."""
-    return f"{result['benchmark']}-{result['date']}-{result['machine']['id']}.json"
+    """The name of a result's file: benchmark, date, kind of machine; and ranks, if more than 2."""
+    ranks = {item["num_ranks"] for item in result["series"]}
+    tail = f"-{max(ranks)}ranks" if len(ranks) == 1 and max(ranks) > 2 else ""
+    return f"{result['benchmark']}-{result['date']}-{result['machine']['id']}{tail}.json"
 
 
 def parse_file_name(name: str) -> tuple[str, str, str] | None:
-    """Benchmark, date and machine of a file's name; None when it is no result."""
+    """Benchmark, date, and machine with ranks, of a file's name; None when it is no result."""
     match = _FILE.fullmatch(name)
     return (match["benchmark"], match["date"], match["machine"]) if match else None

@@ -32,6 +32,19 @@ class Variant:
     launch: str
     """Variants of one launch share processes; those that disturb others have their own."""
     environ: Mapping[str, str] = field(default_factory=dict)
+    kind: str = ""
+    """Variants of one kind differ in their layout alone; empty: the name."""
+    num_ranks: int | None = None
+    """None: as the rules say."""
+    num_threads: int = 1
+    """Of each rank."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be started."""
+        for name in ("num_ranks", "num_threads"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ConfigError(f"{name}={number} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +54,8 @@ class Case:
     name: str
     warmup: int
     repeats: int
+    without: frozenset[str] = frozenset()
+    """Variants that have nothing to do in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +63,15 @@ class Rules:
     """How blocks are measured and chosen."""
 
     num_ranks: int
+    """Of variants that have no number of their own."""
     blocks: int
     retries: int
     """How many more blocks a case may take when some are thrown away."""
     load_limit: float
     """The share of all cores that others may use during a block that counts."""
     seed: int = 0
+    bind: str = "none"
+    """Whether ranks keep to cores of their own, as `hpctrain.init` takes it."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -75,6 +93,14 @@ class Plan:
     rules: Rules
     settings: Mapping[str, object]
 
+    def num_ranks_of(self, variant: Variant) -> int:
+        """How many ranks a variant has."""
+        return self.rules.num_ranks if variant.num_ranks is None else variant.num_ranks
+
+    def variants_of(self, case: Case) -> list[Variant]:
+        """Who takes part in a case."""
+        return [variant for variant in self.variants if variant.name not in case.without]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
@@ -90,18 +116,7 @@ class Block:
 def run_plan(plan: Plan) -> dict[str, object]:
     """Start all launches, measure all cases, and return a result as `schema` describes it."""
     with ExitStack() as ending:
-        launches: dict[str, Launch] = {}
-        for name in dict.fromkeys(variant.launch for variant in plan.variants):
-            members = [variant for variant in plan.variants if variant.launch == name]
-            launches[name] = Launch(
-                name,
-                plan.module,
-                num_ranks=plan.rules.num_ranks,
-                variants=[variant.name for variant in members],
-                environ={k: v for member in members for k, v in member.environ.items()},
-            )
-            ending.callback(launches[name].close)
-        log.notice(f"starting {len(launches)} launches of {plan.rules.num_ranks} ranks")
+        launches = _start(plan, ending)
         hellos = [launch.greet(_START_S) for launch in launches.values()]
         meter = LoadMeter(p for launch in launches.values() for p in launch.processes())
         series: list[dict[str, object]] = []
@@ -111,7 +126,7 @@ def run_plan(plan: Plan) -> dict[str, object]:
             facts, measured, outcomes = _run_case(plan, case, launches, meter)
             loads = [block.foreign_load for block in measured]
             kept = choose_blocks(loads, wanted=plan.rules.blocks, limit=plan.rules.load_limit)
-            parts = describe_case(plan, case.name, measured, kept, facts, outcomes)
+            parts = describe_case(plan, case, measured, kept, facts, outcomes)
             series += parts[0]
             ratios += parts[1]
             blocks += parts[2]
@@ -122,12 +137,14 @@ def run_plan(plan: Plan) -> dict[str, object]:
         for launch in launches.values():
             launch.hang_up()
         machine = describe_machine(mpi=str(hellos[0][0]["mpi"]))
+    rules = asdict(plan.rules)
+    del rules["num_ranks"]  # every series has its own
     return {
         "schema": SCHEMA,
         "benchmark": plan.name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine,
-        "settings": {**plan.settings, **asdict(plan.rules), "threads_per_rank": 1},
+        "settings": {**plan.settings, **rules},
         "series": series,
         "ratios": ratios,
         "blocks": blocks,
@@ -136,10 +153,36 @@ def run_plan(plan: Plan) -> dict[str, object]:
     }
 
 
+def _start(plan: Plan, ending: ExitStack) -> dict[str, Launch]:
+    """Start what the variants live in; `ending` closes it."""
+    launches: dict[str, Launch] = {}
+    num_ranks = 0
+    for name in dict.fromkeys(variant.launch for variant in plan.variants):
+        members = [variant for variant in plan.variants if variant.launch == name]
+        layouts = {(plan.num_ranks_of(m), m.num_threads) for m in members}
+        if len(layouts) > 1:
+            raise ConfigError(f"launch {name} cannot have several layouts: {sorted(layouts)}")
+        ((ranks, threads),) = layouts
+        launches[name] = Launch(
+            name,
+            plan.module,
+            num_ranks=ranks,
+            num_threads=threads,
+            bind=plan.rules.bind,
+            variants=[variant.name for variant in members],
+            environ={k: v for member in members for k, v in member.environ.items()},
+        )
+        ending.callback(launches[name].close)
+        num_ranks += ranks
+    log.notice(f"starting {len(launches)} launches, {num_ranks} ranks in all")
+    return launches
+
+
 def _run_case(
     plan: Plan, case: Case, launches: Mapping[str, Launch], meter: LoadMeter
 ) -> tuple[dict[str, Message], list[Block], dict[str, Message]]:
-    facts = _ask_all(plan, launches, {"do": "prepare", "case": case.name}, "facts")
+    variants = plan.variants_of(case)
+    facts = _ask_all(variants, launches, {"do": "prepare", "case": case.name}, "facts")
     measured: list[Block] = []
     rules = plan.rules
     while more_are_needed(
@@ -149,15 +192,15 @@ def _run_case(
         limit=rules.load_limit,
     ):
         measured.append(_run_block(plan, case, len(measured), launches, meter))
-    return facts, measured, _ask_all(plan, launches, {"do": "finish"}, "outcome")
+    return facts, measured, _ask_all(variants, launches, {"do": "finish"}, "outcome")
 
 
 def _ask_all(
-    plan: Plan, launches: Mapping[str, Launch], message: Message, key: str
+    variants: Sequence[Variant], launches: Mapping[str, Launch], message: Message, key: str
 ) -> dict[str, Message]:
     """Ask every variant, one after the other; all ranks of a variant must answer alike."""
     answers: dict[str, Message] = {}
-    for variant in plan.variants:
+    for variant in variants:
         told = launches[variant.launch].ask(
             {**message, "variant": variant.name}, timeout_s=_PREPARE_S
         )
@@ -170,7 +213,7 @@ def _ask_all(
 def _run_block(
     plan: Plan, case: Case, number: int, launches: Mapping[str, Launch], meter: LoadMeter
 ) -> Block:
-    by_name = {variant.name: variant for variant in plan.variants}
+    by_name = {variant.name: variant for variant in plan.variants_of(case)}
     order = shuffled_order(list(by_name), seed=plan.rules.seed, case=case.name, block=number)
     seconds: dict[str, float] = {}
     counts: dict[str, dict[str, float]] = {}
@@ -190,7 +233,7 @@ def _run_block(
 
 def describe_case(
     plan: Plan,
-    case: str,
+    case: Case,
     measured: Sequence[Block],
     kept: Kept,
     facts: Mapping[str, Message],
@@ -198,16 +241,20 @@ def describe_case(
 ) -> tuple[list[dict[str, object]], list[dict[str, object]], list[dict[str, object]]]:
     """Series, ratios and blocks of a case, as they stand in a result. Pure."""
     good = [measured[index] for index in kept.indices]
-    names = [variant.name for variant in plan.variants]
+    names = [variant.name for variant in plan.variants_of(case)]
     series: list[dict[str, object]] = []
-    for name in names:
+    for variant in plan.variants_of(case):
+        name = variant.name
         counts = [block.counts[name] for block in measured]
         if any(count != counts[0] for count in counts):
             raise ConfigError(f"{name}: counts a repeat differ between blocks: {counts}")
         series.append(
             {
-                "case": case,
+                "case": case.name,
                 "variant": name,
+                "kind": variant.kind or name,
+                "num_ranks": plan.num_ranks_of(variant),
+                "num_threads": variant.num_threads,
                 "seconds": [block.seconds[name] for block in good],
                 "counts": {**facts[name], **counts[0]},
                 "outcome": outcomes[name],
@@ -215,16 +262,17 @@ def describe_case(
             }
         )
     ratios: list[dict[str, object]] = []
-    for variant, baseline in plan.comparisons:
-        if variant in names and baseline in names:
+    for mine, baseline in plan.comparisons:
+        if mine in names and baseline in names:
             ratio = paired_ratio(
-                [block.seconds[variant] for block in good],
+                [block.seconds[mine] for block in good],
                 [block.seconds[baseline] for block in good],
             )
-            ratios.append({"case": case, "variant": variant, "baseline": baseline, **asdict(ratio)})
+            pair = {"case": case.name, "variant": mine, "baseline": baseline}
+            ratios.append({**pair, **asdict(ratio)})
     blocks: list[dict[str, object]] = [
         {
-            "case": case,
+            "case": case.name,
             "order": list(block.order),
             "foreign_load": round(block.foreign_load, 4),
             "kept": index in kept.indices,

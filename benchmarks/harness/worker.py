@@ -33,16 +33,23 @@ class Subject(Protocol):
         """Collective: check the outcome, tell it, and let the case's memory go."""
 
 
-def serve(address: str, variants: Sequence[str], make: Callable[[World, str], Subject]) -> None:
+def serve(
+    address: str,
+    variants: Sequence[str],
+    make: Callable[[World, str], Subject],
+    *,
+    device: str = "cpu",
+) -> None:
     """Collective: be a worker until the orchestrator hangs up.
 
     Args:
-        address: HOST:PORT:TOKEN of the orchestrator.
+        address: HOST:PORT:TOKEN of the orchestrator, and :BIND as `hpctrain.init` takes it.
         variants: What this launch is asked for.
         make: Makes the subject of a variant.
+        device: Where to measure, as `hpctrain.init` takes it.
     """
-    host, port, token = address.split(":")
-    with hpc.init(seed=7, device="cpu", num_threads=1) as world:
+    host, port, token, bind = address.split(":")
+    with hpc.init(seed=7, device=device, bind=bind) as world:
         subjects = {variant: make(world, variant) for variant in variants}
         with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as line:
             line.settimeout(None)

@@ -22,6 +22,7 @@ an outlier; 2 wrong usage
 
 examples:
   hpctrain doctor
+  hpctrain doctor --clean
   mpirun -n 8 hpctrain doctor --all-nodes
   srun hpctrain doctor --all-nodes --json > nodes.json
 """
@@ -39,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="under a launcher: measure every node and every link, and name the outliers",
     )
     parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="remove shared memory that killed jobs of yours have left on this node, and say what",
+    )
+    parser.add_argument(
         "--time-limit",
         type=float,
         metavar="S",
@@ -53,6 +59,10 @@ def main(args: argparse.Namespace) -> int:
 
     if args.time_limit is not None and not args.time_limit > 0:
         raise ConfigError(f"--time-limit {args.time_limit:g} is not possible; give seconds above 0")
+    if args.clean:
+        if args.all_nodes:
+            raise ConfigError("--clean sweeps one node; give it without --all-nodes, on each node")
+        return _clean(as_json=args.json)
     launch = detect(os.environ)
     is_rank = launch.row is not None and launch.row.starts_mpi
     if args.all_nodes:
@@ -71,6 +81,24 @@ def main(args: argparse.Namespace) -> int:
             "one process; run it without the launcher, or add --all-nodes"
         )
     return _examine(as_json=args.json, limit_s=args.time_limit or 90.0)
+
+
+def _clean(*, as_json: bool) -> int:
+    from hpctrain.doctor.leftovers import find_leftovers, remove
+
+    found = find_leftovers()
+    trouble = remove(found)
+    if as_json:
+        rows = [{"path": str(f.path), "owner": f.owner, "bytes": f.num_bytes} for f in found]
+        print(json.dumps({"removed": rows, "trouble": trouble}, indent=2))
+        return 1 if trouble else 0
+    for one in found:
+        print(f"removed {one.path} ({one.num_bytes:,} bytes, left by {one.owner})")
+    for line in trouble:
+        print(line)
+    if not found:
+        print("nothing of yours is left behind in shared memory")
+    return 1 if trouble else 0
 
 
 def _examine(*, as_json: bool, limit_s: float) -> int:

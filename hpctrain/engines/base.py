@@ -41,6 +41,10 @@ class Engine(Meeting, ABC):
         """What allreduce can do on this engine, here."""
         return frozenset({Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX})
 
+    def allocate(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Collective: a flat buffer of zeros that this engine combines with the fewest copies."""
+        return torch.zeros(num_elements, dtype=dtype, device=self.device)
+
     def allreduce_(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:
         """Collective: combine `tensor` over all ranks in place; shape, dtype and op must match.
 
@@ -55,7 +59,7 @@ class Engine(Meeting, ABC):
             return tensor
 
         def exchange() -> None:
-            for piece in torch.split(parcel, self.chunk):
+            for piece in wire.pieces(parcel, self.chunk):
                 self._allreduce(piece, on_wire, what)
 
         self.meet(exchange, "allreduce", what, tensor)

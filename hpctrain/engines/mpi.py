@@ -19,6 +19,7 @@ from hpctrain.engines.base import Engine, Op
 from hpctrain.engines.gpu_aware import mpi_reads_device_memory
 from hpctrain.engines.meeting import Finish, Watchdog
 from hpctrain.engines.node import NodeGroup
+from hpctrain.engines.node_buffers import NodeBuffers, is_large
 from hpctrain.engines.worker import Worker
 
 if TYPE_CHECKING:
@@ -56,12 +57,45 @@ class MpiEngine(Engine):
         self._concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._direct = device.type == "cpu" or mpi_reads_device_memory(device.type)
         self._group: NodeGroup | None = None
+        self._buffers: NodeBuffers | None = None
 
     def node_group(self) -> NodeGroup:
         """Collective at the first call: this node's ranks and their counterparts elsewhere."""
         if self._group is None:
             self._group = NodeGroup(self._data)
         return self._group
+
+    def allocate(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Collective: a flat buffer of zeros that this engine combines with the fewest copies.
+
+        On CPUs it is this rank's part of node-shared memory, which lives as long as the engine.
+        """
+        self._check_open("allocate")
+        if self.device.type != "cpu":
+            return super().allocate(num_elements, dtype)
+        return self.meet(
+            lambda: self._node_buffers().allocate(num_elements, dtype), "allocate", "", None
+        )
+
+    def allreduce_(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:
+        """Collective: as on every engine; a buffer from `allocate` goes the short way."""
+        buffers = self._buffers
+        if op is not Op.SUM or buffers is None or not buffers.holds(tensor):
+            return super().allreduce_(tensor, op, what=what)
+        self._check_open("allreduce")
+
+        def exchange() -> None:
+            self._worker.run(lambda: buffers.allreduce(tensor, op))
+
+        self.meet(exchange, "allreduce", what, tensor)
+        torch.autograd.graph.increment_version(tensor)
+        return tensor
+
+    def _node_buffers(self) -> NodeBuffers:
+        """Collective at the first call."""
+        if self._buffers is None:
+            self._buffers = NodeBuffers(self.node_group())
+        return self._buffers
 
     def _sends(self, dtype: torch.dtype, op: Op, device: torch.device) -> bool:
         return dtype in _DATATYPES
@@ -85,6 +119,11 @@ class MpiEngine(Engine):
         return finish
 
     def _allreduce(self, flat: Tensor, op: Op, what: str) -> None:
+        if flat.device.type == "cpu" and self.size > 1 and is_large(flat):
+            buffers = self._node_buffers()
+            if buffers.shares_memory:
+                self._worker.run(lambda: buffers.allreduce(flat, op))
+                return
         staged = self._stage(flat)
         staged.ready()
         memory = _buffer(staged.memory)
@@ -141,6 +180,8 @@ class MpiEngine(Engine):
 
     def _close(self) -> None:
         self._worker.stop()
+        if self._buffers is not None:
+            self._buffers.close()
         if self._group is not None:
             self._group.close()
         self._data.Free()

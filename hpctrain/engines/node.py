@@ -46,32 +46,25 @@ def slice_bounds(num_elements: int, parts: int) -> list[tuple[int, int]]:
 
 
 def combine(parts: Sequence[Tensor], total: Tensor, op: Op = Op.SUM) -> None:
-    """Combine flat tensors into `total`, from the first to the last.
+    """Combine flat tensors into `total`, which may be one of them, from the first to the last.
 
     Block by block, so that what is being added up stays in the cache.
     """
     call = _COMBINE[op]
-    narrow = total.dtype in (torch.float16, torch.bfloat16)
-    length = total.numel()
+    wide = torch.float32 if total.dtype in (torch.float16, torch.bfloat16) else total.dtype
     if len(parts) == 1:
         total.copy_(parts[0])
         return
-    if len(parts) == 2 and not narrow:
+    if len(parts) == 2 and wide is total.dtype:
         call(parts[0], parts[1], out=total)
         return
     step = _BLOCK * torch.get_num_threads()
-    for start in range(0, length, step):
-        pieces = [part[start : start + step] for part in parts]
-        here = total[start : start + step]
-        if narrow:
-            sum_of = pieces[0].float()
-            for piece in pieces[1:]:
-                call(sum_of, piece.float(), out=sum_of)
-            here.copy_(sum_of)
-        else:
-            call(pieces[0], pieces[1], out=here)
-            for piece in pieces[2:]:
-                call(here, piece, out=here)
+    for start in range(0, total.numel(), step):
+        first, *others = (part[start : start + step].to(wide) for part in parts)
+        so_far = call(first, others[0])
+        for piece in others[1:]:
+            call(so_far, piece, out=so_far)
+        total[start : start + step].copy_(so_far)
 
 
 class NodeGroup:
@@ -91,6 +84,8 @@ class NodeGroup:
         """How many ranks each node has, in the order of the nodes' lowest ranks."""
         self.num_nodes = len(self.local_sizes)
         self.num_lanes = min(self.local_sizes)
+        self.is_even = max(self.local_sizes) == self.num_lanes
+        """Whether every node has equally many ranks."""
         color = self.local_rank if self.local_rank < self.num_lanes else MPI.UNDEFINED
         self.lane: Comm = self.comm.Split(color, key=rank)
         own = (torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
@@ -126,7 +121,7 @@ class NodeGroup:
         if own.stop > own.start:
             combine([part[own] for part in parts], total[own], op)
         if self.num_nodes > 1:
-            if set(self.local_sizes) != {self.num_lanes}:  # lanes are not the slices: wait for all
+            if not self.is_even:  # lanes are not the slices: wait for all
                 self.barrier.wait()
             self.combine_across(total, op)
         self.barrier.wait()

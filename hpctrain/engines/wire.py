@@ -23,6 +23,7 @@ __all__ = [
     "describe",
     "encode",
     "flatten",
+    "pieces",
     "rounds",
     "segments",
     "shares",
@@ -172,7 +173,7 @@ def decode(wire: Tensor, dtype: torch.dtype, op: Op, size: int) -> Tensor:
         return torch.view_as_complex(wire.view(-1, 2))
     if dtype is torch.bool and wire.dtype is torch.uint8:
         return wire.view(dtype)
-    return wire.to(dtype)
+    return wire if wire.dtype is dtype else wire.to(dtype)
 
 
 def _divides_before(wire_dtype: torch.dtype, op: Op) -> bool:
@@ -191,6 +192,11 @@ def _from_order_keys(keys: Tensor) -> Tensor:
     values = next(dtype for dtype, keyed in _KEYS.items() if keyed is keys.dtype)
     sign = keys >> (torch.iinfo(keys.dtype).bits - 1)
     return (keys ^ (sign & torch.iinfo(keys.dtype).max)).view(values)
+
+
+def pieces(flat: Tensor, most: int) -> tuple[Tensor, ...]:
+    """Cut a flat tensor into pieces of at most `most` elements."""
+    return (flat,) if flat.numel() <= most else torch.split(flat, most)
 
 
 def shares(rows: int, size: int) -> list[int]:

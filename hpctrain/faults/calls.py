@@ -94,6 +94,7 @@ class Lane:
 
     def _open_stacks(self) -> list[tuple[_Entry, ...]]:
         """Copies of the stacks that are not empty; those of threads that died are dropped."""
-        alive = sys._current_frames()
+        # Not the frames themselves: this one's would keep itself, and all others' variables, alive.
+        alive = frozenset(sys._current_frames())
         copies = [(ident, tuple(stack)) for ident, stack in list(self._stacks.items())]
         return [stack for ident, stack in copies if stack and ident in alive]

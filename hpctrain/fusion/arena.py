@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import ConfigError
-from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, plan
+from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, cut_into_runs, plan
+from hpctrain.fusion.strides import is_dense, like_parameter
 from hpctrain.fusion.usage import hook_gradient, specs_of
 
 __all__ = ["Arena", "Arrived", "Carrier", "Work"]
@@ -103,6 +104,7 @@ class Arena:
         self._carry: Carrier | None = None
         self._launched = 0
         self._late: list[str] = []
+        self._runs: tuple[frozenset[int], tuple[list[Tensor], list[Tensor]]] | None = None
         self.hook()
         self.num_messages = 0
         """Messages sent so far."""
@@ -194,7 +196,9 @@ class Arena:
         lane, offset = self._slot_of[index]
         parameter = self.parameters[index]
         flat = self.flats[lane.bucket.dtype, lane.bucket.device]
-        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+        piece = flat[offset : offset + parameter.numel()]
+        dense = is_dense(parameter)
+        return like_parameter(piece, parameter) if dense else piece.view(parameter.shape)
 
     def settle(self) -> None:
         """After a backward pass: note what it used, and bring back what it wrote elsewhere."""
@@ -250,7 +254,7 @@ class Arena:
         for lane in self._lanes:
             lane.work = None
             if lane.control is not None:
-                lane.control.copy_(torch.tensor(control, dtype=torch.float64))
+                lane.control.copy_(torch.tensor(control, dtype=torch.float64), non_blocking=True)
         if overlap and not self._triggers:
             self._set_triggers()
 
@@ -278,7 +282,7 @@ class Arena:
             raise RuntimeError("an arena must be armed before its buckets travel")
         self._settle(lane)
         marks = [1.0 if index in lane.used else 0.0 for index in lane.bucket.members]
-        lane.flags.copy_(torch.tensor(marks, dtype=torch.float64))
+        lane.flags.copy_(torch.tensor(marks, dtype=torch.float64), non_blocking=True)
         lane.work = self._carry(lane.message, lane.text)
         self._launched += 1
         self.num_messages += 1
@@ -312,6 +316,17 @@ class Arena:
             flags=tuple((lane.bucket.members, lane.flags.clone()) for lane in self._lanes),
             all_used_here=all_used,
         )
+
+    def runs(self, apart: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients as few long flat pieces: of most parameters, and of those set apart."""
+        if self._runs is None or self._runs[0] != apart:
+            found: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for bucket in self.buckets:
+                flat = self.flats[bucket.dtype, bucket.device]
+                for start, stop, is_apart in cut_into_runs(bucket, apart):
+                    found[is_apart].append(flat[start:stop])
+            self._runs = (apart, found)
+        return self._runs[1]
 
     def divide(self, divisor: float | Tensor) -> None:
         """Turn sums into averages."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["CONTROL_WORDS", "Bucket", "ParameterSpec", "plan"]
+__all__ = ["CONTROL_WORDS", "Bucket", "ParameterSpec", "cut_into_runs", "plan"]
 
 CONTROL_WORDS = 4
 """Total weight, backward calls, ranks that took part, and calls that came with sample counts."""
@@ -122,3 +122,22 @@ def _place(
             )
         )
     return buckets
+
+
+def cut_into_runs(bucket: Bucket, apart: frozenset[int]) -> list[tuple[int, int, bool]]:
+    """Start, stop and kind of the longest pieces of a bucket that hold gradients of one kind.
+
+    Args:
+        bucket: Its flags and control words are in no piece; the gaps between slots, always zero,
+            are.
+        apart: Parameters of the other kind, by index.
+    """
+    runs: list[tuple[int, int, bool]] = []
+    ends = (*bucket.offsets[1:], bucket.flags)
+    for index, start, stop in zip(bucket.members, bucket.offsets, ends, strict=False):
+        kind = index in apart
+        if runs and runs[-1][2] == kind:
+            runs[-1] = (runs[-1][0], stop, kind)
+        else:
+            runs.append((start, stop, kind))
+    return runs

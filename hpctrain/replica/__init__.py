@@ -8,6 +8,7 @@ from hpctrain import log
 from hpctrain.connection import Connection, connect
 from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
+from hpctrain.precision import LossScaling, PrecisionName
 from hpctrain.replica.arena_mode import ArenaMode
 from hpctrain.replica.arguments import (
     agree_on_arguments,
@@ -23,6 +24,7 @@ from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.overlapping import bucket_size, can_hide
+from hpctrain.replica.precision import choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.world import World
@@ -40,8 +42,13 @@ def distribute(
     overlap: bool | None = None,
     bucket_bytes: int | None = None,
     update: str = "auto",
+    share_parameters: bool = False,
     timeout_s: float = 600.0,
     horovod: HorovodTraining | None = None,
+    precision: PrecisionName = "fp32",
+    scaling: LossScaling | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
 ) -> Replica:
     """Collective: train a model on all ranks as one; every rank passes the same arguments.
 
@@ -61,9 +68,17 @@ def distribute(
         update: `sharded`: each rank of a node updates its share of the weights, and a node holds
             the optimizer's state once; `replicated`: every rank updates everything; `auto`: sharded
             where it pays. See `hpctrain.replica.sharing_work`.
+        share_parameters: Hold the weights once a node as well, with a sharded update: for models
+            that need the memory. Code that writes to weights on every rank works as before.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
         horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
             Adasum, and its switches.
+        precision: `fp32` (torch's own settings), `tf32`, `bf16` or `fp16` (autocast in `replica(x)`
+            with float32 weights), or `bf16-pure` (weights too, with float32 masters).
+        scaling: Options of the loss scale of `fp16`.
+        clip_norm: Limit of the norm of all gradients together, over all ranks.
+        clip_value: Limit of the size of each element of the gradients. A parameter group with
+            `clip=False` is left out of both.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
@@ -75,6 +90,7 @@ def distribute(
         "overlap": overlap,
         "bucket_bytes": bucket_bytes,
         "update": update,
+        "share_parameters": share_parameters,
         "timeout_s": timeout_s,
         "horovod": horovod,
         "engine": describe_engine(engine),
@@ -105,7 +121,9 @@ def distribute(
     by_horovod = horovod is not None and horovod.fusion == "horovod"
 
     def lay_out(broadcast: bool) -> Mode:
-        make_equal(world, link, model, optimizer, broadcast=broadcast)
+        with numerics.full():
+            make_equal(world, link, model, optimizer, broadcast=broadcast)
+        numerics.adopt()
         names, parameters = named_parameters(model, optimizer)
         total = sum(p.numel() * p.element_size() for p in parameters)
         hides = by_horovod and link.size > 1  # it sends while backward runs in any case
@@ -115,27 +133,55 @@ def distribute(
 
             return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)
         shared = shares_memory(world, link, overlap=overlap, bucket_bytes=bucket_bytes)
-        chosen = choose_update(optimizer, names, parameters, update=update, shared=shared)
+        chosen = choose_update(
+            optimizer,
+            names,
+            parameters,
+            update=update,
+            shared=shared,
+            masters=precision == "bf16-pure",
+            alone=link.size == 1,
+        )
+        if share_parameters and chosen.by is None and link.size > 1:
+            raise ConfigError(
+                f"share_parameters=True needs a sharded update, and it is replicated: {chosen.why}"
+            )
         if shared:
-            return make_node_mode(link, optimizer, names, parameters, chosen)
+            return make_node_mode(
+                link, optimizer, names, parameters, chosen, share_parameters=share_parameters
+            )
         size = bucket_bytes
         if size is None and overlapping:
             size = bucket_size(total)
         return ArenaMode(link, names, parameters, bucket_bytes=size, overlap=overlapping)
 
+    numerics = choose_precision(
+        world,
+        link,
+        model,
+        optimizer,
+        precision=precision,
+        scaling=scaling,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+    )
     mode = lay_out(True)
     make_equal_state(world, link, model, optimizer)
     world.streams.bind_own()
     for what, text in own_statistics(model, link.size) if world.rank == 0 else ():
         log.notice(f"{what}: {text}")
-    return Replica(
+    replica = Replica(
         world,
         model,
         optimizer,
         link,
         mode,
         accumulate=accumulate,
+        precision=numerics,
         reason=connection.reason,
         rebuild=lay_out,
         release=(lambda: None) if given else connection.close,
     )
+    if share_parameters:
+        world.at_exit(replica.let_go)
+    return replica

@@ -13,6 +13,7 @@ from hpctrain.engines.base import Op
 from hpctrain.fusion import Arena
 from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.order import Watcher, complete
+from hpctrain.precision.arithmetic import multiply, sum_of_squares
 from hpctrain.replica.mode import Control
 
 if TYPE_CHECKING:
@@ -108,6 +109,27 @@ class ArenaMode:
         """Turn the sums into averages."""
         self.arena.divide(divisor)
 
+    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
+        """All of it: nothing is divided on the way."""
+        return divisor
+
+    def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
+        """Sums of squares over the arena, without the excluded parameters, and of these."""
+        device = self.arena.parameters[0].device
+        kept, left = self.arena.runs(excluded)
+        return sum_of_squares(kept, device), sum_of_squares(left, device)
+
+    def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
+        """Multiply the arena, the excluded parameters by a factor of their own."""
+        kept, left = self.arena.runs(excluded)
+        multiply(kept, factor)
+        multiply(left, excluded_factor)
+
+    def clamp(self, limit: float, excluded: frozenset[int]) -> None:
+        """Limit each element's size, but for the excluded parameters."""
+        for run in self.arena.runs(excluded)[0]:
+            run.clamp_(-limit, limit)
+
     def zero(self) -> None:
         """Forget all gradients."""
         self.arena.zero()
@@ -118,6 +140,10 @@ class ArenaMode:
             for index, parameter in enumerate(self.arena.parameters):
                 if index not in used:
                     parameter.grad = None
+
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(p.grad is None for p in self.arena.parameters)
 
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""

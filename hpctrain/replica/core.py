@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,27 +13,17 @@ from hpctrain import log
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.fusion.arena import Arrived
+from hpctrain.precision import Precision
 from hpctrain.replica.arguments import check_loss
 from hpctrain.replica.hints import explain_missing, own_statistics
 from hpctrain.replica.joining import Joining
 from hpctrain.replica.mode import Mode
-from hpctrain.replica.naming import identity
+from hpctrain.replica.naming import identity, named_parameters
+from hpctrain.replica.outcome import Step
 from hpctrain.replica.window import Window, check_counted
 from hpctrain.world import World
 
 __all__ = ["Replica", "Step"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What a call of `step()` did. True when the weights moved."""
-
-    moved: bool
-    reason: str
-    """`stepped`, `accumulating`, `no gradients` or `no samples`."""
-
-    def __bool__(self) -> bool:
-        return self.moved
 
 
 class Replica:
@@ -53,6 +42,7 @@ class Replica:
         mode: Mode,
         *,
         accumulate: int,
+        precision: Precision,
         reason: str,
         rebuild: Callable[[bool], Mode],
         release: Callable[[], None] = lambda: None,
@@ -63,6 +53,9 @@ class Replica:
         self.engine = engine
         self.reason = reason
         self.num_steps = 0
+        """Steps so far, those included that an overflow made all ranks skip."""
+        self._precision = precision
+        self._treatment = precision.treatment
         self._mode = mode
         self._window = Window(accumulate)
         self._no_sync = False
@@ -76,7 +69,7 @@ class Replica:
         self._release = release
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the model forward.
+        """Run the model forward, in the precision that was chosen.
 
         Collective when parameters were added or converted since the last step: they become rank
         0's before they are used.
@@ -85,7 +78,7 @@ class Replica:
             self._rebuild_mode(broadcast=True)
         if torch.is_grad_enabled() and self._mode.foreign():
             self._check_habits()  # loss.backward() instead of replica.backward(loss)
-        return self.model(*arguments, **named)
+        return self._precision.casting.forward(self.model, arguments, named)
 
     def _is_outgrown(self) -> bool:
         return identity(self.optimizer) != self._identity or not self._mode.fits()
@@ -120,7 +113,11 @@ class Replica:
         Raises:
             ConfigError: the call does not fit what came before; the message says what to do.
         """
+        if self._window.exchanged and self._mode.has_none():  # somebody's zero_grad(): begin anew
+            self._window.clear()
+            self._treatment.forget()
         weight = self._window.admit(num_samples)
+        self._treatment.admit(exchanged=self._window.exchanged)
         if weight > 0:
             check_loss(loss)
         self._check_habits()
@@ -132,7 +129,7 @@ class Replica:
         if closing and fresh and weight > 0 and self.engine.size == 1:
             weight = 1.0  # nothing to be weighed against: bit for bit what torch does
         self._agree_on_scale(weight, counted=num_samples is not None)
-        if closing:
+        if closing and not self._examines():
             so_far = 0.0 if fresh else self._window.weight
             counted = 0.0 if num_samples is None else float(calls)
             self._mode.arm((so_far + weight, float(calls), 1.0, counted))
@@ -159,7 +156,7 @@ class Replica:
         self, loss: Tensor, weight: float, retain_graph: bool | None, create_graph: bool
     ) -> None:
         share = weight / (self._scale or 1.0)
-        seed = None if share == 1.0 else torch.full_like(loss, share)
+        seed = self._treatment.seed(loss, share)
         try:
             torch.autograd.backward(
                 loss, seed, retain_graph=retain_graph, create_graph=create_graph
@@ -194,25 +191,33 @@ class Replica:
                 "begins the step anew)"
             )
 
+    def _examines(self) -> bool:
+        """Whether gradients are looked at before they travel. Not in `join`: not all step there."""
+        return self._treatment.examines and not self._joining
+
     def _exchange(self, taking_part: float) -> Arrived:
-        """Collective: average the window's gradients over all ranks."""
+        """Collective: average the window's gradients over all ranks, unscaled and clipped."""
         window = self._window
-        arrived = self._mode.exchange(
-            (window.weight, float(window.calls), taking_part, float(window.counted))
-        )
+        if self._examines():
+            self._treatment.examine(*named_parameters(self.model, self.optimizer))
+        groups = self.optimizer.param_groups
+        words = (window.weight, float(window.calls), taking_part, float(window.counted))
+        arrived = self._mode.exchange(words)
         self._empty = False
-        on_cpu = arrived.control.device.type == "cpu"
+        alone = self.engine.size == 1  # then this rank knows the totals without asking a GPU
+        on_cpu = alone or arrived.control.device.type == "cpu"
         if on_cpu or window.weight == 0 or self._joining:
-            weight, calls, ranks, counted = arrived.control.tolist()
+            totals = words if alone else arrived.control.tolist()
+            weight, calls, ranks, counted = totals
             check_counted(calls, counted, here=window.weighted)
             self._empty = weight == 0
             if not self._empty:
                 divisor = window.divisor(weight, calls, ranks)
-                self._mode.average(divisor / (self._scale or 1.0))
+                self._treatment.average(self._mode, divisor / (self._scale or 1.0), groups)
                 self._scale = divisor if on_cpu else self._scale
         else:
             divisor_there = window.divisor(*arrived.control[:3].unbind())
-            self._mode.average(divisor_there / (self._scale or 1.0))
+            self._treatment.average(self._mode, divisor_there / (self._scale or 1.0), groups)
         self._mode.hide_unused(frozenset() if self._empty else arrived.used())
         window.mark_exchanged()
         return arrived
@@ -240,7 +245,15 @@ class Replica:
         if leftover:
             self.step()
         self._window.clear()
+        self._treatment.forget()
         return int(arrived.control[2].item())
+
+    def share_scale(self, root: int) -> None:
+        """Collective: for `join`: take the loss scale of a rank that has made all steps."""
+        scaler = self._treatment.scaler
+        if scaler is not None:
+            mine = scaler.state_dict() if self.world.rank == root else None
+            scaler.load_state_dict(self.world.comm.bcast(mine, root=root))
 
     def step(self, *, flush: bool = False) -> Step:
         """Update the weights if the window is complete.
@@ -251,7 +264,11 @@ class Replica:
             flush: Collective: step with what there is, as at the end of an epoch.
 
         Returns:
-            True when the weights moved; False while accumulating, or when there was nothing.
+            What was done: true when the weights moved; false while accumulating, when there was
+            nothing, or when an overflow on some rank made all ranks skip.
+
+        Raises:
+            NonFiniteError: on all ranks; too many steps in a row were skipped.
         """
         if self._window.broken:
             raise ConfigError(
@@ -264,21 +281,24 @@ class Replica:
         if flush:
             self.synchronize()
         if not self._window.calls:
-            return Step(moved=False, reason="no gradients")
+            return Step(due=False, note="no gradients")
         if not self._window.exchanged:
-            return Step(moved=False, reason="accumulating")
+            return Step(due=False, note="accumulating")
         if self._empty:
             self._window.clear()
-            return Step(moved=False, reason="no samples")
-        self.optimizer.step()
+            return Step(due=False, note="no samples")
+        rates = tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
+        done = self._precision.step(self.optimizer.step)
         self._window.clear()
         self.num_steps += 1
-        return Step(moved=True, reason="stepped")
+        self._treatment.check_collapse(done, number=self.num_steps)
+        return Step(due=True, note="stepped", learning_rates=rates, done=done)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients and begin the window anew; `set_to_none` as in torch."""
         self._mode.zero()
         self._window.clear()
+        self._treatment.forget()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
@@ -314,12 +334,30 @@ class Replica:
             joining.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, in the form that the undistributed optimizer has."""
-        return self.optimizer.state_dict()
+        """The optimizer's state, in the form that the undistributed optimizer has.
+
+        `fp16` adds the key `scaler`, `bf16-pure` the key `masters`; torch's own optimizers load the
+        state all the same and leave these out.
+        """
+        return {**self.optimizer.state_dict(), **self._precision.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load an optimizer's state, of one process or of many; the same on every rank."""
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(self._precision.load_state_dict(state))
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that an overflow made all ranks skip. Waits for a GPU."""
+        scaler = self._treatment.scaler
+        return 0 if scaler is None else scaler.num_skipped
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What `replica(x)` runs under, for parts of a model that are called on their own."""
+        return self._precision.casting.autocast()
+
+    def full_precision(self) -> AbstractContextManager[None]:
+        """Weights are their float32 masters inside, with `bf16-pure`: to save or load them."""
+        return self._precision.full()
 
     def describe(self) -> str:
         """Say in a table what was chosen and why. The same on every rank."""
@@ -328,6 +366,7 @@ class Replica:
             ("ranks", str(self.engine.size)),
             *self._mode.describe(),
             ("accumulate", str(self._window.accumulate)),
+            *self._precision.describe(),
             ("optimizer", f"{type(self.optimizer).__name__}, {len(self._identity)} parameters"),
             *own_statistics(self.model, self.engine.size),
         ]
@@ -342,8 +381,13 @@ class Replica:
 
         Hooks are removed, weights and gradients stay. An engine that was given stays open.
         """
-        self._mode.close()
+        self.let_go()
+        self._precision.close()
         self._release()
+
+    def let_go(self) -> None:
+        """Take the hooks away; weights that the node shared become each rank's own."""
+        self._mode.close()
 
     if not TYPE_CHECKING:  # for type checkers, what is not there stays unknown
 

@@ -23,6 +23,7 @@ from hpctrain.engines.horovod import HorovodEngine
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.layout import CONTROL_WORDS
+from hpctrain.precision.arithmetic import multiply, sum_of_squares
 from hpctrain.replica.horovod_carrier import Carrier, unfrozen
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.horovod_wire import Wire, check_parameters, near_power_of_two
@@ -221,12 +222,41 @@ class HorovodMode:
 
     def average(self, divisor: float | Tensor) -> None:
         """Turn what came into averages."""
-        rest = float(divisor)
-        if self.engine.size > 1:
-            rest /= self._weight if self._adasum else self._wire.divisor * self._carrier.divided_by
+        rest = self.rest_of(divisor)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if rest != 1.0 and gradients:
             torch._foreach_div_(gradients, rest)
+
+    def rest_of(self, divisor: float | Tensor) -> float:
+        """What is still to be divided by, after what Horovod and the wire have divided by."""
+        rest = float(divisor)
+        if self.engine.size > 1:
+            rest /= self._weight if self._adasum else self._wire.divisor * self._carrier.divided_by
+        return rest
+
+    def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
+        """Sums of squares without the excluded parameters, and of these."""
+        device = self.parameters[0].device
+        kept, left = self._split(excluded)
+        return sum_of_squares(kept, device), sum_of_squares(left, device)
+
+    def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
+        """Multiply, the excluded parameters by a factor of their own."""
+        kept, left = self._split(excluded)
+        multiply(kept, factor)
+        multiply(left, excluded_factor)
+
+    def clamp(self, limit: float, excluded: frozenset[int]) -> None:
+        """Limit each element's size, but for the excluded parameters."""
+        for gradient in self._split(excluded)[0]:
+            gradient.clamp_(-limit, limit)
+
+    def _split(self, excluded: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                found[index in excluded].append(parameter.grad)
+        return found
 
     def zero(self) -> None:
         """Forget all gradients. Collective after an interrupted backward pass that sent some."""
@@ -240,6 +270,10 @@ class HorovodMode:
             for index, parameter in enumerate(self.parameters):
                 if index not in used:
                     parameter.grad = None
+
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(p.grad is None for p in self.parameters)
 
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""

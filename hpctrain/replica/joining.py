@@ -42,8 +42,10 @@ class Joining:
         steps = replica.world.comm.allgather(made)
         root = steps.index(max(steps))
         names, parameters = named_parameters(replica.model, replica.optimizer)
-        broadcast_tensors(replica.engine, names, parameters, root)
-        broadcast_optimizer(replica.world, replica.engine, replica.optimizer, root)
+        with replica.full_precision():
+            broadcast_tensors(replica.engine, names, parameters, root)
+            broadcast_optimizer(replica.world, replica.engine, replica.optimizer, root)
+        replica.share_scale(root)
         replica.num_steps = self._before + max(steps)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hpctrain.fusion.arena import Arrived
+from hpctrain.precision.treatment import Gradients
 
 __all__ = ["Control", "Mode"]
 
@@ -15,7 +16,7 @@ Control = tuple[float, float, float, float]
 """Weight, backward calls, 1 for a rank that takes part, and calls with sample counts."""
 
 
-class Mode(Protocol):
+class Mode(Gradients, Protocol):
     """How gradients travel, between the calls of a replica; see `ArenaMode`."""
 
     def fits(self) -> bool:
@@ -39,14 +40,14 @@ class Mode(Protocol):
     def exchange(self, control: Control) -> Arrived:
         """Collective: sum all gradients over all ranks."""
 
-    def average(self, divisor: float | Tensor) -> None:
-        """Turn the sums into averages."""
-
     def zero(self) -> None:
         """Forget all gradients."""
 
     def hide_unused(self, used: frozenset[int] | None) -> None:
         """Give parameters that no rank used no gradient; None: all were used."""
+
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
 
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""

@@ -4,7 +4,7 @@
 
 Every part has the layout of `hpctrain.fusion.layout`: gradients, flags, control words. All ranks
 read the sum through views that are theirs to scribble on: what one rank writes to a gradient after
-the exchange (clipping) is seen by that rank alone, and no gradient is ever copied back.
+the exchange (clipping) is seen by that rank alone. A rank that never writes copies nothing back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpctrain.fusion.layout import CONTROL_WORDS, Bucket
 from hpctrain.update.memory import is_dense, like_parameter
-from hpctrain.world.shared_memory import PrivateView
+from hpctrain.world.shared_memory import PrivateView, SharedBlock
 
 if TYPE_CHECKING:
     from hpctrain.engines.node import NodeGroup
@@ -38,7 +38,7 @@ class Room:
     """Their sum."""
     own: PrivateView
     seen: Tensor
-    """The sum as this rank sees it."""
+    """The summed gradients as this rank sees them, end to end."""
     slots: list[Tensor]
     """Where this rank's gradients go, one view per member."""
     views: list[Tensor]
@@ -86,25 +86,29 @@ class NodeMemory:
             ]
             start = at + pages * group.local_size
             own = self.block.private(start=start, num_bytes=pages)
-            seen = own.tensor(dtype, num_elements=bucket.stop)
+            part = at + pages * group.local_rank
             self.rooms.append(
                 Room(
                     bucket=bucket,
                     parts=parts[:-1],
                     total=parts[-1],
                     own=own,
-                    seen=seen,
-                    slots=self._cut(bucket, parts[group.local_rank]),
-                    views=self._cut(bucket, seen),
+                    seen=own.tensor(dtype, num_elements=bucket.flags),
+                    slots=self._cut(bucket, dtype, self.block, part),
+                    views=self._cut(bucket, dtype, own, 0),
                 )
             )
             at += pages * num_parts
 
-    def _cut(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    def _cut(
+        self, bucket: Bucket, dtype: torch.dtype, memory: SharedBlock | PrivateView, start: int
+    ) -> list[Tensor]:
+        """A tensor per member, each with storage of its own: saving one saves no others."""
         views = []
         for index, offset in zip(bucket.members, bucket.offsets, strict=True):
             parameter = self._parameters[index]
-            piece = flat[offset : offset + parameter.numel()]
+            at = start + offset * dtype.itemsize
+            piece = memory.tensor(dtype, start=at, num_elements=parameter.numel())
             dense = is_dense(parameter)
             views.append(like_parameter(piece, parameter) if dense else piece.view(parameter.shape))
         return views
@@ -116,8 +120,8 @@ class NodeMemory:
 
 def _pages(bucket: Bucket) -> int:
     """The bytes of a part, in whole pages."""
-    item = torch.empty(0, dtype=getattr(torch, bucket.dtype)).element_size()
-    return -(-bucket.stop * item // mmap.PAGESIZE) * mmap.PAGESIZE
+    dtype: torch.dtype = getattr(torch, bucket.dtype)
+    return -(-bucket.stop * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _placed(

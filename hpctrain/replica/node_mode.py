@@ -14,6 +14,7 @@ from hpctrain.fusion.layout import plan
 from hpctrain.fusion.usage import Usage, specs_of
 from hpctrain.replica.mode import Control
 from hpctrain.replica.node_memory import NodeMemory, Room
+from hpctrain.replica.node_norms import NodeNorms
 from hpctrain.world.shared_memory import describe_bytes
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ class NodeMode:
         self.group = group
         self.names = tuple(names)
         self.parameters = tuple(parameters)
-        self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
+        self._kinds = [(p.dtype, p.device, p.shape, p.stride()) for p in self.parameters]
         buckets = plan(specs_of(names, parameters), bucket_bytes=None)
         self.memory = NodeMemory(group, buckets, self.parameters)
+        self.norms = NodeNorms(engine, group, self.memory.rooms)
         self.usage = Usage(self.names, self.parameters)
         self.update: ShardedUpdate | None = None
         self.why_update = ""
@@ -57,7 +59,8 @@ class NodeMode:
         """Parameters whose place in this rank's part is not zero."""
         self._told: tuple[frozenset[int], Control] | None = None
         """The flags and control words in this rank's part."""
-        self._seen = self._versions()
+        self._copies = False
+        """Whether this rank writes to gradients: it then has them in pages of its own."""
         self._strays: list[tuple[int, int]] | None = None
         self._closing = False
         self._num_exchanges = 0
@@ -65,7 +68,7 @@ class NodeMode:
     def fits(self) -> bool:
         """Whether the parameters are still what they were laid out as."""
         return all(
-            (p.dtype, p.device, p.shape) == kind
+            (p.dtype, p.device, p.shape, p.stride()) == kind
             for p, kind in zip(self.parameters, self._kinds, strict=True)
         )
 
@@ -75,10 +78,8 @@ class NodeMode:
             self.zero()
             for parameter in self.parameters:
                 parameter.grad = None
-            if self._versions() != self._seen:  # this rank has written to gradients: see the sum
-                for room in self.memory.rooms:
-                    room.own.refresh()
-                self._seen = self._versions()
+        if self.update is not None:
+            self.update.go_between()
         self.usage.hook()
 
     def edited(self) -> bool:
@@ -110,6 +111,10 @@ class NodeMode:
                 self._write_tail(room, used, control)
         self.engine.meet(self._reduce, "exchange of gradients", "", None)
         self._num_exchanges += 1
+        if self.update is not None:
+            self.update.all_have_met()
+        self._copies = self._copies or any(room.own.is_written() for room in self.memory.rooms)
+        self._look()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.requires_grad:
                 parameter.grad = view
@@ -157,6 +162,33 @@ class NodeMode:
             own = self.group.own_slice(room.bucket.flags)
             room.total[own].div_(divisor)
         self.engine.meet(self.group.barrier.wait, "average of gradients", "", None)
+        self._look()
+
+    def _look(self) -> None:
+        """See the sum where this rank has pages of its own.
+
+        Who clips once clips at every step: a copy costs less than taking the pages back and
+        having each of them copied again by the kernel at the first write.
+        """
+        if self._copies:
+            for room in self.memory.rooms:
+                room.seen.copy_(room.total[: room.bucket.flags])
+
+    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
+        """All of it: nothing is divided on the way."""
+        return divisor
+
+    def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
+        """Collective: sums of squares without the excluded parameters, and of these."""
+        return self.norms.norm_squared(excluded)
+
+    def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
+        """Collective: multiply, the excluded parameters by a factor of their own."""
+        self.norms.scale(factor, excluded, excluded_factor)
+
+    def clamp(self, limit: float, excluded: frozenset[int]) -> None:
+        """Collective: limit each element's size, but for the excluded parameters."""
+        self.norms.clamp(limit, excluded)
 
     def zero(self) -> None:
         """Forget all gradients."""
@@ -169,6 +201,10 @@ class NodeMode:
             for index, parameter in enumerate(self.parameters):
                 if index not in used:
                     parameter.grad = None
+
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(p.grad is None for p in self.parameters)
 
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""
@@ -215,10 +251,8 @@ class NodeMode:
         self.usage.close()
         if self.update is not None:
             self.update.close()
+        self.norms.close()
         self.memory.close()
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(room.seen._version for room in self.memory.rooms)
 
     def _fingerprint(self) -> list[tuple[int, int]]:
         return [(id(g), -1 if g is None else g._version) for g in (p.grad for p in self.parameters)]

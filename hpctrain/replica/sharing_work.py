@@ -54,8 +54,19 @@ def choose_update(
     *,
     update: str,
     shared: bool,
+    masters: bool = False,
+    alone: bool = False,
 ) -> ChosenUpdate:
     """Decide how weights are updated. Pure.
+
+    Args:
+        optimizer: The user's.
+        names: Of its parameters.
+        parameters: Themselves.
+        update: What was asked for.
+        shared: Whether gradients meet in shared memory.
+        masters: Whether weights have float32 masters, which are each rank's own.
+        alone: Whether there is one rank only, whose share is everything.
 
     Raises:
         ConfigError: what was asked for is unknown, or cannot be.
@@ -66,8 +77,12 @@ def choose_update(
     scattered = [name for name, p in zip(names, parameters, strict=True) if not is_dense(p)]
     if update == "replicated":
         return ChosenUpdate(by=None, why="asked for")
+    if alone:
+        return ChosenUpdate(by=None, why="there is one rank")
     if not shared:
         by, why = None, "gradients do not meet in shared memory here"
+    elif masters:
+        by, why = None, "float32 masters of bfloat16 weights are each rank's own"
     elif scattered:
         by, why = None, f"{scattered[0]} does not lie in one piece of memory"
     if update == "sharded":
@@ -95,6 +110,8 @@ def make_node_mode(
     names: Sequence[str],
     parameters: Sequence[torch.nn.Parameter],
     chosen: ChosenUpdate,
+    *,
+    share_parameters: bool,
 ) -> NodeMode:
     """Collective: gradients in shared memory, and the update divided if so chosen."""
     if not isinstance(engine, MpiEngine):
@@ -103,7 +120,14 @@ def make_node_mode(
     mode = NodeMode(engine, group, names, parameters)
     if chosen.by is not None:
         mode.update = ShardedUpdate(
-            engine, group, optimizer, names, parameters, mode.views, by=chosen.by
+            engine,
+            group,
+            optimizer,
+            names,
+            parameters,
+            mode.views,
+            by=chosen.by,
+            share_weights=share_parameters,
         )
     mode.why_update = chosen.why
     return mode

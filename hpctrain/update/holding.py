@@ -12,6 +12,7 @@ from torch import Tensor
 from hpctrain.errors import ConfigError
 from hpctrain.update.memory import like_parameter
 from hpctrain.update.pieces import Piece
+from hpctrain.update.sharing import Fragment
 from hpctrain.update.state import Entry, Slot, lay_out
 from hpctrain.world import agree
 from hpctrain.world.shared_memory import PrivateView, SharedBlock, describe_bytes
@@ -28,6 +29,17 @@ class _Shown:
 
     tensor: Tensor
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where the state of a piece belongs."""
+
+    piece: Piece
+    state: dict[str, Any]
+    """The inner optimizer's own."""
+    slots: dict[str, Tensor | None]
+    """By key, in shared memory; None where there is nothing to hold."""
 
 
 class SharedState:
@@ -50,12 +62,12 @@ class SharedState:
         self._names = names
         self._parameters = parameters
         self._blocks: list[tuple[SharedBlock, PrivateView]] = []
-        self._slots: dict[tuple[int, int, str], Tensor] = {}
-        """By parameter, start of the fragment and key: the state of this rank's pieces."""
+        self._homes: dict[Fragment, _Home] = {}
+        """The state of this rank's pieces."""
         self._shown: dict[int, dict[str, _Shown | None]] = {}
         self._told: set[int] = set()
         """Parameters whose state everybody knows about."""
-        self._cleared: set[int] = set()
+        self._switches: list[tuple[bool, ...]] = []
         self._edited = False
         self._import = True
 
@@ -67,26 +79,34 @@ class SharedState:
 
     def take_in(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
         """See what the user has changed since the last update."""
-        if self._import:
+        switches = _switches(self._optimizer)
+        if self._import or switches != self._switches or self._is_rearranged():
             self._import = False
+            self._switches = switches
             self._take_all(inner, pieces)
             return
+        written = any(private.is_written() for _, private in self._blocks)
         for index, shown in self._shown.items():
-            state = self._optimizer.state.get(self._parameters[index])
-            if not state:
-                self._cleared.add(index)
-                self._edited = True
-            elif any(not _is_as_shown(state.get(key), one) for key, one in shown.items()):
+            state = self._optimizer.state[self._parameters[index]]
+            if written or any(not _is_as_shown(state[key], one) for key, one in shown.items()):
                 self._take_edits(index, state, pieces)
-        for piece in pieces:
-            if piece.fragment.parameter in self._cleared:
-                inner.state.pop(piece.tensor, None)
+
+    def _is_rearranged(self) -> bool:
+        """Whether state was added, removed or given another form: as after loading it."""
+        for index, parameter in enumerate(self._parameters):
+            state = self._optimizer.state.get(parameter) or {}
+            shown = self._shown.get(index, {})
+            if len(state) != len(shown) or not all(
+                key in state and _has_form(state[key], one) for key, one in shown.items()
+            ):
+                return True
+        return False
 
     def _take_all(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
         inner.state.clear()
         self._shown.clear()
         self._told.clear()
-        self._slots.clear()
+        self._homes.clear()
         for piece in pieces:
             index = piece.fragment.parameter
             state = self._optimizer.state.get(self._parameters[index])
@@ -105,12 +125,10 @@ class SharedState:
     def _take_edits(self, index: int, state: dict[str, Any], pieces: Sequence[Piece]) -> None:
         self._edited = True
         for piece in pieces:
-            if piece.fragment.parameter != index:
-                continue
-            for key in self._shown[index]:
-                slot = self._slots.get((index, piece.fragment.start, key))
-                if slot is not None and isinstance(state.get(key), Tensor):
-                    slot.copy_(self._own_part(piece, key, state[key]).view(slot.shape))
+            if piece.fragment.parameter == index:
+                for key, slot in self._homes[piece.fragment].slots.items():
+                    if slot is not None:
+                        slot.copy_(self._own_part(piece, key, state[key]).view(slot.shape))
 
     # After an update
 
@@ -118,7 +136,8 @@ class SharedState:
         self, inner: torch.optim.Optimizer, pieces: Sequence[Piece], used: Sequence[bool]
     ) -> None:
         """Collective when a parameter is updated for the first time: share the new state."""
-        self._put_back(inner, pieces)
+        for home in self._homes.values():
+            self._bring_home(home)
         if len(self._told) == len(self._parameters):
             return
         new = {
@@ -144,6 +163,10 @@ class SharedState:
         shown: dict[int, dict[str, _Shown | None]] = {index: {} for index in new}
         for index, key in sorted(nothing):
             shown[index][key] = None
+        for piece in mine:
+            state = inner.state[piece.tensor]
+            empty_keys = [key for key, value in state.items() if value is None]
+            self._homes[piece.fragment] = _Home(piece, state, dict.fromkeys(empty_keys))
         if num_bytes:
             block = self._group.allocate(num_bytes, "optimizer state")
             private = block.private(start=0, num_bytes=num_bytes)
@@ -182,13 +205,13 @@ class SharedState:
             slot = slots[entry.parameter, None if entry.whole else entry.start, entry.key]
             offset = slot.offset + (entry.start * entry.itemsize if entry.whole else 0)
             value = state[entry.key]
-            memory = block.tensor(value.dtype, start=offset, num_elements=max(1, value.numel()))
-            home = memory[: value.numel()].view(value.shape)
+            memory = block.tensor(value.dtype, start=offset, num_elements=value.numel())
+            home = memory.view(value.shape)
             if piece.whole and entry.whole:
                 home = like_parameter(memory, self._parameters[entry.parameter])
             home.copy_(value)
             state[entry.key] = home
-            self._slots[entry.parameter, piece.fragment.start, entry.key] = home
+            self._homes[piece.fragment].slots[entry.key] = home
 
     def _view(
         self,
@@ -209,23 +232,34 @@ class SharedState:
             key: None if one is None else one.tensor for key, one in values.items()
         }
 
-    def _put_back(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
-        """State that was made anew after the user had cleared it goes to its old place."""
-        for piece in pieces:
-            index = piece.fragment.parameter
-            if index in self._cleared and piece.tensor in inner.state:
-                state = inner.state[piece.tensor]
-                for key, value in state.items():
-                    slot = self._slots.get((index, piece.fragment.start, key))
-                    if slot is not None:
-                        state[key] = slot.copy_(value)
+    def _bring_home(self, home: _Home) -> None:
+        """An optimizer may make new tensors at every step: what they hold goes where it is shared.
+
+        Raises:
+            ConfigError: the state has another form than at the first step.
+        """
+        for key, slot in home.slots.items():
+            value = home.state.get(key)
+            if value is slot:
+                continue
+            if slot is None or not isinstance(value, Tensor) or not _is_like(value, slot):
+                raise self._changed(home, key)
+            home.state[key] = slot.copy_(value)
+        if len(home.state) != len(home.slots):
+            raise self._changed(home, next(key for key in home.state if key not in home.slots))
+
+    def _changed(self, home: _Home, key: str) -> ConfigError:
+        return ConfigError(
+            f"{type(self._optimizer).__name__} has changed the form of its state {key!r} for "
+            f"{self._names[home.piece.fragment.parameter]} after its first step, which ranks that "
+            'share it cannot follow; pass update="replicated" to distribute'
+        )
 
     def refresh(self) -> None:
         """After everybody has updated: show again what is shared, where a user has written."""
         if not self._edited:
             return
         self._edited = False
-        self._cleared.clear()
         for _, private in self._blocks:
             private.refresh()
         for index, shown in self._shown.items():
@@ -271,3 +305,29 @@ def _is_as_shown(value: Any, shown: _Shown | None) -> bool:
     if shown is None:
         return value is None
     return value is shown.tensor and shown.tensor._version == shown.version
+
+
+def _has_form(value: Any, shown: _Shown | None) -> bool:
+    if shown is None:
+        return value is None
+    same = value is shown.tensor  # the usual case
+    return same or (isinstance(value, Tensor) and _is_like(value, shown.tensor))
+
+
+def _is_like(value: Tensor, other: Tensor) -> bool:
+    return value.shape == other.shape and value.dtype == other.dtype
+
+
+def _switches(optimizer: torch.optim.Optimizer) -> list[tuple[bool, ...]]:
+    """Which options are on, by group: turning one on (momentum) gives new state.
+
+    Not the learning rate, which schedules take to zero and back.
+    """
+    return [
+        tuple(
+            bool(value)
+            for name, value in group.items()
+            if name != "lr" and isinstance(value, bool | int | float | None)
+        )
+        for group in optimizer.param_groups
+    ]

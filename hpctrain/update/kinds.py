@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from hpctrain.errors import ConfigError
+
 __all__ = ["shards_by"]
 
 _BY_ELEMENT = (
@@ -29,12 +31,20 @@ _BY_PARAMETER = ("Adafactor", "Muon")
 
 
 def shards_by(optimizer: torch.optim.Optimizer) -> tuple[str | None, str]:
-    """`element`, `parameter` or None, and why."""
+    """`element`, `parameter` or None, and why.
+
+    Raises:
+        ConfigError: a class says what is unknown.
+    """
     kind = type(optimizer)
     told = getattr(kind, "shards_by", None)
     if told in ("element", "parameter"):
         return str(told), f"{kind.__name__} says that it can be divided by {told}"
-    if kind.__module__.startswith("torch.optim."):
+    if told is not None:
+        raise ConfigError(
+            f"{kind.__name__}.shards_by={told!r} is unknown; choose 'element', 'parameter' or None"
+        )
+    if f"{kind.__module__}.".startswith("torch.optim."):
         if kind.__name__ in _BY_ELEMENT:
             return "element", f"{kind.__name__} treats every element alone"
         if kind.__name__ in _BY_PARAMETER:

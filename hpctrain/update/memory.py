@@ -5,18 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hpctrain.fusion.strides import is_dense, like_parameter
+
 __all__ = ["flat_gradient", "flat_memory", "is_dense", "like_parameter"]
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side, in whatever order, with no gaps or overlaps."""
-    expected = 1
-    pairs = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
-    for stride, length in pairs:
-        if stride != expected:
-            return False
-        expected *= length
-    return True
 
 
 def flat_memory(tensor: Tensor) -> Tensor:
@@ -24,17 +15,12 @@ def flat_memory(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def like_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A piece of flat memory seen as a dense parameter is; the reverse of `flat_memory`."""
-    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-
-
 def flat_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Somebody's gradient in the order of the parameter's memory; copied where it must be."""
+    """Somebody's gradient (or state) in the order of the parameter's memory, perhaps copied."""
     dense = gradient.detach()
     if dense.layout is not torch.strided:
         dense = dense.to_dense()
     if dense.stride() == parameter.stride() or dense.numel() <= 1:
         return flat_memory(dense)
-    ordered = torch.empty_like(parameter, memory_format=torch.preserve_format)
-    return flat_memory(ordered.detach().copy_(dense))
+    ordered = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dense.dtype)
+    return flat_memory(ordered.copy_(dense))

@@ -8,6 +8,7 @@ there for all to see: on every rank, for all parameters, though a node holds it 
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from hpctrain.errors import ConfigError
 from hpctrain.update.holding import SharedState
-from hpctrain.update.memory import flat_memory
+from hpctrain.update.memory import flat_memory, is_dense
 from hpctrain.update.pieces import Piece, make_inner, make_pieces, take_options
+from hpctrain.update.shared_weights import SharedWeights
 from hpctrain.update.sharing import cut_elements, divide_parameters
+from hpctrain.world.shared_memory import describe_bytes
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -43,6 +46,7 @@ class ShardedUpdate:
         parameters: Dense, on the CPU, in the same order.
         views: The gradients that the exchange hands out, one object per parameter for ever.
         by: `element` or `parameter`.
+        share_weights: Whether the node holds the weights themselves once.
     """
 
     def __init__(
@@ -55,11 +59,13 @@ class ShardedUpdate:
         views: Sequence[Tensor],
         *,
         by: str,
+        share_weights: bool = False,
     ) -> None:
         self.by = by
         self._engine = engine
         self._group = group
         self._optimizer = optimizer
+        self._names = names
         self._parameters = list(parameters)
         self._views = views
         sizes = [p.numel() for p in parameters]
@@ -73,25 +79,36 @@ class ShardedUpdate:
         else:
             shares = divide_parameters(sizes, num_ranks=group.local_size)
         self.shares = shares
-        self._stage()
+        self._weights: SharedWeights | None = None
+        self._stage(share_weights)
         self._build()
         self._state = SharedState(group, optimizer, names, self._parameters)
         self._suspended = False
-        self._hidden: list[Tensor | None] | None = None
+        self._met = True
+        self._depth = 0
+        self._hidden: tuple[list[Tensor | None], defaultdict[Tensor, Any]] | None = None
+        self._last = optimizer.register_step_pre_hook(self._before)
+        self._first = optimizer.register_step_post_hook(self._after)
         self._handles: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            self._last,
+            self._first,
             optimizer.register_load_state_dict_post_hook(lambda _: self._state.forget()),
         ]
+        self.go_between()
 
-    def _stage(self) -> None:
-        """Collective: the memory through which new weights travel."""
+    def _stage(self, share_weights: bool) -> None:
+        """Collective: the memory through which new weights travel, or in which they stay."""
         starts, end = [], 0
         for parameter in self._parameters:
             starts.append(end)
             num_bytes = parameter.numel() * parameter.element_size()
             end += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self.block = self._group.allocate(end, "weights under way")
+        what = "weights" if share_weights else "weights under way"
+        self.block = self._group.allocate(end + self._group.local_size, what)
+        if share_weights:
+            own = self.shares[self._group.local_rank]
+            places = [*starts, end]
+            self._weights = SharedWeights(self._group, self.block, places, self._parameters, own)
         self._staged = [
             self.block.tensor(p.dtype, start=start, num_elements=p.numel())
             for p, start in zip(self._parameters, starts, strict=True)
@@ -99,15 +116,14 @@ class ShardedUpdate:
 
     def _build(self) -> None:
         """Cut the parameters where they lie now."""
-        self._pointers = [p.data_ptr() for p in self._parameters]
+        self._places = [(p.data_ptr(), p.stride()) for p in self._parameters]
         whole = self.by == "parameter"
         own = self._group.local_rank
-        self.pieces = make_pieces(self.shares[own], self._parameters, whole=whole)
-        self._gradients = [
-            piece.part_of(self._views[piece.fragment.parameter], self._parameters[i])
-            for piece in self.pieces
-            for i in (piece.fragment.parameter,)
-        ]
+        targets: Sequence[Tensor] = self._parameters
+        if self._weights is not None:
+            targets = self._weights.like_parameters()
+        self.pieces = make_pieces(self.shares[own], targets, whole=whole)
+        self._gradients = [self._ready_gradient(piece) for piece in self.pieces]
         flats = [flat_memory(p) for p in self._parameters]
         self._sent = [
             (
@@ -116,6 +132,7 @@ class ShardedUpdate:
                 flats[f.parameter][f.start : f.stop],
             )
             for f in self.shares[own]
+            if self._weights is None
         ]
         self._received = [
             (
@@ -124,31 +141,83 @@ class ShardedUpdate:
                 self._staged[f.parameter][f.start : f.stop],
             )
             for rank, share in enumerate(self.shares)
-            if rank != own
+            if rank != own and self._weights is None
             for f in share
         ]
         self._routes: tuple[tuple[bool, ...], Any] | None = None
         self.inner = make_inner(self._optimizer, self.pieces)
 
+    def _ready_gradient(self, piece: Piece) -> Tensor | None:
+        """The piece's part of what the exchange hands out; None where it would be a copy."""
+        view = self._views[piece.fragment.parameter]
+        parameter = self._parameters[piece.fragment.parameter]
+        same = piece.whole or view.stride() == parameter.stride() or view.numel() <= 1
+        return piece.part_of(view, parameter) if same else None
+
     # Around the user's step
+
+    def go_between(self) -> None:
+        """Let the user's hooks around a step run outside of ours, as they do around torch's own.
+
+        Called before every backward pass, which also ends a step that was interrupted.
+        """
+        self._depth = 0
+        self._show_again()
+        before: OrderedDict[int, Any] = self._optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
+        after: OrderedDict[int, Any] = self._optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
+        before.move_to_end(self._last.id)
+        after.move_to_end(self._first.id, last=False)
+
+    def all_have_met(self) -> None:
+        """Since the last update: nobody reads new weights any more where the next ones go."""
+        self._met = True
 
     def _before(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._suspended:
             return
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        self._depth += 1
+        if self._depth > 1:  # a class whose step calls that of its base: torch hooks both
+            return
+        try:
+            self._check(args, kwargs)
+            self._step()
+        except BaseException:
+            self._depth = 0
+            raise
+        # What the optimizer's own step finds now is nothing to do.
+        self._hidden = ([p.grad for p in self._parameters], self._optimizer.state)
+        self._optimizer.state = defaultdict(dict)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse what a divided update cannot do as torch does it."""
+        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
             raise ConfigError(
                 "optimizer.step(closure) evaluates the loss inside the update, which ranks share; "
                 'call backward before step, or pass update="replicated" to distribute'
             )
-        self._step()
-        # What torch's own step finds now is nothing to do.
-        self._hidden = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        if next(reversed(self._optimizer._optimizer_step_pre_hooks)) != self._last.id:
+            raise ConfigError(
+                "a step hook was registered between backward and step, too late to run before the "
+                "update; register it before backward"
+            )
+        now = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        if now != [id(p) for p in self._parameters]:
+            raise ConfigError(
+                "the optimizer's parameters were changed between backward and step; do it after "
+                "the step"
+            )
 
     def _after(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._show_again()
+
+    def _show_again(self) -> None:
         if self._hidden is not None:
-            for parameter, gradient in zip(self._parameters, self._hidden, strict=True):
+            gradients, self._optimizer.state = self._hidden
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._hidden = None
 
@@ -165,7 +234,14 @@ class ShardedUpdate:
     @torch.no_grad()
     def _step(self) -> None:
         """Collective: one update of all parameters that have a gradient."""
-        if any(p.data_ptr() != at for p, at in zip(self._parameters, self._pointers, strict=True)):
+        # A second step without an exchange: some may still read the first's. And weights that are
+        # shared may be read until everybody is here.
+        if not self._met or self._weights is not None:
+            self._engine.meet(self._group.barrier.wait, "begin of an update", "", None)
+        places = [(p.data_ptr(), p.stride()) for p in self._parameters]
+        if self._weights is not None:
+            self._weights.take_in()
+        elif places != self._places:
             self._move_house()
         take_options(self.inner, self._optimizer)
         used = tuple(p.grad is not None for p in self._parameters)
@@ -173,26 +249,40 @@ class ShardedUpdate:
         for piece, ready in zip(self.pieces, self._gradients, strict=True):
             self._give_gradient(piece, ready)
         _with_threads(self._group, self.inner.step)
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            # Fused kernels have unscaled the gradients in place, and do not count it as a write.
+            torch.autograd.graph.increment_version([g for g in self._gradients if g is not None])
         self._state.adopt(self.inner, self.pieces, used)
         if self._routes is None or self._routes[0] != used:
             self._routes = (used, (_route(self._sent, used), _route(self._received, used)))
         out, back = self._routes[1]
         self._engine.meet(lambda: self._exchange(out, back), "update of the weights", "", None)
+        if self._weights is not None:
+            self._weights.show(used)
+        self._met = False
         self._state.refresh()
 
     def _move_house(self) -> None:
         """Somebody gave a parameter other memory (`p.data = ...`): cut it anew, keep the state."""
-        before = self.inner.state
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if not is_dense(parameter):
+                raise ConfigError(
+                    f"{name} was given memory with gaps between backward and step; make it "
+                    'contiguous, or pass update="replicated" to distribute'
+                )
+        before, places = self.inner.state, self._places
         old = {p.fragment: before[p.tensor] for p in self.pieces if p.tensor in before}
         self._build()
         for piece in self.pieces:
             if piece.fragment in old:
                 self.inner.state[piece.tensor] = old[piece.fragment]
+        if [stride for _, stride in places] != [stride for _, stride in self._places]:
+            self._state.forget()  # it lies in the order of the weights
 
-    def _give_gradient(self, piece: Piece, ready: Tensor) -> None:
+    def _give_gradient(self, piece: Piece, ready: Tensor | None) -> None:
         index = piece.fragment.parameter
         gradient = self._parameters[index].grad
-        if gradient is self._views[index]:
+        if ready is not None and gradient is self._views[index]:
             piece.tensor.grad = ready
         elif gradient is None:
             piece.tensor.grad = None
@@ -215,9 +305,14 @@ class ShardedUpdate:
             (
                 "update",
                 f"sharded by {self.by}: {min(counts):,} to {max(counts):,} elements a rank, "
-                f"{len(self.pieces)} fragments here",
+                f"in {sum(map(len, self.shares))} fragments",
             ),
             ("state", self._state.describe()),
+            (
+                "weights",
+                f"{describe_bytes(self.block.num_bytes)} a node, "
+                + ("shared by its ranks" if self._weights else "each rank's own besides"),
+            ),
         ]
 
     def close(self) -> None:
@@ -225,6 +320,9 @@ class ShardedUpdate:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._weights is not None:
+            self._weights.release()
+            self._weights = None
         self.block.close()
         self._state.close()
 

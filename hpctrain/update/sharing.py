@@ -41,6 +41,8 @@ def cut_elements(
     cell, done = 0, 0
     for index, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         start = 0
+        if not size:  # has state and a step count like any other
+            by_rank[cell * num_ranks // num_cells].append(Fragment(index, 0, 0))
         while start < size:
             stop = size
             if cell < num_cells - 1:

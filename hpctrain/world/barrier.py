@@ -26,6 +26,7 @@ __all__ = ["Barrier", "SleepingBarrier", "SpinningBarrier", "make_barrier", "mus
 _SPIN_S = 2e-3
 _NAP_S = 50e-6
 _CONNECT_S = 60.0
+_GONE = "a rank of this node has ended while others waited for it"
 
 
 class Barrier(Protocol):
@@ -103,15 +104,20 @@ class SleepingBarrier:
 
     def _connect(self, node: Comm) -> None:
         server = None
-        name = ""
+        name = f"\0hpctrain-{os.getpid()}-{secrets.token_hex(8)}"
         if self._rank == 0:
             # A leading zero: a name that is no file, so nothing is left behind.
-            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            server.bind(f"\0hpctrain-{os.getpid()}-{secrets.token_hex(8)}")
-            server.listen(self._size)
-            server.settimeout(_CONNECT_S)
-            name = server.getsockname().decode()
+            try:
+                server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                server.bind(name)
+                server.listen(self._size)
+                server.settimeout(_CONNECT_S)
+            except OSError:
+                node.bcast("", root=0)  # the others must not wait for a name
+                raise
         name = node.bcast(name, root=0)
+        if not name:
+            return
         if server is None:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._links.append(link)
@@ -127,18 +133,21 @@ class SleepingBarrier:
 
     def wait(self) -> None:
         """Collective: wait for all ranks of the node."""
-        if self._rank == 0:
-            for link in self._links:
-                self._receive(link)
-            for link in self._links:
-                link.send(b"\0")
-        else:
-            self._links[0].send(b"\0")
-            self._receive(self._links[0])
+        try:
+            if self._rank == 0:
+                for link in self._links:
+                    self._receive(link)
+                for link in self._links:
+                    link.send(b"\0")
+            else:
+                self._links[0].send(b"\0")
+                self._receive(self._links[0])
+        except OSError as error:
+            raise CollectiveError(_GONE) from error
 
     def _receive(self, link: socket.socket) -> None:
         if not link.recv(1):
-            raise CollectiveError("a rank of this node has ended while others waited for it")
+            raise CollectiveError(_GONE)
 
     def close(self) -> None:
         """Close the sockets."""

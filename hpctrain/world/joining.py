@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from contextlib import ExitStack
 from numbers import Integral
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import ConfigError, HpcTrainError
+from hpctrain.errors import ConfigError, HpcTrainError, LaunchError
 from hpctrain.log import format_ranges
 from hpctrain.mpi_version import identify
 from hpctrain.world import cores, devices, guard, launcher
@@ -69,6 +70,12 @@ def init(
         CollectiveError: some ranks did not come in time; they are named.
         ConfigError: an argument is wrong on some rank.
     """
+    # A name is what a worker has already while it reads the script; its parent it learns later.
+    if multiprocessing.current_process().name != "MainProcess":
+        raise LaunchError(
+            "hpctrain.init was called in a worker process, which is no rank: worker processes read "
+            "the script again; put what starts the training under if __name__ == '__main__':"
+        )
     launch = launcher.current()
     script = script_path()
     unhook = guard.install_hook(launch)  # stays when this raises: nobody may be left waiting

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import math
 import mmap
@@ -46,6 +47,8 @@ _PREFIX = "hpctrain-"
 _KEEP_FREE_BYTES = 16 << 20
 """What is left to others in /dev/shm: MPI itself lives there."""
 _MEET_S = 300.0
+# The three highest bits of an entry of /proc/self/pagemap: present, swapped, of a file.
+_KIND, _IN_MEMORY, _SWAPPED = 0xE0, 0x80, 0x40
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -76,6 +79,11 @@ class SharedBlock:
         """A view of one's own, from byte `start`, a multiple of the page size, on."""
         return PrivateView(self._descriptor, start, num_bytes)
 
+    @property
+    def descriptor(self) -> int:
+        """The open file: other processes of this rank can open it through /proc."""
+        return self._descriptor
+
     def close(self) -> None:
         """Give the file back; the memory goes when the last tensor over it does."""
         if self._descriptor >= 0:
@@ -92,10 +100,18 @@ class PrivateView:
 
     def __init__(self, descriptor: int, start: int, num_bytes: int) -> None:
         self._mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, offset=start)
+        self._pages = _Pages(self._mapped, num_bytes)
 
     def tensor(self, dtype: torch.dtype, *, start: int = 0, num_elements: int) -> Tensor:
         """A flat tensor over the view, from byte `start` on."""
         return _tensor(self._mapped, dtype, start, num_elements)
+
+    def is_written(self) -> bool:
+        """Whether this rank has pages of its own; True as well where the kernel does not tell.
+
+        Version counters do not: writing to `tensor.data` or `tensor.numpy()` moves none.
+        """
+        return self._pages.any_own()
 
     def refresh(self) -> None:
         """Forget this rank's own writes: see again what is shared."""
@@ -213,7 +229,13 @@ def _create(
         except OSError as error:
             refused.append(f"{backing.folder} cannot be written to ({error.strerror})")
             continue
-        os.ftruncate(descriptor, num_bytes)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+        except OSError as error:  # a limit on the size of files
+            os.close(descriptor)
+            os.unlink(path)
+            refused.append(f"{backing.folder} takes no file of that size ({error.strerror})")
+            continue
         return (backing, path), descriptor
     return (
         f"no room for {describe_bytes(num_bytes)} of node-shared memory ({what}): "
@@ -251,6 +273,37 @@ def _fallocate(descriptor: int, start: int, length: int) -> None:
         zeros = bytes(min(length, 1 << 20))
         for offset in range(start, start + length, len(zeros)):
             os.pwrite(descriptor, zeros[: start + length - offset], offset)
+
+
+class _Pages:
+    """What the kernel tells about the pages of a private mapping of a file."""
+
+    def __init__(self, mapped: mmap.mmap, num_bytes: int) -> None:
+        import numpy as np
+        import torch
+
+        address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+        first, last = address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)
+        self._offset = 8 * first
+        self._entries = np.zeros(8 * (last - first), dtype=np.uint8)
+        self._kinds = self._entries[7::8]  # the highest byte: in memory, swapped, the file's own
+
+    def any_own(self) -> bool:
+        """Whether some are no longer the file's; True as well where the kernel does not tell."""
+        table = _page_table(os.getpid())
+        if table < 0 or os.preadv(table, [self._entries.data], self._offset) != len(self._entries):
+            return True
+        kinds = self._kinds & _KIND
+        return bool(((kinds == _IN_MEMORY) | (kinds == _SWAPPED)).any())
+
+
+@functools.cache
+def _page_table(_process: int) -> int:
+    """The kernel's table of this process's pages, opened once; -1 where it is closed to us."""
+    try:
+        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
 
 
 def _tensor(mapped: mmap.mmap, dtype: torch.dtype, start: int, num_elements: int) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
@@ -16,29 +14,15 @@ from benchmarks.harness.control import Launch
 from benchmarks.harness.schema import validate
 from hpctrain.errors import LaunchError
 from mpi_tests.built import BUILT
+from mpi_tests.launch.benchmark_results import LIMIT_S, PYTHON, result_of
 from mpi_tests.launch.commands import ROOT, clean_environment, run
-
-LIMIT_S = 280.0  # seconds on a quiet machine
-PYTHON = [sys.executable, "-m"]
-
-
-def result_of(benchmark: str, path, *words: str) -> dict:
-    done = run(
-        *PYTHON, f"benchmarks.{benchmark}", "--quick", "--json", path, *words, timeout_s=LIMIT_S
-    )
-    assert done.code == 0, done.text
-    result = json.loads(path.read_text())
-    assert validate(result) == []
-    assert os.uname().nodename not in path.read_text()
-    assert str(ROOT) not in path.read_text()
-    return result
 
 
 def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
     result = result_of("step_overhead", tmp_path / "result.json")
     series = {item["variant"]: item for item in result["series"]}
-    engines = {f"hpctrain-{name}" for name in BUILT}
-    peers = {"ddp", "horovod"} if "horovod" in BUILT else {"ddp"}
+    engines = {f"hpctrain-{name}" for name in BUILT} | {"hpctrain-mpi-replicated"}
+    peers = {"ddp", "ddp-zero"} | ({"horovod"} if "horovod" in BUILT else set())
     plain = {"compute", "compute-again", "compute-beside-idle"}
     fusion = {"hpctrain-horovod-fusion"} if "horovod" in BUILT else set()
     assert set(series) == engines | fusion | peers | plain
@@ -67,12 +51,47 @@ def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
 def test_collectives_run_on_every_engine(tmp_path):
     result = result_of("collectives", tmp_path / "result.json", "--sizes", "1 KiB,1 MiB")
     found = {(item["case"], item["variant"]) for item in result["series"]}
-    assert found == {(s, v) for s in ("1 KiB", "1 MiB") for v in ["memcpy", *BUILT]}
+    assert found == {
+        (s, v) for s in ("1 KiB", "1 MiB") for v in ["memcpy", "mpi-allocated", *BUILT]
+    }
     for item in result["series"]:
         if item["variant"] != "memcpy":
             metrics = item["metrics"]
             assert metrics["busbw GB/s"] == pytest.approx(metrics["algbw GB/s"])  # two ranks
             assert metrics["% of memcpy"] > 0
+
+
+def test_precision_trains_alike_with_and_without_hpctrain(tmp_path):
+    words = [
+        "--device",
+        "cpu",
+        "--variants",
+        "amp-fp32,amp-bf16,amp-fp16,hpctrain-bf16,hpctrain-fp16",
+    ]
+    result = result_of("precision", tmp_path / "result.json", *words)
+    losses = {(item["case"], item["variant"]): item["outcome"]["loss"] for item in result["series"]}
+    for case in ("transformer", "resnet"):
+        for precision in ("bf16", "fp16"):
+            mine, raw = (losses[case, f"{way}-{precision}"] for way in ("hpctrain", "amp"))
+            assert mine == pytest.approx(raw, rel=1e-3)
+    compared = {(ratio["variant"], ratio["baseline"]) for ratio in result["ratios"]}
+    assert {("hpctrain-fp16", "amp-fp16"), ("hpctrain-bf16", "amp-bf16")} <= compared
+
+
+def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
+    result_of_part = tmp_path / "result_loader.json"
+    variants = "dataloader,loader,loader-keyed"
+    words = ["--parts", "loader", "--variants", variants, "--json", tmp_path / "result.json"]
+    done = run(*PYTHON, "benchmarks.data", "--quick", *words, timeout_s=LIMIT_S)
+    assert done.code == 0, done.text
+    result = json.loads(result_of_part.read_text())
+    assert validate(result) == []
+    found = {(s["case"].split()[0], s["variant"]): s["outcome"] for s in result["series"]}
+    for width, num in (("64", 50_001), ("3072", 8_001)):
+        exact = {"handed out": num, "different": num}
+        assert found[width, "loader"] == found[width, "loader-keyed"] == exact
+        # two ranks, an odd number: torch's sampler fills up with one sample that came already
+        assert found[width, "dataloader"] == {"handed out": num + 1, "different": num}
 
 
 @pytest.mark.parametrize(
@@ -157,3 +176,15 @@ def test_a_rank_that_fails_is_told_with_its_traceback():
             launch.ask({"do": "prepare", "variant": "compute", "case": "huge"}, timeout_s=LIMIT_S)
     finally:
         launch.close()
+
+
+def test_large_batches_are_trained_by_every_recipe(tmp_path):
+    result = result_of("large_batch", tmp_path / "result.json", "--variants", "sgd 32,lars 1024")
+    small, large = result["series"]
+    assert (small["variant"], large["variant"]) == ("sgd 32", "lars 1024")
+    assert small["counts"]["steps"] == 1437 * 2 // 32
+    assert large["counts"]["steps"] == 1437 * 2 // 1024
+    assert len(small["outcome"]["accuracies"]) == len(result["blocks"]) == 2
+    assert small["outcome"]["accuracies"][0] != small["outcome"]["accuracies"][1]  # seeds differ
+    assert small["metrics"]["test accuracy %"] > 50  # two epochs have taught something
+    assert small["metrics"]["points from sgd 32"] == 0

@@ -154,7 +154,9 @@ def jobs(desk: Desk) -> dict[str, list[str]]:
     plain = ["--mpi", "none", "--cpus-per-rank", "1"]
     mpirun = ["--template", "slurm-mpirun", "--mpi", mpi.family, *two]
     as_root = ["--env", "OMPI_ALLOW_RUN_AS_ROOT=1", "--env", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
-    waiting = "import time; time.sleep(500)"
+    told = "lambda *_: (print('asked to end', flush=True), sys.exit(0))"
+    waiting = f"import signal, sys, time; signal.signal(15, {told}); print('waits', flush=True); "
+    waiting += "time.sleep(500)"
     five = (
         "import os, sys, time; sys.exit(5) if os.environ['SLURM_PROCID'] == '1' else time.sleep(60)"
     )
@@ -217,8 +219,10 @@ def test_a_warning_reaches_the_ranks_and_the_job_is_requeued(
 
 def test_a_cancelled_job_ends(desk: Desk, jobs: dict[str, list[str]]) -> None:
     (job,) = jobs["cancel"]
+    desk.wait_for(job, "\nwaits\n", 1)
     assert "cancelled" in desk.hpctrain("job", "cancel", job)[1]
     assert desk.ended(job)[0]["state"] == "CANCELLED"
+    assert "\nasked to end\n" in desk.log(job), desk.log(job)
 
 
 @pytest.mark.parametrize("template", ["srun", "mpirun"])

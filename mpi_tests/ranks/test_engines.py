@@ -161,3 +161,29 @@ def test_chunks_are_counted(engine, monkeypatch):
     monkeypatch.setattr(engine, "_allreduce", lambda f, *a: (calls.append(len(f)), inner(f, *a)))
     engine.allreduce_(torch.ones(12))
     assert calls == [5, 5, 2]
+
+
+def test_a_buffer_of_the_engines_own(engine):
+    for count in (0, 5, 70_001):
+        buffer = engine.allocate(count, torch.float64)
+        assert (buffer.shape, buffer.dtype) == ((count,), torch.float64)
+        assert not buffer.any()
+        for _ in range(2):
+            buffer.copy_(values(engine.rank, (count,)))
+            before = buffer._version
+            engine.allreduce_(buffer)
+            close(buffer, expected(engine.size, Op.SUM, (count,)))
+            assert count == 0 or buffer._version > before
+        part = buffer[: count // 2].copy_(values(engine.rank, (count // 2,)))
+        engine.allreduce_(part, Op.MAX)
+        close(part, expected(engine.size, Op.MAX, (count // 2,)))
+
+
+def test_a_foreign_tensor_in_pieces_through_shared_memory(engine, monkeypatch):
+    monkeypatch.setattr("hpctrain.engines.node_buffers.SMALLEST_BYTES", 1)
+    for op in (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX):
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            if allowed(op, dtype):
+                tensor = values(engine.rank, (3, 1001), dtype)
+                engine.allreduce_(tensor, op)
+                close(tensor, expected(engine.size, op, (3, 1001), dtype))

@@ -160,7 +160,7 @@ def make_result(num_noisy: int = 0) -> dict[str, object]:
         variants=[Variant(name=name, launch="x") for name in ("compute", "mpi", "ddp")],
         comparisons=[("mpi", "compute"), ("ddp", "compute"), ("mpi", "ddp"), ("mpi", "absent")],
         rules=Rules(num_ranks=2, blocks=3, retries=1, load_limit=0.05),
-        settings={"num_ranks": 2, "blocks": 3},
+        settings={"blocks": 3},
     )
     blocks = [
         Block(
@@ -174,7 +174,7 @@ def make_result(num_noisy: int = 0) -> dict[str, object]:
     kept = choose_blocks(loads, wanted=3, limit=0.05)
     facts = {"compute": {}, "mpi": {"bytes": 12}, "ddp": {}}
     series, ratios, described = describe_case(
-        plan, "small", blocks, kept, facts, {name: {} for name in facts}
+        plan, plan.cases[0], blocks, kept, facts, {name: {} for name in facts}
     )
     return {
         "schema": schema.SCHEMA,
@@ -243,12 +243,19 @@ def test_a_result_names_no_host_and_no_path(monkeypatch):
     assert "/" not in text.replace("(R)", "")
 
 
-@given(st.sampled_from(["x86_64", "aarch64"]), st.integers(1, 256), st.dates())
-def test_file_names_are_read_back(arch, cores, day):
+@given(
+    st.sampled_from(["x86_64", "aarch64"]),
+    st.integers(1, 256),
+    st.dates(),
+    st.lists(st.integers(1, 64), min_size=1),
+)
+def test_file_names_are_read_back(arch, cores, day, ranks):
     name = machine_id(arch, cores)
     result = {"benchmark": "step_overhead", "date": day.isoformat(), "machine": {"id": name}}
+    result["series"] = [{"num_ranks": n} for n in ranks]
+    tail = f"-{ranks[0]}ranks" if len(set(ranks)) == 1 and ranks[0] > 2 else ""
     parsed = schema.parse_file_name(schema.file_name(result))
-    assert parsed == ("step_overhead", day.isoformat(), name)
+    assert parsed == ("step_overhead", day.isoformat(), name + tail)
 
 
 # Tables
@@ -314,19 +321,17 @@ def test_bandwidths_are_in_the_fields_terms(num_ranks):
 
 def test_sizes_go_from_1_kib_to_256_mib():
     sizes = [collectives.parse_size(text) for text in collectives.SIZES]
-    assert sizes == [1024 * 4**i for i in range(10)]
-    assert [collectives.repeats_for(size) for size in (sizes[0], sizes[6], sizes[9])] == [
-        300,
-        64,
-        2,
-    ]
+    assert sizes == sorted([*(1024 * 4**i for i in range(10)), 100 << 20])
+    assert [collectives.repeats_for(size) for size in (1024, 4 << 20, 256 << 20)] == [300, 64, 2]
 
 
 def test_variants_that_disturb_others_have_launches_of_their_own():
-    shared = {"plain", "mpi", "hpctrain-horovod"}
+    shared = {"plain", "mpi", "hpctrain-horovod", "ddp"}
     alone = [v.launch for v in step_overhead.VARIANTS if v.launch not in shared]
     assert len(set(alone)) == len(alone)
-    assert {"horovod", "ddp", "torch"} == set(alone)
+    assert {"horovod", "torch"} == set(alone)
+    beside_ddp = {v.name for v in step_overhead.VARIANTS if v.launch == "ddp"}
+    assert beside_ddp == {"ddp", "ddp-zero"}
     sharing = {v.launch: v.name for v in step_overhead.VARIANTS if "horovod" in v.name}
     assert set(sharing) == {"horovod", "hpctrain-horovod"}, "Horovod never sits beside others"
     raw = next(v for v in step_overhead.VARIANTS if v.name == "horovod")

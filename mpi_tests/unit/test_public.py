@@ -14,12 +14,15 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CollectiveError ConfigError Connection HpcTrainError InstallError JobError LaunchError Replica World
-__version__ agree connect distribute init
+CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError JobError LAMB
+LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard World __version__ agree
+average_batchnorm checkpoint_activations connect distribute files gather init metrics
+quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
-    "doctor": "--all-nodes --help --json --time-limit -h",
+    "data": "--help -h",
+    "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
     "job": "--help -h",
     "sweep": "--help -h",
@@ -28,7 +31,7 @@ FLAGS = {
 
 
 def test_public_names():
-    assert sorted(NAMES.split()) == hpctrain.__all__
+    assert sorted(NAMES.split()) == sorted(hpctrain.__all__)
     for name in hpctrain.__all__:
         assert getattr(hpctrain, name) is not None
     with pytest.raises(AttributeError, match="nosuch"):

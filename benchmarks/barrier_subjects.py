@@ -1,0 +1,63 @@
+"""A rank's side of `barrier`: work, then wait for the others, in one of several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.barrier import CASES
+from benchmarks.harness.worker import Subject
+from hpctrain.world import World
+from hpctrain.world.barrier import SleepingBarrier, SpinningBarrier
+
+__all__ = ["make"]
+
+# One or two milliseconds of a core: longer than a barrier, shorter than a scheduler's time slice.
+_WIDTH = 192
+_PRODUCTS = 4
+
+
+class Waiting:
+    """Work as the case says, then `wait`."""
+
+    def __init__(self, world: World, wait: Callable[[], None]) -> None:
+        self.world = world
+        self.wait = wait
+        self.works = False
+        self.matrix = torch.eye(_WIDTH)
+        self.product = torch.empty_like(self.matrix)
+
+    def prepare(self, case: str) -> dict[str, object]:
+        """Collective: see who works."""
+        self.works = case == CASES[2] or (case == CASES[1] and self.world.rank == 0)
+        self.run(2)
+        return {}
+
+    def run(self, repeats: int) -> None:
+        """Collective: work and wait."""
+        for _ in range(repeats):
+            if self.works:
+                for _ in range(_PRODUCTS):
+                    torch.mm(self.matrix, self.matrix, out=self.product)
+            self.wait()
+
+    def counts(self) -> dict[str, int]:
+        """Nothing: one repeat is one barrier."""
+        return {}
+
+    def finish(self) -> dict[str, object]:
+        """Nothing is left."""
+        return {}
+
+
+def make(world: World, variant: str) -> Subject:
+    """The subject of a variant: a kind and a number of ranks."""
+    kind = variant.rpartition("-")[0]
+    if kind == "nobody-waits":
+        return Waiting(world, lambda: None)
+    if kind == "mpi":
+        return Waiting(world, world.comm.Barrier)
+    barrier = SleepingBarrier(world.node) if kind == "sleeping" else SpinningBarrier(world.node)
+    world.at_exit(barrier.close)
+    return Waiting(world, barrier.wait)

@@ -1,0 +1,107 @@
+"""Whether a global batch of 1,024 reaches the accuracy of 32 in the same number of epochs.
+
+`python -m benchmarks.large_batch --help`; docs/large-batch.md says what is trained and how the
+rates were chosen. A block is one seed: initial weights and order of the samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.harness import command
+from benchmarks.harness.session import Case, Plan, Variant, run_plan
+from hpctrain.errors import ConfigError
+
+__all__ = ["BASELINE", "VARIANTS", "add_accuracies", "main", "plot"]
+
+BASELINE = "sgd 32"
+VARIANTS = (BASELINE, "sgd 1024 plain", "sgd 1024 warm-up", "lars 1024", "lamb 1024")
+"""Names only: importing the settings would import torch before a rank has set its threads."""
+EPOCHS = 80
+
+
+def add_accuracies(result: dict[str, Any]) -> None:
+    """Turn the accuracies of all seeds into the metrics of a result, in per cent. Pure."""
+    by_case: dict[tuple[str, str], list[float]] = {
+        (item["case"], item["variant"]): item["outcome"]["accuracies"] for item in result["series"]
+    }
+    for item in result["series"]:
+        found = [100 * accuracy for accuracy in by_case[item["case"], item["variant"]]]
+        item["metrics"] = {
+            "test accuracy %": round(mean(found), 2),
+            "least": round(min(found), 2),
+            "most": round(max(found), 2),
+        }
+        baseline = by_case.get((item["case"], BASELINE))
+        if baseline is not None:
+            points = mean(found) - 100 * mean(baseline)
+            item["metrics"][f"points from {BASELINE}"] = round(points, 2)
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draw the test accuracy after each epoch, the mean over seeds, one line a variant.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"--plot needs matplotlib ({error}); pip install '.[plot]'") from error
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "large_batch"}):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for item in result["series"]:
+            curve = [100 * accuracy for accuracy in item["outcome"]["curve"]]
+            axes.plot(range(1, len(curve) + 1), curve, label=item["variant"])
+        axes.set(xlabel="epoch", ylabel="test accuracy %", ylim=(0, 101))
+        axes.set_title("Digits: batches of 32 and of 1,024, the same epochs")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main() -> int:
+    """Train, or be a rank that trains."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.large_batch", description=__doc__)
+    command.add_arguments(parser, blocks=8)
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS, metavar="E", help=f"epochs (default: {EPOCHS})"
+    )
+    parser.add_argument("--plot", type=Path, metavar="OUT", help="draw the curves (matplotlib)")
+    args = parser.parse_args()
+    if args.worker:
+        from benchmarks.harness.worker import serve
+        from benchmarks.large_batch_subjects import make
+
+        serve(args.worker, args.variants.split(","), make)
+        return 0
+    rules = command.rules_of(args)
+    names = command.choose("variant", args.variants or ",".join(VARIANTS), VARIANTS)
+    epochs = 2 if args.quick else args.epochs
+    if epochs < 1:
+        raise ConfigError(f"epochs={epochs} must be at least 1")
+    plan = Plan(
+        name="large_batch",
+        module="benchmarks.large_batch",
+        cases=[Case(name=f"digits, {epochs} epochs", warmup=0, repeats=1)],
+        variants=[Variant(name=name, launch="all") for name in names],
+        comparisons=[(name, BASELINE) for name in VARIANTS[1:]],
+        rules=rules,
+        settings={"epochs": epochs},
+    )
+    result = run_plan(plan)
+    add_accuracies(result)
+    if args.plot is not None:
+        plot(result, args.plot)
+    return command.report(args, result)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run_main(main))

@@ -1,0 +1,144 @@
+"""What a user hands to a loader, taken for what it is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from hpctrain.data.arrays import ArraySource, is_arrays
+from hpctrain.data.mapped import Collate, MapSource
+from hpctrain.data.source import Scattered, Source
+from hpctrain.data.stream import Stream
+from hpctrain.data.subset import SubsetSource
+from hpctrain.errors import ConfigError
+
+__all__ = ["Adopted", "adopt", "as_source"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adopted:
+    """What a user's DataLoader says, for whatever the loader's own arguments leave open."""
+
+    dataset: Any
+    global_batch: int | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
+    num_workers: int = 0
+    prefetch: int | None = None
+    timeout_s: float = 0.0
+    collate: Collate | None = None
+    initialize: Any = None
+    start_method: str | None = None
+
+
+def adopt(data: Any) -> Adopted:
+    """Take a DataLoader apart; anything else is a data set.
+
+    Its batch size is the global batch, as it is on one process.
+
+    Raises:
+        ConfigError: it has an order or batches of its own, which cannot be dealt out unseen.
+    """
+    if not isinstance(data, DataLoader):
+        return Adopted(dataset=data)
+    batch = data.batch_size
+    shuffle: bool | None = None
+    if not isinstance(data.dataset, IterableDataset):
+        if batch is None or type(data.batch_sampler) is not BatchSampler:
+            raise ConfigError(
+                "a DataLoader with a batch_sampler of its own, or without batches, cannot be dealt "
+                "out over ranks; pass its data set, and global_batch"
+            )
+        shuffle = _shuffle_of(data.sampler)
+        if isinstance(data.sampler, DistributedSampler):
+            batch = None  # it is that of one rank
+    return Adopted(
+        dataset=data.dataset,
+        global_batch=batch,
+        shuffle=shuffle,
+        drop_last=data.drop_last,
+        num_workers=data.num_workers,
+        prefetch=data.prefetch_factor,
+        timeout_s=data.timeout,
+        collate=None if data.collate_fn is default_collate else data.collate_fn,
+        start_method=_start_method(data.multiprocessing_context),
+        initialize=data.worker_init_fn,
+    )
+
+
+def _start_method(context: Any) -> str | None:
+    """How it would start workers, where that is possible beside MPI; a fork is not."""
+    method = None if context is None else context.get_start_method()
+    if method == "fork":
+        raise ConfigError(
+            "a DataLoader with multiprocessing_context='fork' cannot be used beside MPI; leave it "
+            "out, or choose 'forkserver' or 'spawn'"
+        )
+    return None if method is None else str(method)
+
+
+def _shuffle_of(sampler: Any) -> bool:
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is DistributedSampler:
+        return sampler.shuffle
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        return True
+    raise ConfigError(
+        f"a DataLoader with a {type(sampler).__name__} of its own cannot be dealt out over ranks: "
+        "every sample is handed out exactly once per epoch; pass the data set itself, or "
+        "torch.utils.data.Subset of it"
+    )
+
+
+def as_source(data: Any, collate: Collate | None) -> Source | Scattered | MapSource | Stream:
+    """The source that these data are.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    if is_arrays(data):
+        return _without_collate(ArraySource(data), collate)
+    if isinstance(data, tuple | Mapping):
+        raise ConfigError(
+            f"a {type(data).__name__} must hold arrays or tensors alone, one row per sample; a "
+            "data set of samples is a list or has __len__ and __getitem__"
+        )
+    if isinstance(data, IterableDataset):
+        return Stream(data, collate)
+    if type(data) is TensorDataset and collate is None:
+        return ArraySource(data.tensors)
+    if type(data) is Subset and type(data.dataset) is TensorDataset and collate is None:
+        rows = np.asarray(data.indices, dtype=np.int64)
+        return SubsetSource(ArraySource(data.dataset.tensors), rows)
+    if isinstance(data, Scattered | Source):
+        return _without_collate(data, collate)
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise ConfigError(
+            f"{type(data).__name__} is no source: give arrays, a data set with __len__ and "
+            "__getitem__, an IterableDataset, a DataLoader, or something with take(indices)"
+        )
+    return MapSource(data, collate)
+
+
+def _without_collate(source: Source | Scattered, collate: Collate | None) -> Source | Scattered:
+    if collate is not None:
+        raise ConfigError(
+            "collate puts single samples together, and these data come in whole batches; apply it "
+            "to the batch in the loop"
+        )
+    return source

@@ -1,0 +1,263 @@
+"""The loader: this rank's part of every global batch, on the device, resumable anywhere."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hpctrain.data.feeds import Where, order_of
+from hpctrain.data.mapped import Collate
+from hpctrain.data.plan import Part
+from hpctrain.data.prefetch import read_ahead
+from hpctrain.data.progress import Progress, read_state, trouble_with
+from hpctrain.data.settling import Arguments, Settled, Shuffle, settle
+from hpctrain.data.source import Batch
+from hpctrain.data.transfer import Sent, Transfer
+from hpctrain.errors import ConfigError
+from hpctrain.world import World, agree
+
+__all__ = ["Loader"]
+
+
+class Loader:
+    """Collective: batches for all ranks; `for batch in loader` is one epoch.
+
+    Every rank must make it with the same arguments and equal data, and iterate alike. Every sample
+    is handed out exactly once per epoch over all ranks, in batches that do not depend on their
+    number.
+
+    Args:
+        world: The ranks.
+        data: Arrays or tensors, or a tuple or dict of them; a source with `take`; scattered shares;
+            a `Dataset`, an `IterableDataset` or a `DataLoader` of torch.
+        global_batch: Samples in a step over all ranks; a DataLoader's own where it is left out.
+        shuffle: True, `numpy` or `keyed`: a new global order in every epoch; False: the data's own;
+            `local`: scattered shares are shuffled within each rank. None shuffles what can be.
+        seed: Of the orders; None takes the world's, or that of the scattered shares.
+        drop_last: Leave out a last batch that is not full.
+        even_last: Make the last two batches equal where the last would be less than half full.
+        weights: How much of each batch each rank has, in proportion; None deals out evenly.
+        prefetch: Batches ahead: of a thread, or of each worker. None decides: a thread where
+            batches come from files, or are large and a GPU or further cores can take them.
+        num_workers: Processes that fetch samples of a `Dataset`.
+        start_method: `forkserver` or `spawn`.
+        collate: Makes a batch of a list of samples, as in torch.
+        device: Where batches go; None takes the world's.
+
+    Raises:
+        ConfigError: on all ranks, when an argument is wrong on any, or differs.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        data: Any,
+        *,
+        global_batch: int | None = None,
+        shuffle: Shuffle = None,
+        seed: int | None = None,
+        drop_last: bool | None = None,
+        even_last: bool = True,
+        weights: Sequence[float] | None = None,
+        prefetch: int | None = None,
+        num_workers: int | None = None,
+        start_method: str | None = None,
+        collate: Collate | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        said = Arguments(
+            global_batch=global_batch,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            even_last=even_last,
+            weights=weights,
+            prefetch=prefetch,
+            num_workers=num_workers,
+            start_method=start_method,
+            collate=collate,
+        )
+        self.world = world
+        self._transfer = Transfer(torch.device(world.device if device is None else device))
+        self._settled = self._settle_together(data, said)
+        scattered_seed = getattr(getattr(data, "order", None), "seed", None)
+        own_seed = world.seed if scattered_seed is None else scattered_seed
+        self._seed = own_seed if seed is None else seed
+        self._epoch = 0
+        self._consumed = 0
+        self._total = 0
+        self._begun = False  # whether a loop over this epoch has begun here
+        self._loops = 0
+        self._part: Part | None = None
+        self._check_alike(
+            "hpctrain.Loader", self.state_dict() | {"batches": self._settled.batching}
+        )
+        world.at_exit(_closer(weakref.ref(self)))
+
+    def _settle_together(self, data: Any, said: Arguments) -> Settled:
+        """Collective: raise on all ranks what is wrong on any."""
+        settled, trouble = None, None
+        try:
+            settled = settle(
+                data,
+                said,
+                rank=self.world.rank,
+                num_ranks=self.world.size,
+                has_spare=self.world.num_spare_cores > 0 or not self._transfer.is_idle,
+            )
+        except ConfigError as error:
+            trouble = str(error)
+        agree(self.world.comm, trouble, error=ConfigError)
+        if settled is None:
+            raise ConfigError(trouble)
+        return settled
+
+    def _check_alike(self, what: str, settings: Mapping[str, object]) -> None:
+        """Collective: refuse what differs between ranks."""
+        first = self.world.comm.bcast(dict(settings), root=0)
+        differs = [
+            f"{name}={value!r} where rank 0 has {first.get(name)!r}"
+            for name, value in settings.items()
+            if value != first.get(name)
+        ]
+        trouble = f"{what}: {', '.join(differs)}; all ranks must agree" if differs else None
+        agree(self.world.comm, trouble, error=ConfigError)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loop is in, or that the next loop is over."""
+        return self._epoch
+
+    @property
+    def consumed(self) -> int:
+        """Samples of this epoch that were handed out, over all ranks."""
+        return self._consumed
+
+    @property
+    def total(self) -> int:
+        """Samples of the whole run that were handed out, over all ranks."""
+        return self._total
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples of the current batch are this rank's: for `replica.backward`."""
+        return 0 if self._part is None else self._part.num_samples
+
+    @property
+    def global_samples(self) -> int:
+        """How many samples the current batch has over all ranks."""
+        return 0 if self._part is None else self._part.global_samples
+
+    def __len__(self) -> int:
+        """Steps in a whole epoch; the same on every rank."""
+        num_samples = self._settled.feed.num_samples
+        if num_samples is None:
+            raise TypeError("a stream does not say how long it is")
+        return self._settled.batching.count(num_samples)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Collective: this rank's part of each batch of an epoch.
+
+        After `load_state_dict` it is what is left of the epoch. After a loop that was left early,
+        the next one begins the next epoch.
+        """
+        if self._begun:
+            self._next_epoch()
+        self._begun = True
+        self._loops += 1
+        where = Where(seed=self._seed, epoch=self._epoch, start=self._consumed)
+        self._settled.feed.prepare(where)
+        return self._loop(where, self._loops)
+
+    def _loop(self, where: Where, number: int) -> Iterator[Batch]:
+        for part, batch in self._arrivals(where):
+            if number != self._loops:
+                break
+            self._part = part
+            self._total += part.global_samples
+            self._consumed = part.stop
+            yield batch
+        if number != self._loops:
+            raise ConfigError(
+                "another loop over this loader has begun, or a state was loaded; one loop at a "
+                "time, or a loader for each"
+            )
+        self._next_epoch()
+
+    def _arrivals(self, where: Where) -> Iterator[tuple[Part, Batch]]:
+        """Batches on the device, by as few steps as there must be: each costs every batch."""
+        feed, transfer, depth = self._settled.feed, self._transfer, self._settled.depth
+        if transfer.is_idle:
+            return read_ahead(lambda: feed.read(where), depth) if depth else feed.read(where)
+
+        def send() -> Iterator[tuple[Part, Sent]]:
+            return ((part, transfer.send(batch)) for part, batch in feed.read(where))
+
+        sent = read_ahead(send, depth) if depth else send()
+        return ((part, transfer.receive(item)) for part, item in sent)
+
+    def _next_epoch(self) -> None:
+        self._epoch += 1
+        self._consumed = 0
+        self._begun = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, as plain data; the same on every rank and for any number of them.
+
+        A batch counts as consumed once it was handed out.
+        """
+        return self._progress(self._seed, self._epoch).to_state()
+
+    def _progress(self, seed: int, epoch: int) -> Progress:
+        order, num = self._settled.order, self._settled.feed.num_samples
+        fingerprint = 0
+        if num is not None and order != "local":
+            where = Where(seed=seed, epoch=epoch, start=0)
+            fingerprint = order_of(order, num, where).fingerprint()
+        return Progress(
+            seed=seed,
+            epoch=epoch,
+            consumed=self._consumed,
+            total=self._total,
+            order=order,
+            num_samples=num,
+            fingerprint=fingerprint,
+            num_ranks=self.world.size,
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Collective: go on where a run stopped, of any number of ranks; `state` must match.
+
+        Raises:
+            ConfigError: on all ranks, when the state does not belong to these data, or differs.
+        """
+        trouble = None
+        try:
+            saved = read_state(state)
+            trouble = trouble_with(saved, self._progress(saved.seed, saved.epoch))
+        except ConfigError as error:
+            trouble = str(error)
+        agree(self.world.comm, trouble, error=ConfigError)
+        self._check_alike("load_state_dict", state)
+        self._seed, self._epoch = saved.seed, saved.epoch
+        self._consumed, self._total = saved.consumed, saved.total
+        self._begun = False
+        self._loops += 1
+        self._part = None
+
+    def close(self) -> None:
+        """End worker processes; the loader can be used again and starts new ones."""
+        self._settled.feed.close()
+
+
+def _closer(loader: weakref.ref[Loader]) -> Callable[[], None]:
+    """Closes a loader that is still there: the world must not keep its data alive."""
+
+    def close() -> None:
+        alive = loader()
+        if alive is not None:
+            alive.close()
+
+    return close

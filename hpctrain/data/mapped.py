@@ -1,0 +1,76 @@
+"""Map-style data sets (`torch.utils.data.Dataset`) as a source: sample by sample, then collated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from hpctrain.data.randomness import OwnGenerators
+from hpctrain.data.source import Batch, Indices
+from hpctrain.data.structure import map_leaves
+from hpctrain.errors import ConfigError
+
+__all__ = ["Collate", "MapSource", "no_rows"]
+
+Collate = Callable[[list[Any]], Batch]
+
+
+class MapSource:
+    """Anything with `__len__` and `__getitem__`; every sample has random numbers of its own."""
+
+    def __init__(self, dataset: Any, collate: Collate | None) -> None:
+        self._dataset = dataset
+        self._collate: Collate = collate or default_collate
+        self._generators: OwnGenerators | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def fetch(self, indices: Indices, seed: int) -> Batch:
+        """These samples as one batch; no indices give a batch of no rows.
+
+        Args:
+            indices: Which samples.
+            seed: Of the epoch; every sample derives its own.
+        """
+        if self._generators is None:  # made where it is used: in a worker, or here
+            self._generators = OwnGenerators(seed)
+        wanted = indices.tolist() or [0]
+        with self._generators as generators:
+            batch = self._collate(self._samples(wanted, seed, generators))
+        return batch if len(indices) else map_leaves(no_rows, batch)
+
+    def _samples(self, wanted: Sequence[int], base: int, generators: OwnGenerators) -> list[Any]:
+        together = getattr(self._dataset, "__getitems__", None)
+        if together is not None:
+            generators.seed(_mix(base, wanted[0]))
+            return list(together(wanted))
+        samples = []
+        for index in wanted:
+            generators.seed(_mix(base, index))
+            samples.append(self._dataset[index])
+        return samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_generators": None}  # generators do not travel to workers
+
+
+def _mix(base: int, index: int) -> int:
+    """A 63-bit seed of a sample, cheaply: there is one per sample."""
+    mixed = (base + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    mixed = ((mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93) & (2**64 - 1)
+    return (mixed ^ mixed >> 32) >> 1
+
+
+def no_rows(leaf: Any) -> Any:
+    """A leaf of a batch without its rows."""
+    if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0:
+        return leaf[:0]
+    raise ConfigError(
+        f"a rank has no sample of the last batch, and a {type(leaf).__name__} from collate cannot "
+        "be cut to none; use drop_last=True, or a global_batch of at least twice the ranks"
+    )

@@ -1,0 +1,74 @@
+"""Where a run stands in its data: (seed, epoch, samples consumed), on any number of ranks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from hpctrain.errors import ConfigError
+
+__all__ = ["Progress", "read_state", "trouble_with"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What a loader must know to go on; the same on every rank."""
+
+    seed: int
+    epoch: int
+    consumed: int
+    """Samples of this epoch that were handed out, over all ranks."""
+    total: int
+    """Samples of the whole run that were handed out, over all ranks."""
+    order: str
+    """How samples are ordered: `keyed`, `numpy`, `stored`, `local` or `stream`."""
+    num_samples: int | None
+    fingerprint: int
+    """Of the epoch's order."""
+    num_ranks: int
+    """Of the run that wrote this; it matters to `local` alone."""
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain data for a checkpoint."""
+        return {"version": _VERSION, **asdict(self)}
+
+
+def read_state(state: Mapping[str, Any]) -> Progress:
+    """What `to_state` wrote.
+
+    Raises:
+        ConfigError: it is not the state of a loader, or of another version.
+    """
+    names = {field.name for field in fields(Progress)}
+    if state.get("version") != _VERSION or names - set(state):
+        raise ConfigError(
+            f"this is no state of a loader of version {_VERSION}: it has {sorted(state)}"
+        )
+    return Progress(**{name: state[name] for name in names})
+
+
+def trouble_with(saved: Progress, own: Progress) -> str | None:
+    """Why a run cannot go on from a state with this loader, or None.
+
+    Args:
+        saved: The state.
+        own: What this loader would write there, with the state's seed and epoch.
+    """
+    for name in ("num_samples", "order"):
+        was, now = getattr(saved, name), getattr(own, name)
+        if was != now:
+            return f"the state has {name}={was!r} and this loader {now!r}; they must be equal"
+    if saved.fingerprint != own.fingerprint:
+        return (
+            f"the {saved.order} order of epoch {saved.epoch} is another one here, because numpy's "
+            "version is; go on with the numpy that began the epoch, or use shuffle='keyed'"
+        )
+    if saved.order == "local" and saved.consumed and saved.num_ranks != own.num_ranks:
+        return (
+            f"a local shuffle was stopped inside an epoch on {saved.num_ranks} ranks and cannot go "
+            f"on on {own.num_ranks}; use the same number, or a global shuffle"
+        )
+    return None

@@ -1,0 +1,241 @@
+"""`scatter`: the root's data set to all ranks, each its share and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpctrain import log
+from hpctrain.data.alike import require_alike
+from hpctrain.data.channel import Channel, Inlet, Outlet, open_channel
+from hpctrain.data.chunks import MESSAGE_BYTES, check_chunk, share_length, split_rows
+from hpctrain.data.reading import SourceRows, rows_of
+from hpctrain.data.shard import Shard
+from hpctrain.data.shuffle import Order, choose_kind
+from hpctrain.data.table import Form, Room, Table
+from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.world import World, agree
+
+__all__ = ["CHUNK_BYTES", "scatter"]
+
+CHUNK_BYTES = 8 << 20
+"""Memory beside the data while they move."""
+
+_MANY_PICKLED_BYTES = 64 << 20
+
+
+def scatter(
+    world: World,
+    data: Any,
+    *,
+    root: int = 0,
+    shuffle: bool = True,
+    seed: int | None = None,
+    epoch: int = 0,
+    keep_whole: bool = True,
+    chunk_bytes: int = CHUNK_BYTES,
+    message_bytes: int = MESSAGE_BYTES,
+    timeout_s: float = 300.0,
+) -> Shard:
+    """Collective: give every rank its share of the root's data set; all but `data` must match.
+
+    Position k of the epoch's order goes to rank k mod size, so that "k samples consumed" means the
+    same on every number of ranks. Memory: on the root the data set and one chunk, elsewhere the
+    share and one chunk (a chunk holds at least two samples).
+
+    Args:
+        world: The ranks.
+        data: On the root: an array, a tensor, a list of samples, a dict or tuple of these, a
+            source, or a data set with `__len__` and `__getitem__`. None on all other ranks.
+        root: Who has the data.
+        shuffle: Follow the epoch's order; False follows the order of the data.
+        seed: Of the order; None takes the world's.
+        epoch: Whose order.
+        keep_whole: The root's share refers to its data set (do not write to it then); False copies
+            the share, so that the data set can be let go.
+        chunk_bytes: How much travels at a time.
+        message_bytes: The most bytes in one message.
+        timeout_s: How long to wait for a rank that does not come or does not go on.
+
+    Raises:
+        ConfigError: on all ranks, when the data or the arguments are wrong.
+        CollectiveError: a rank did not come, or the root could not read a sample.
+    """
+    settings = {"root": root, "shuffle": shuffle, "seed": seed, "epoch": epoch}
+    settings |= {"chunk_bytes": chunk_bytes, "message_bytes": message_bytes}
+    require_alike(world, "scatter", settings, timeout_s=timeout_s)
+    chosen = world.seed if seed is None else seed
+    table, trouble = _examine(world, data, root, chosen, epoch, chunk_bytes, message_bytes)
+    agree(world.comm, trouble, error=ConfigError, timeout_s=timeout_s)
+    form, total, largest, total_bytes = world.comm.bcast(_plan(table), root=root)
+    order = Order(
+        kind=choose_kind(total) if shuffle else "stored",
+        num_samples=total,
+        seed=chosen,
+        epoch=epoch,
+    )
+    channel = open_channel(
+        world,
+        root,
+        chunk_bytes=chunk_bytes,
+        row_bytes=largest,
+        total_bytes=total_bytes,
+        message_bytes=message_bytes,
+        timeout_s=timeout_s,
+    )
+    failure: Exception | None = None
+    received: Any = None
+    try:
+        if table is not None:
+            failure = _send_all(world, channel, table, order)
+        else:
+            received = _receive_all(world, channel, form, total)
+    finally:
+        channel.close()
+    _agree_on(world, failure, timeout_s)
+    if table is None:
+        return Shard(world, order, Table(received))
+    shard = Shard(world, order, table, whole=True)
+    return shard if keep_whole else Shard(world, order, Table(shard.data))
+
+
+def _agree_on(world: World, failure: Exception | None, timeout_s: float) -> None:
+    """Collective: all ranks have their rows, or none has."""
+    trouble = None if failure is None else f"scatter: the data set cannot be read: {failure}"
+    try:
+        agree(world.comm, trouble, timeout_s=timeout_s)
+    except CollectiveError as told:
+        raise told from failure
+
+
+def _examine(
+    world: World,
+    data: Any,
+    root: int,
+    seed: int,
+    epoch: int,
+    chunk_bytes: int,
+    message_bytes: int,
+) -> tuple[Table | SourceRows | None, str | None]:
+    """Look at this rank's arguments: the root's table, or what is wrong."""
+    if not 0 <= root < world.size:
+        return None, f"scatter: root={root} is no rank; choose 0 <= root < {world.size}"
+    trouble = check_chunk(chunk_bytes)
+    if trouble is None and not 1 <= message_bytes <= MESSAGE_BYTES:
+        trouble = f"message_bytes={message_bytes} must be from 1 to {MESSAGE_BYTES}"
+    if trouble is None and epoch < 0:
+        trouble = f"epoch={epoch} must not be negative"
+    if trouble is not None:
+        return None, f"scatter: {trouble}"
+    if world.rank != root:
+        return None, None if data is None else (
+            f"scatter: data were given here as well, although only root={root} sends any; pass "
+            "None on the other ranks (for data that every rank can read, use share or files)"
+        )
+    if data is None:
+        return None, f"scatter: data is None on root={root}; the root gives the data set"
+    try:
+        table = rows_of(data, seed)
+    except ConfigError as error:
+        return None, f"scatter: {error}"
+    pickled = table.num_pickled_bytes
+    if pickled > _MANY_PICKLED_BYTES:
+        log.warn(
+            f"scatter: {pickled >> 20} MiB of Python objects travel as pickles, which is slow and "
+            "takes memory; arrays or tensors would not"
+        )
+    return table, None
+
+
+def _plan(table: Table | SourceRows | None) -> tuple[Form, int, int, int] | None:
+    """What all ranks must know: the form, how many samples, the largest one's bytes, all bytes."""
+    if table is None:
+        return None
+    sizes = table.sizes
+    if isinstance(sizes, int):
+        return table.form, table.num_rows, sizes, sizes * table.num_rows
+    largest = max(8 * table.form.num_dims, int(sizes.max(initial=0)))
+    return table.form, table.num_rows, largest, int(sizes.sum())
+
+
+def _send_all(
+    world: World, channel: Channel, table: Table | SourceRows, order: Order
+) -> Exception | None:
+    """The root's part: shapes first where rows differ, then rows, to all ranks in turn.
+
+    Returns:
+        What kept it from sending all rows; those that waited for more have been told.
+    """
+    outlet = Outlet(channel)
+    parts = [table] if table.shapes is None else [Table(table.shapes), table]
+    counts = {
+        rank: len(parts) * count
+        for rank in range(world.size)
+        if rank != channel.root and (count := share_length(table.num_rows, rank, world.size))
+    }
+    try:
+        for part in parts:
+            _send_rows(world, channel, outlet, part, order, counts)
+        outlet.drain()
+    except CollectiveError:  # somebody does not go on: nothing more can be told to anyone
+        raise
+    except Exception as error:  # the data may raise anything, and the others wait for rows
+        outlet.fail([rank for rank, left in counts.items() if left])
+        return error
+    return None
+
+
+def _send_rows(
+    world: World,
+    channel: Channel,
+    outlet: Outlet,
+    table: Table | SourceRows,
+    order: Order,
+    counts: dict[int, int],
+) -> None:
+    """Send all rows, and count down what each rank still waits for."""
+    total = table.num_rows
+    waiting = {}
+    for rank in counts:
+        sizes = table.sizes
+        if not isinstance(sizes, int):
+            sizes = sizes[order.between(rank, total, world.size)]
+        count = share_length(total, rank, world.size)
+        waiting[rank] = split_rows(sizes, count, channel.slot_bytes)
+    while waiting:
+        for rank in list(waiting):
+            rows = next(waiting[rank], None)
+            if rows is None:
+                del waiting[rank]
+                continue
+            first, last = (rank + row * world.size for row in rows)
+            samples = order.between(first, min(last, total), world.size)
+            num_bytes = table.read(samples, outlet.slot())
+            outlet.send(rank, len(samples), num_bytes)
+            counts[rank] -= len(samples)
+
+
+def _receive_all(world: World, channel: Channel, form: Form, total: int) -> Any:
+    """Everyone else's part: this rank's rows; not all of them when the root could not go on."""
+    inlet = Inlet(channel)
+    count = share_length(total, world.rank, world.size)
+    shapes = None
+    if form.varies:
+        room, complete = _receive_rows(inlet, Room(form.of_shapes(), count, None))
+        if not complete:
+            return None
+        shapes = room.finish()
+    room, _ = _receive_rows(inlet, Room(form, count, shapes))
+    return room.finish()
+
+
+def _receive_rows(inlet: Inlet, room: Room) -> tuple[Room, bool]:
+    """Take rows until all are there; False when the root could not go on."""
+    start = 0
+    while start < room.num_rows:
+        num_rows, data = inlet.receive()
+        if num_rows == 0:
+            return room, False
+        room.write(slice(start, start + num_rows), data)
+        inlet.release()
+        start += num_rows
+    return room, True

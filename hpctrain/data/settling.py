@@ -1,0 +1,182 @@
+"""A loader's arguments, settled into what it runs with. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from hpctrain.data.adopting import Adopted, adopt, as_source
+from hpctrain.data.batches import Batching
+from hpctrain.data.feeds import Feed, MapFeed, ScatteredFeed, SourceFeed, StreamFeed
+from hpctrain.data.mapped import Collate, MapSource
+from hpctrain.data.plan import Seat
+from hpctrain.data.shuffle import choose_kind
+from hpctrain.data.source import Scattered
+from hpctrain.data.stream import Stream
+from hpctrain.data.workers import WorkerOptions
+from hpctrain.errors import ConfigError
+
+__all__ = ["Arguments", "Settled", "Shuffle", "settle"]
+
+Shuffle: TypeAlias = bool | Literal["keyed", "numpy", "local"] | None
+
+_INLINE_BYTES = 1 << 20
+"""Batches of arrays in memory up to this size are gathered in the loop: a thread costs as much.
+
+Larger ones too where all cores compute: a thread would take its time from the loop, and more.
+"""
+_DEPTH = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """What the user said; see `Loader`."""
+
+    global_batch: int | None
+    shuffle: Shuffle
+    drop_last: bool | None
+    even_last: bool
+    weights: Sequence[float] | None
+    prefetch: int | None
+    num_workers: int | None
+    start_method: str | None
+    collate: Collate | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What a loader runs with."""
+
+    feed: Feed
+    batching: Batching
+    order: str
+    """`keyed`, `numpy`, `stored`, `local` or `stream`."""
+    depth: int
+    """Batches that a thread fetches ahead; 0 fetches in the loop."""
+
+
+def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: bool) -> Settled:
+    """Decide everything that can be decided without communication.
+
+    Args:
+        data: What the user handed over.
+        said: The other arguments.
+        rank: This rank.
+        num_ranks: How many there are.
+        has_spare: Whether something else than the loop's cores can fetch large batches: there are
+            more cores, or batches go to a GPU.
+
+    Raises:
+        ConfigError: an argument is wrong, or does not go together with the data.
+    """
+    adopted = adopt(data)
+    batching = _batching(adopted, said, num_ranks)
+    seat = Seat(rank=rank, num_ranks=num_ranks, weights=_weights(said.weights, num_ranks))
+    source = as_source(adopted.dataset, said.collate or adopted.collate)
+    shuffle = adopted.shuffle if said.shuffle is None else said.shuffle
+    order = _order(source, shuffle)
+    options = _workers(adopted, said)
+    if isinstance(source, Stream):
+        _check_stream(options, seat)
+        feed: Feed = StreamFeed(source, batching, seat, options)
+    elif isinstance(source, MapSource):
+        feed = MapFeed(source, order, batching, seat, options)
+    else:
+        if options.num_workers:
+            raise ConfigError(
+                f"num_workers={options.num_workers}: batches of arrays and of sources with take() "
+                "are one gather each, which a thread does; use prefetch"
+            )
+        if isinstance(source, Scattered):
+            if seat.weights is not None:
+                raise ConfigError("weights need random access; scattered shares are equal")
+            feed = ScatteredFeed(source, order, batching, seat)
+        else:
+            feed = SourceFeed(source, order, batching, seat)
+        depth = _depth(source, said.prefetch, batching.global_batch // num_ranks, has_spare)
+        return Settled(feed=feed, batching=batching, order=order, depth=depth)
+    if said.prefetch and not options.num_workers:
+        raise ConfigError(
+            f"prefetch={said.prefetch} without workers: in a thread the random numbers of a data "
+            "set would mix with the model's; use num_workers"
+        )
+    return Settled(feed=feed, batching=batching, order=order, depth=0)
+
+
+def _batching(adopted: Adopted, said: Arguments, num_ranks: int) -> Batching:
+    size = adopted.global_batch if said.global_batch is None else said.global_batch
+    if size is None:
+        raise ConfigError("global_batch is missing; give the samples of a step over all ranks")
+    if size < num_ranks:
+        raise ConfigError(
+            f"global_batch={size} leaves some of the {num_ranks} ranks without samples in every "
+            f"step; choose at least {num_ranks}, or fewer ranks"
+        )
+    drop = adopted.drop_last if said.drop_last is None else said.drop_last
+    return Batching(global_batch=size, drop_last=drop, even_last=said.even_last)
+
+
+def _weights(weights: Sequence[float] | None, num_ranks: int) -> tuple[float, ...] | None:
+    if weights is None:
+        return None
+    if len(weights) != num_ranks or not all(0 < weight < float("inf") for weight in weights):
+        raise ConfigError(
+            f"weights={list(weights)} must be one number above 0 for each of {num_ranks} ranks"
+        )
+    return tuple(weights)
+
+
+def _order(source: Any, shuffle: Shuffle) -> str:
+    scattered = isinstance(source, Scattered)
+    if isinstance(source, Stream):
+        if shuffle:
+            raise ConfigError(
+                f"shuffle={shuffle!r}: a stream has no random access; shuffle inside the data set, "
+                "alike on all ranks"
+            )
+        return "stream"
+    if shuffle is None:
+        return source.order.kind if scattered else choose_kind(len(source))
+    if shuffle is True:
+        kept = source.order.kind if scattered else "stored"
+        return choose_kind(len(source)) if kept == "stored" else kept
+    if shuffle is False:
+        return "stored"
+    if shuffle not in ("keyed", "numpy", "local") or (shuffle == "local" and not scattered):
+        raise ConfigError(
+            f"shuffle={shuffle!r} is not possible here; choose True, False, 'keyed' or 'numpy', "
+            "and for scattered data also 'local'"
+        )
+    return shuffle
+
+
+def _workers(adopted: Adopted, said: Arguments) -> WorkerOptions:
+    prefetch = adopted.prefetch if said.prefetch is None else said.prefetch
+    return WorkerOptions(
+        num_workers=adopted.num_workers if said.num_workers is None else said.num_workers,
+        depth=prefetch or _DEPTH,
+        start_method=said.start_method or adopted.start_method or "forkserver",
+        timeout_s=adopted.timeout_s,
+        initialize=adopted.initialize,
+    )
+
+
+def _check_stream(options: WorkerOptions, seat: Seat) -> None:
+    if options.num_workers > 1:
+        raise ConfigError(
+            f"num_workers={options.num_workers}: every worker would read the whole stream; use 0 "
+            "or 1, or a data set with random access"
+        )
+    if seat.weights is not None:
+        raise ConfigError("weights need random access; a stream is dealt out evenly")
+
+
+def _depth(source: Any, prefetch: int | None, per_rank: int, has_spare: bool) -> int:
+    if prefetch is not None:
+        if prefetch < 0:
+            raise ConfigError(f"prefetch={prefetch} must not be negative")
+        return prefetch
+    in_memory = getattr(source, "is_in_memory", False)
+    small = (getattr(source, "bytes_per_sample", None) or 0) * per_rank <= _INLINE_BYTES
+    return 0 if in_memory and (small or not has_spare) else _DEPTH

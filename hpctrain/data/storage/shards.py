@@ -1,0 +1,150 @@
+"""A folder of shards as a source, and what can be wrong with one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.data.source import Indices
+from hpctrain.data.storage.manifest import (
+    Manifest,
+    ShardFile,
+    describe_dtype,
+    digest_file,
+    read_manifest,
+)
+from hpctrain.data.storage.numpy_files import open_npy
+from hpctrain.errors import ConfigError, DataError
+
+__all__ = ["Shards", "check_file", "check_shard"]
+
+_MOST_NAMED = 5
+
+
+class Shards:
+    """Samples in a folder of shards; files are mapped into memory when they are first read.
+
+    Args:
+        folder: Where the manifest is.
+        columns: Which columns; None takes all. With a choice, a batch is a dict.
+        part: Look only at each `part[1]`-th file, from `part[0]` on: other ranks look at the rest.
+
+    Raises:
+        DataError: the manifest or a file is missing or has another size than it should.
+        ConfigError: a column is unknown.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        columns: Sequence[str] | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self._columns = _choose(folder, self.manifest, columns)
+        self._layout = self.manifest.layout if columns is None else "dict"
+        self._ends = np.cumsum([shard.num_samples for shard in self.manifest.shards])
+        self._maps: dict[tuple[int, int], np.ndarray] = {}
+        names = [file for shard in self.manifest.shards for file in shard.files]
+        wrong = [text for file in names[part[0] :: part[1]] if (text := check_file(folder, file))]
+        if wrong:
+            more = f" (and {len(wrong) - _MOST_NAMED} more)" if len(wrong) > _MOST_NAMED else ""
+            raise DataError("; ".join(wrong[:_MOST_NAMED]) + more)
+
+    def __len__(self) -> int:
+        return self.manifest.num_samples
+
+    def take(self, indices: Indices) -> Any:
+        """These samples as one batch: from each shard one gather of rows."""
+        indices = np.asarray(indices, np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise ConfigError(
+                f"samples from {indices.min()} to {indices.max()} are not all from 0 to "
+                f"{len(self) - 1}"
+            )
+        shards = np.searchsorted(self._ends, indices, side="right")
+        parts = [np.flatnonzero(shards == shard) for shard in np.unique(shards)]
+        batch = [self._gather(column, indices, shards, parts) for column in self._columns]
+        if self._layout == "array":
+            return batch[0]
+        if self._layout == "tuple":
+            return tuple(batch)
+        names = [self.manifest.columns[column].name for column in self._columns]
+        return dict(zip(names, batch, strict=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the maps: whoever gets this maps the files again."""
+        return {**self.__dict__, "_maps": {}}
+
+    def _gather(
+        self, column: int, indices: Indices, shards: np.ndarray, parts: list[np.ndarray]
+    ) -> np.ndarray:
+        if not self.manifest.shards:
+            return np.empty((0, *self.manifest.columns[column].shape))
+        first = self._map(int(shards[0]) if len(shards) else 0, column)
+        out = np.empty((len(indices), *first.shape[1:]), first.dtype)
+        for places in parts:
+            shard = int(shards[places[0]])
+            start = int(self._ends[shard]) - self.manifest.shards[shard].num_samples
+            out[places] = self._map(shard, column)[indices[places] - start]
+        return out
+
+    def _map(self, shard: int, column: int) -> np.ndarray:
+        key = (shard, column)
+        if key not in self._maps:
+            path = self.folder / self.manifest.shards[shard].files[column].name
+            self._maps[key] = open_npy(path)
+        return self._maps[key]
+
+
+def check_file(folder: Path, file: ShardFile) -> str | None:
+    """See whether a file is there with its full size; in words, what is wrong."""
+    path = folder / file.name
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return f"{path} is missing" if not path.exists() else f"{path}: {error.strerror}"
+    if size != file.num_bytes:
+        what = "truncated" if size < file.num_bytes else "too long"
+        return f"{path} is {what}: {size} bytes instead of {file.num_bytes}"
+    return None
+
+
+def check_shard(folder: Path, manifest: Manifest, number: int) -> list[str]:
+    """Read a shard from end to end; in words, everything that is wrong with it."""
+    shard = manifest.shards[number]
+    wrong: list[str] = []
+    for column, file in zip(manifest.columns, shard.files, strict=True):
+        path = folder / file.name
+        trouble = check_file(folder, file)
+        if trouble is None and digest_file(path) != file.digest:
+            trouble = f"{path} has changed since it was written: its checksum is another"
+        if trouble is None:
+            try:
+                array = open_npy(path)
+            except DataError as error:
+                trouble = str(error)
+            else:
+                found = (describe_dtype(array.dtype), array.shape)
+                wanted = (column.dtype, (shard.num_samples, *column.shape))
+                if found != wanted:
+                    trouble = f"{path} holds {found} instead of {wanted}"
+        if trouble is not None:
+            wrong.append(trouble)
+    return wrong
+
+
+def _choose(folder: Path, manifest: Manifest, columns: Sequence[str] | None) -> list[int]:
+    names = [column.name for column in manifest.columns]
+    if columns is None:
+        return list(range(len(names)))
+    unknown = [name for name in columns if name not in names]
+    if unknown or not columns:
+        asked = repr(unknown[0]) if unknown else "no column"
+        raise ConfigError(f"{folder} has not {asked}; its columns are {', '.join(names)}")
+    return [names.index(name) for name in columns]

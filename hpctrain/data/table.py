@@ -1,0 +1,181 @@
+"""Columns that stand beside each other: a data set whose rows can be read as bytes, and made again.
+
+Pure: nothing here communicates. A `Form` is what all ranks must know alike; a `Table` has the rows
+of one rank, a `Room` is where rows arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpctrain.data.columns import Column, Dense, Objects, describe_column
+from hpctrain.data.outline import Outline, flatten
+from hpctrain.errors import ConfigError
+
+__all__ = ["Form", "Room", "Table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How rows are made of columns; the same on all ranks."""
+
+    outline: Outline
+    kinds: tuple[Column, ...]
+
+    @property
+    def varies(self) -> bool:
+        """Whether rows have different numbers of bytes, so that a table of shapes is needed."""
+        return any(kind.row_bytes is None for kind in self.kinds)
+
+    @property
+    def num_dims(self) -> int:
+        """How many numbers tell the shapes of a row."""
+        return sum(kind.num_dims for kind in self.kinds)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the columns whose rows are all alike."""
+        return sum(kind.row_bytes or 0 for kind in self.kinds)
+
+    def sizes(self, shapes: np.ndarray | None) -> int | np.ndarray:
+        """Bytes of a row, or of each row where they differ."""
+        if shapes is None:
+            return self.row_bytes
+        sizes = np.full(len(shapes), self.row_bytes, np.int64)
+        for kind, part in zip(self.kinds, self.cut_shapes(shapes), strict=True):
+            if kind.row_bytes is None:
+                sizes += kind.sizes(part)
+        return sizes
+
+    def of_shapes(self) -> Form:
+        """The form of a table of shapes."""
+        return Form(Outline(), (Dense(dtype=np.dtype(np.int64), tail=(self.num_dims,)),))
+
+    def cut_shapes(self, shapes: np.ndarray) -> list[np.ndarray]:
+        """The part of a table of shapes that belongs to each column."""
+        ends = np.cumsum([kind.num_dims for kind in self.kinds])
+        return np.split(shapes, ends[:-1], axis=1)
+
+    def difference(self, other: Form) -> str | None:
+        """In words, how this form differs from another; None when it does not."""
+        if self == other:
+            return None
+        if self.outline != other.outline:
+            return f"columns {list(self.outline.names)} instead of {list(other.outline.names)}"
+        for name, mine, theirs in zip(self.outline.names, self.kinds, other.kinds, strict=True):
+            if mine != theirs:
+                return f"{name} is {mine} instead of {theirs}"
+        return "a form of its own"
+
+
+class Table:
+    """The rows of one rank.
+
+    Args:
+        data: Columns as `outline` describes them.
+    """
+
+    def __init__(self, data: Any) -> None:
+        outline, self.values = flatten(data)
+        names = outline.names
+        kinds = tuple(describe_column(v, n) for v, n in zip(self.values, names, strict=True))
+        self.form = Form(outline, kinds)
+        lengths = [len(values) for values in self.values]
+        if len(set(lengths)) > 1:
+            told = ", ".join(f"{n} {count}" for n, count in zip(names, lengths, strict=True))
+            raise ConfigError(f"the columns have different numbers of samples: {told}")
+        self.num_rows = lengths[0]
+        self.shapes = self._find_shapes()
+
+    @property
+    def sizes(self) -> int | np.ndarray:
+        """Bytes of a row, or of each row where they differ."""
+        return self.form.sizes(self.shapes)
+
+    @property
+    def num_pickled_bytes(self) -> int:
+        """How much of it can only travel as pickles of Python objects."""
+        if self.shapes is None:
+            return 0
+        parts = zip(self.form.kinds, self.form.cut_shapes(self.shapes), strict=True)
+        return sum(int(part.sum()) for kind, part in parts if isinstance(kind, Objects))
+
+    def read(self, rows: np.ndarray, out: np.ndarray) -> int:
+        """Write the bytes of these rows into `out`, column after column; how many they are."""
+        start = 0
+        for kind, values, num_bytes in self._parts(rows):
+            kind.read(values, rows, out[start : start + num_bytes])
+            start += num_bytes
+        return start
+
+    def take(self, rows: np.ndarray) -> Any:
+        """These rows, in the form that the data set was given in."""
+        pairs = zip(self.form.kinds, self.values, strict=True)
+        return self.form.outline.build([kind.take(values, rows) for kind, values in pairs])
+
+    def _parts(self, rows: np.ndarray) -> list[tuple[Column, Any, int]]:
+        shapes = None if self.shapes is None else self.shapes[rows]
+        counts = column_bytes(self.form, len(rows), shapes)
+        return list(zip(self.form.kinds, self.values, counts, strict=True))
+
+    def _find_shapes(self) -> np.ndarray | None:
+        if not self.form.varies:
+            return None
+        pairs = zip(self.form.kinds, self.values, strict=True)
+        parts = [
+            kind.shapes(values)
+            if kind.row_bytes is None
+            else np.zeros((self.num_rows, 0), np.int64)
+            for kind, values in pairs
+        ]
+        return np.concatenate(parts, axis=1)
+
+
+class Room:
+    """Where rows arrive, in any order.
+
+    Args:
+        form: What the rows are made of.
+        num_rows: How many there will be.
+        shapes: Of each row, where they differ.
+    """
+
+    def __init__(self, form: Form, num_rows: int, shapes: np.ndarray | None) -> None:
+        self.form = form
+        self.num_rows = num_rows
+        self.shapes = shapes
+        parts: Sequence[np.ndarray | None] = [None] * len(form.kinds)
+        if shapes is not None:
+            parts = form.cut_shapes(shapes)
+        pairs = zip(form.kinds, parts, strict=True)
+        self.rooms = [kind.empty(num_rows, part) for kind, part in pairs]
+
+    def write(self, rows: np.ndarray | slice, data: np.ndarray) -> None:
+        """Put the bytes of rows, as `Table.read` gives them, into their places."""
+        shapes = None if self.shapes is None else self.shapes[rows]
+        num = len(range(*rows.indices(self.num_rows))) if isinstance(rows, slice) else len(rows)
+        start = 0
+        counts = column_bytes(self.form, num, shapes)
+        for kind, room, num_bytes in zip(self.form.kinds, self.rooms, counts, strict=True):
+            kind.write(room, rows, data[start : start + num_bytes])
+            start += num_bytes
+
+    def finish(self) -> Any:
+        """The data set, once all rows are there."""
+        pairs = zip(self.form.kinds, self.rooms, strict=True)
+        return self.form.outline.build([kind.finish(room) for kind, room in pairs])
+
+
+def column_bytes(form: Form, num_rows: int, shapes: np.ndarray | None) -> list[int]:
+    """How many bytes each column has in a chunk of these rows. Pure."""
+    if shapes is None:
+        return [num_rows * (kind.row_bytes or 0) for kind in form.kinds]
+    parts = zip(form.kinds, form.cut_shapes(shapes), strict=True)
+    return [
+        num_rows * kind.row_bytes if kind.row_bytes is not None else int(kind.sizes(part).sum())
+        for kind, part in parts
+    ]

@@ -1,0 +1,125 @@
+"""Worker processes that fetch samples: torch's own, started so that MPI is not forked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hpctrain.data.mapped import MapSource
+from hpctrain.data.source import Batch, Indices
+from hpctrain.errors import ConfigError
+
+__all__ = ["METHODS", "WorkerOptions", "Workers"]
+
+METHODS = ("forkserver", "spawn")
+_NO_MPI = "MPI4PY_RC_INITIALIZE"
+
+Job = tuple[Indices, int]
+"""Which samples, and the epoch's seed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOptions:
+    """How workers are started and how far they run ahead."""
+
+    num_workers: int = 0
+    depth: int = 2
+    """Batches ahead for each worker."""
+    start_method: str = "forkserver"
+    timeout_s: float = 0.0
+    """How long to wait for a batch; 0 waits as long as the workers live, and looks every 5 s."""
+    initialize: Callable[[int], None] | None = None
+    """Called in every worker with its number, at its start."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be started."""
+        if self.num_workers < 0 or self.depth < 1 or self.timeout_s < 0:
+            raise ConfigError(
+                f"num_workers={self.num_workers} and timeout_s={self.timeout_s:g} must not be "
+                f"negative, and prefetch={self.depth} must be at least 1 for workers"
+            )
+        if self.start_method not in METHODS:
+            raise ConfigError(
+                f"start_method={self.start_method!r} is not possible: a fork after MPI_Init is "
+                f"unsafe; choose from {', '.join(METHODS)}"
+            )
+
+
+class Workers:
+    """Processes that fetch batches in order; they stay from epoch to epoch.
+
+    One that raises or dies raises here, with its traceback or its signal.
+    """
+
+    def __init__(self, source: MapSource | IterableDataset[Any], options: WorkerOptions, seed: int):
+        self._jobs = _Jobs()
+        streaming = isinstance(source, IterableDataset)
+        context = multiprocessing.get_context(options.start_method)
+        if options.start_method == "forkserver":
+            # Imports torch once for all workers; the script is left out, for there it could start
+            # what only ranks may start.
+            context.set_forkserver_preload([__name__])
+        self._loader: DataLoader[Any] = DataLoader(
+            source if streaming else _Fetch(source),  # type: ignore[arg-type]
+            sampler=None if streaming else self._jobs,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=options.num_workers,
+            prefetch_factor=options.depth,
+            persistent_workers=not streaming,
+            multiprocessing_context=context,
+            timeout=options.timeout_s,
+            worker_init_fn=options.initialize,
+            generator=torch.Generator().manual_seed(seed),  # the model's is left alone
+        )
+
+    def fetch(self, jobs: Iterable[Job] = ()) -> Iterator[Batch]:
+        """The batches of these jobs, in order; a stream's own batches need none."""
+        self._jobs.now = jobs
+        with _without_mpi():
+            batches = iter(self._loader)
+        yield from batches
+
+
+class _Jobs:
+    """What the workers are to do in this epoch, as torch's sampler."""
+
+    now: Iterable[Job] = ()
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self.now)
+
+
+class _Fetch(Dataset[Batch]):
+    """In a worker: a job's batch."""
+
+    def __init__(self, source: MapSource) -> None:
+        self._source = source
+
+    def __getitem__(self, job: Job) -> Batch:
+        return self._source.fetch(*job)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+@contextmanager
+def _without_mpi() -> Iterator[None]:
+    """Processes started here join no MPI, even if the user's script imports it: ranks are taken."""
+    before = os.environ.get(_NO_MPI)
+    os.environ[_NO_MPI] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MPI]
+        else:
+            os.environ[_NO_MPI] = before

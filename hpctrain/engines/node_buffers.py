@@ -1,0 +1,137 @@
+"""Allreduce through the memory of a node: of any tensor, and of buffers made for it.
+
+A tensor from anywhere is copied in and out, piece by piece, so that the pieces stay in the cache. A
+buffer that the engine allocated lies in shared memory already: only sums are copied.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpctrain.engines.node import NodeGroup, combine, slice_bounds
+from hpctrain.engines.op import Op
+from hpctrain.world.shared_memory import SharedBlock
+
+__all__ = ["NodeBuffers", "is_large"]
+
+PIECE_BYTES = 8 << 20
+"""How much of a foreign tensor goes through shared memory at once; `benchmarks.collectives`."""
+SMALLEST_BYTES = 4 << 20
+"""A foreign tensor of less than this is quicker as one message of MPI's own."""
+
+
+def is_large(flat: Tensor) -> bool:
+    """Whether shared memory is quicker than a message. Pure; the same on every rank."""
+    return flat.numel() * flat.element_size() >= SMALLEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A node's buffers, cut beforehand as every allreduce needs them."""
+
+    block: SharedBlock
+    own: Tensor
+    terms: list[Tensor]
+    """Every rank's part of the slice that this rank combines."""
+    total: Tensor
+    """That slice of this rank's own buffer."""
+    others: list[tuple[Tensor, Tensor]]
+    """The other slices of this rank's own buffer, and where their totals are."""
+
+
+class NodeBuffers:
+    """The shared buffers of an engine."""
+
+    def __init__(self, group: NodeGroup) -> None:
+        self.group = group
+        self._scratch: SharedBlock | None = None
+        self._made: dict[int, _Buffer] = {}
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether any node has several ranks. The same on every rank."""
+        return bool(max(self.group.local_sizes) > 1)
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Collective: a buffer of zeros whose allreduce copies least; it lives with the engine."""
+        item = torch.empty(0, dtype=dtype).element_size()
+        stride = -(-max(1, num_elements) * item // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = self.group.local_size
+        slices = [(stride * rank, stride * (rank + 1)) for rank in range(size)]
+        block = self.group.allocate(stride * size, "a buffer", slices)
+        parts = [
+            block.tensor(dtype, start=stride * rank, num_elements=num_elements)
+            for rank in range(size)
+        ]
+        me = self.group.local_rank
+        bounds = slice_bounds(num_elements, size)
+        start, stop = bounds[me]
+        if num_elements:
+            self._made[parts[me].data_ptr()] = _Buffer(
+                block=block,
+                own=parts[me],
+                terms=[part[start:stop] for part in parts],
+                total=parts[me][start:stop],
+                others=[
+                    (parts[me][a:b], parts[rank][a:b])
+                    for rank, (a, b) in enumerate(bounds)
+                    if rank != me and b > a
+                ],
+            )
+        return parts[me]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether this is a whole buffer made here that can be combined where it lies. Pure."""
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return False
+        buffer = self._made.get(tensor.data_ptr())
+        if buffer is None or not self.group.is_even:
+            return False
+        return buffer.own.numel() == tensor.numel() and buffer.own.dtype is tensor.dtype
+
+    def allreduce(self, flat: Tensor, op: Op) -> None:
+        """Collective: combine in place."""
+        if self.holds(flat):
+            self._combine_in_place(self._made[flat.data_ptr()], op)
+        else:
+            self._combine_foreign(flat, op)
+
+    def _combine_in_place(self, buffer: _Buffer, op: Op) -> None:
+        group = self.group
+        group.barrier.wait()
+        if buffer.total.numel():
+            combine(buffer.terms, buffer.total, op)
+        if group.num_nodes > 1:
+            group.combine_across(buffer.own, op)
+        group.barrier.wait()
+        for target, source in buffer.others:
+            target.copy_(source)
+        group.barrier.wait()
+
+    def _combine_foreign(self, flat: Tensor, op: Op) -> None:
+        group = self.group
+        if self._scratch is None:
+            self._scratch = group.allocate(PIECE_BYTES * (group.local_size + 1), "pieces under way")
+        most = PIECE_BYTES // flat.element_size()
+        parts = [
+            self._scratch.tensor(flat.dtype, start=PIECE_BYTES * part, num_elements=most)
+            for part in range(group.local_size + 1)
+        ]
+        for piece in torch.split(flat, most):
+            count = piece.numel()
+            parts[group.local_rank][:count].copy_(piece)
+            group.reduce([part[:count] for part in parts[:-1]], parts[-1][:count], op)
+            piece.copy_(parts[-1][:count])
+
+    def close(self) -> None:
+        """Let the files go; buffers that are still held stay readable."""
+        for buffer in self._made.values():
+            buffer.block.close()
+        self._made.clear()
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None

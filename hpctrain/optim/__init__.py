@@ -1,0 +1,25 @@
+"""Floor 3: what training with large batches needs: optimizers, rates, statistics, averages."""
+
+from __future__ import annotations
+
+from hpctrain.optim.batchnorm import SyncBatchNorm, average_batchnorm, sync_batchnorm
+from hpctrain.optim.checkpointing import Checkpointed, checkpoint_activations
+from hpctrain.optim.ema import EMA
+from hpctrain.optim.exclusion import split_parameters
+from hpctrain.optim.lamb import LAMB
+from hpctrain.optim.lars import LARS
+from hpctrain.optim.recipe import Recipe, RecipeSchedule
+
+__all__ = [
+    "EMA",
+    "LAMB",
+    "LARS",
+    "Checkpointed",
+    "Recipe",
+    "RecipeSchedule",
+    "SyncBatchNorm",
+    "average_batchnorm",
+    "checkpoint_activations",
+    "split_parameters",
+    "sync_batchnorm",
+]

@@ -1,0 +1,223 @@
+"""BatchNorm over several ranks: one set of statistics, as for one big batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hpctrain.engines.base import Engine
+from hpctrain.errors import ConfigError
+from hpctrain.optim.statistics import normalise
+from hpctrain.world import World, roll_call
+
+__all__ = ["SyncBatchNorm", "average_batchnorm", "sync_batchnorm"]
+
+_CONVERTED: dict[type[nn.Module], tuple[int, ...]] = {
+    nn.BatchNorm1d: (2, 3),
+    nn.BatchNorm2d: (4,),
+    nn.BatchNorm3d: (5,),
+    nn.SyncBatchNorm: (2, 3, 4, 5),
+}
+
+
+class _Link:
+    """An engine that a module holds: copies of the module share it, and pickles leave it out."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+        # torch.compile must not look into a collective. Here, and not as a decorator: it imports
+        # the compiler, which takes a second that only those who share statistics should pay.
+        disable: Any = torch.compiler.disable  # torch leaves it untyped
+        self.normalise = disable(normalise) if engine is not None else normalise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
+        return _Link, ()
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm whose batch statistics are those of all ranks of an engine.
+
+    Collective wherever it uses batch statistics: in training, and in evaluation too when it tracks
+    none. Made by `sync_batchnorm`; its state dict is that of the layer that it replaces.
+    """
+
+    dims: tuple[int, ...]
+    name: str
+    link: _Link
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self.dims:
+            raise ConfigError(
+                f"{self.name} got an input of shape {tuple(input.shape)}; it takes "
+                f"{' or '.join(map(str, self.dims))} dimensions"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Collective when batch statistics are used: normalise.
+
+        Every rank calls it equally often and in the same order; batches may have different sizes.
+
+        Raises:
+            ConfigError: on all ranks: fewer than two values a channel over all ranks, or a rank
+                without samples whose backward pass the others would wait for.
+        """
+        self._check_input_dim(input)
+        tracked = self.running_mean is not None and self.running_var is not None
+        if not self.training and tracked:
+            fixed: Tensor = batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+            return fixed
+        engine = self.link.engine
+        if engine is None:
+            raise ConfigError(
+                f"{self.name} came out of a file and has no ranks to share statistics with; call "
+                "hpctrain.sync_batchnorm(engine, model) again"
+            )
+        found: tuple[Tensor, Tensor, Tensor, int] = self.link.normalise(
+            engine, input, self.weight, self.bias, self.eps, self.name
+        )
+        normal, mean, var, count = found
+        if self.training and self.track_running_stats:
+            self._track(mean, var, count)
+        return normal
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, count: int) -> None:
+        """Update the running statistics as torch does, with the count of all ranks."""
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        if self.running_mean is not None:
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        if self.running_var is not None:
+            unbiased = var * (count / (count - 1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+    def extra_repr(self) -> str:
+        """What torch says of a BatchNorm, and over how many ranks."""
+        ranks = self.link.engine.size if self.link.engine is not None else "no"
+        text: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{text}, {ranks} ranks"
+
+
+def sync_batchnorm(engine: Engine, model: nn.Module, *, group_size: int | None = None) -> Engine:
+    """Collective: give every BatchNorm1d, 2d and 3d of a model the statistics of many ranks.
+
+    Forward and backward are then those of one big batch, also when ranks have batches of different
+    sizes. Gradients are those of the sum of all ranks' losses. `replica.backward` weighs each loss
+    before it differentiates, so no factor is needed. Each layer costs one small message in the
+    forward pass and one in the backward pass, and waits for the slowest rank in both.
+
+    Args:
+        engine: Whose ranks share statistics. Give the same to `hpctrain.distribute`, so that
+            messages of both go in one order.
+        model: Changed in place, before `hpctrain.distribute`; parameters stay the same objects.
+        group_size: Share among so many consecutive ranks instead of all, as on one node; it must
+            divide the number of ranks. For other groups give a part: `engine.split(color)`.
+
+    Returns:
+        The engine that the layers use: the one given, or the part of it that `group_size` made.
+
+    Raises:
+        ConfigError: there is none to convert, or one that cannot be.
+    """
+    if not isinstance(engine, Engine):
+        raise ConfigError(
+            f"sync_batchnorm needs an engine and got {type(engine).__name__}; make one by "
+            "engine = hpctrain.connect(world).engine, and give it to distribute(engine=engine) too"
+        )
+    if group_size is not None and (group_size < 1 or engine.size % group_size):
+        raise ConfigError(
+            f"group_size={group_size} does not divide the {engine.size} ranks; choose one of "
+            f"{', '.join(str(n) for n in range(1, engine.size + 1) if engine.size % n == 0)}"
+        )
+    layers = _batchnorms(model)
+    part = engine
+    if group_size is not None and group_size < engine.size:
+        split = engine.split(engine.rank // group_size)
+        part = split if split is not None else engine  # every rank has a color: never None
+    for name, layer in layers.items():
+        if not isinstance(layer, SyncBatchNorm):
+            dims = _CONVERTED[type(layer)]
+            # In place: hooks, shared modules and everybody's references stay what they are.
+            layer.__class__ = SyncBatchNorm
+            vars(layer).update(dims=dims, name=name)
+        vars(layer)["link"] = _Link(part)
+    return part
+
+
+def average_batchnorm(world: World, model: nn.Module) -> None:
+    """Collective: replace running statistics that differ between ranks by their average.
+
+    For BatchNorm with each rank's own statistics: call it before evaluation and before a
+    checkpoint, so that all ranks evaluate, and one rank saves, the same model. The average of the
+    variances leaves out how far the ranks' means lie apart, as it does over one rank's batches.
+
+    Args:
+        world: The ranks.
+        model: Built alike on every rank; its running means and variances are averaged, and
+            `num_batches_tracked` becomes the largest.
+
+    Raises:
+        ConfigError: there is no BatchNorm.
+        CollectiveError: a rank did not come.
+    """
+    from mpi4py import MPI
+
+    floats = [
+        buffer
+        for layer in _batchnorms(model).values()
+        for buffer in (layer.running_mean, layer.running_var)
+        if buffer is not None
+    ]
+    counters = [
+        layer.num_batches_tracked
+        for layer in _batchnorms(model).values()
+        if layer.num_batches_tracked is not None
+    ]
+    if not floats:
+        return
+    summed = torch.cat([buffer.detach().double().cpu().flatten() for buffer in floats]).numpy()
+    counted = torch.stack([counter.cpu() for counter in counters]).numpy()
+    roll_call(world.comm, "averaging BatchNorm statistics", timeout_s=300.0)
+    world.comm.Allreduce(MPI.IN_PLACE, summed, MPI.SUM)
+    world.comm.Allreduce(MPI.IN_PLACE, counted, MPI.MAX)
+    average = torch.from_numpy(summed) / world.size
+    with torch.no_grad():
+        parts = torch.split(average, [buffer.numel() for buffer in floats])
+        for buffer, part in zip(floats, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
+        for counter, value in zip(counters, torch.from_numpy(counted), strict=True):
+            counter.copy_(value)
+
+
+def _batchnorms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers of a model by name.
+
+    Raises:
+        ConfigError: there are none, or one is of a kind that is not known here.
+    """
+    found: dict[str, _BatchNorm] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        if type(layer) not in (*_CONVERTED, SyncBatchNorm):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(layer).__name__}, whose statistics hpctrain "
+                f"does not know; use {', '.join(kind.__name__ for kind in _CONVERTED)} (a lazy one "
+                "after its first batch)"
+            )
+        found[name or type(layer).__name__] = layer
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no BatchNorm layer; leave the call out")
+    return found

@@ -1,0 +1,185 @@
+"""An average of the weights over the last steps, which often tests better than the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import ConfigError
+
+__all__ = ["EMA"]
+
+
+class EMA:
+    """The exponential moving average of a model's weights. Pure: it never communicates.
+
+    After each step, average = decay * average + (1 - decay) * weight. All ranks have the same
+    weights, so all have the same average. Floating-point buffers (running statistics) are averaged
+    too; other buffers are the model's. Averages of half-precision weights are kept in float32.
+
+    Args:
+        model: Whose weights are averaged; parameters are looked up by name, so `model.to()` and
+            replaced parameters are followed.
+        decay: What the average keeps in a step, at least 0 and below 1.
+        warm_up: Begin with a smaller decay, (1 + k) / (10 + k) after k updates, so that the random
+            weights of the start are soon forgotten.
+        into: Tensors to keep the averages in, by name, of the shapes that `wanted(model)` gives:
+            memory that the ranks of a node share, for one copy a node. They are overwritten with
+            the weights of now.
+        owns: The names that this rank writes, for shared memory: every name has one owner on a
+            node, and whoever reads waits for all of them. None: all.
+
+    Raises:
+        ConfigError: decay, tensors or names do not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        *,
+        warm_up: bool = False,
+        into: Mapping[str, Tensor] | None = None,
+        owns: Collection[str] | None = None,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(f"decay={decay} must be at least 0 and below 1")
+        self.decay, self.warm_up = decay, warm_up
+        self.num_updates = 0
+        self._model = model
+        self._swapped = False
+        sources = _averaged(model)
+        self._averages = _places(sources) if into is None else _checked(sources, into)
+        strangers = set(owns or ()) - sources.keys()
+        if strangers:
+            raise ConfigError(
+                f"owns names {sorted(strangers)[0]}, which the model does not average; choose from "
+                f"{', '.join(sources)}"
+            )
+        self._owned = [name for name in sources if owns is None or name in owns]
+        for name in self._owned:
+            self._averages[name].copy_(sources[name].detach())
+
+    @staticmethod
+    def wanted(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each average, by name. Pure."""
+        return {name: (t.shape, _wide(t.dtype)) for name, t in _averaged(model).items()}
+
+    @property
+    def averages(self) -> Mapping[str, Tensor]:
+        """The averages by name."""
+        return self._averages
+
+    def decay_after(self, num_updates: int) -> float:
+        """The decay of the update that follows so many. Pure."""
+        if not self.warm_up:
+            return self.decay
+        return min(self.decay, (1 + num_updates) / (10 + num_updates))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of now into the average; call it after each step that moved them.
+
+        Raises:
+            ConfigError: the averages are in the model just now, or the model has other parameters.
+        """
+        if self._swapped:
+            raise ConfigError("the averages are in the model; update() after the `with` block")
+        sources = self._sources()
+        weight = 1 - self.decay_after(self.num_updates)
+        lists: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for name in self._owned:
+            average = self._averages[name]
+            source = sources[name].detach().to(device=average.device, dtype=average.dtype)
+            here = lists.setdefault((average.device, average.dtype), ([], []))
+            here[0].append(average)
+            here[1].append(source)
+        for averages, values in lists.values():
+            torch._foreach_lerp_(averages, values, weight)
+        self.num_updates += 1
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[nn.Module]:
+        """The model with the averages as its weights, for evaluation or saving; then as it was."""
+        if self._swapped:
+            raise ConfigError("the averages are in the model already; leave the first block before")
+        sources = self._sources()
+        kept = {name: source.detach().clone() for name, source in sources.items()}
+        self._swapped = True
+        try:
+            _write(sources, self._averages)
+            yield self._model
+        finally:
+            _write(sources, kept)
+            self._swapped = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages and how many updates they have had."""
+        averages = {name: tensor.clone() for name, tensor in self._averages.items()}
+        return {"num_updates": self.num_updates, "averages": averages}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave; a rank writes the averages that it owns.
+
+        Raises:
+            ConfigError: they are those of another model.
+        """
+        saved = _checked(self._averages, state["averages"], same_dtype=False)
+        for name in self._owned:
+            self._averages[name].copy_(saved[name])
+        self.num_updates = int(state["num_updates"])
+
+    def _sources(self) -> dict[str, Tensor]:
+        sources = _averaged(self._model)
+        if sources.keys() != self._averages.keys():
+            odd = sorted(sources.keys() ^ self._averages.keys())[0]
+            raise ConfigError(
+                f"{odd} came or went since the average began; make a new EMA after changing a model"
+            )
+        return sources
+
+
+def _averaged(model: nn.Module) -> dict[str, Tensor]:
+    """What is averaged: parameters, and buffers that are floating or complex. Pure."""
+    buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() or b.is_complex()}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _places(sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: torch.empty_like(tensor, dtype=_wide(tensor.dtype), requires_grad=False)
+        for name, tensor in sources.items()
+    }
+
+
+def _checked(
+    wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], *, same_dtype: bool = True
+) -> dict[str, Tensor]:
+    """The tensors that were given, if they are those that are wanted."""
+    odd = sorted(wanted.keys() ^ given.keys())
+    if odd:
+        where = "is missing" if odd[0] in wanted else "is not in the model"
+        raise ConfigError(f"EMA: {odd[0]} {where}; give one tensor for each name of EMA.wanted")
+    for name, tensor in wanted.items():
+        dtype = _wide(tensor.dtype)
+        if given[name].shape != tensor.shape or (same_dtype and given[name].dtype != dtype):
+            raise ConfigError(
+                f"EMA: {name} is {tuple(given[name].shape)} {given[name].dtype}, and the model "
+                f"needs {tuple(tensor.shape)} {dtype}"
+            )
+    return {name: given[name] for name in wanted}
+
+
+@torch.no_grad()
+def _write(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, target in targets.items():
+        target.detach().copy_(values[name])

@@ -1,0 +1,154 @@
+"""Float32 masters of bfloat16 weights.
+
+The user's optimizer keeps the model's own parameters. While it steps, or loads a state, each of
+them holds its master and a float32 gradient; afterwards it holds the master rounded to bfloat16.
+So any optimizer works, with its state in float32, and whoever calls `optimizer.step()` gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+
+__all__ = ["Masters"]
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    parameter: torch.nn.Parameter
+    master: Tensor
+    half: Tensor
+    version: int
+    gradient: Tensor | None = None
+
+
+class Masters:
+    """The masters of a model's trained parameters."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._entries: dict[int, _Entry] = {}
+        self._is_full = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._enter()),
+            optimizer.register_step_post_hook(lambda *_: self._leave()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._enter()),
+            optimizer.register_load_state_dict_post_hook(lambda *_: self._leave()),
+        ]
+
+    def adopt(self) -> None:
+        """Make every float32 weight and buffer of the model bfloat16, with masters where trained.
+
+        Modules with running statistics (BatchNorm) stay float32: these would lose small updates,
+        and torch takes bfloat16 input with float32 statistics, but not with mixed parameters.
+        """
+        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        kept: dict[int, _Entry] = {}
+        with torch.no_grad():
+            for module in self._model.modules():
+                if isinstance(module, _NormBase):
+                    continue
+                for parameter in module.parameters(recurse=False):
+                    self._convert(parameter, id(parameter) in trained, kept)
+                for buffer in module.buffers(recurse=False):
+                    if buffer.dtype == torch.float32:
+                        buffer.data = buffer.data.bfloat16()
+        self._entries = kept
+
+    def _convert(
+        self, parameter: torch.nn.Parameter, trained: bool, kept: dict[int, _Entry]
+    ) -> None:
+        known = self._entries.get(id(parameter))
+        if known is not None and parameter.dtype == torch.bfloat16:
+            kept[id(parameter)] = known
+            return
+        if id(parameter) in kept or parameter.dtype not in (torch.float32, torch.bfloat16):
+            return
+        master = parameter.data.float()
+        if parameter.dtype == torch.float32:
+            parameter.grad = None  # a gradient has its parameter's dtype
+            parameter.data = parameter.data.bfloat16()
+        if trained:
+            kept[id(parameter)] = _Entry(
+                parameter, master.clone(), parameter.data, parameter._version
+            )
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Parameters hold their masters inside: to read, save or load them in float32."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def restore(self) -> None:
+        """After an exception in the optimizer: parameters hold bfloat16 again."""
+        if self._is_full:
+            self._leave()
+
+    @torch.no_grad()
+    def _enter(self) -> None:
+        if self._is_full:
+            return
+        self._is_full = True
+        entries = [e for e in self._entries.values() if e.parameter.dtype == torch.bfloat16]
+        self._entries = {id(e.parameter): e for e in entries}
+        for entry in entries:
+            parameter = entry.parameter
+            if parameter._version != entry.version or parameter.data_ptr() != entry.half.data_ptr():
+                entry.master.copy_(parameter)  # the user has written to it since the last step
+            entry.gradient, parameter.grad = parameter.grad, None
+            entry.half = parameter.data
+            parameter.data = entry.master
+        used = [e for e in entries if e.gradient is not None]
+        if used:
+            wide = [torch.empty_like(e.master) for e in used]
+            torch._foreach_copy_(wide, [e.gradient for e in used if e.gradient is not None])
+            for entry, gradient in zip(used, wide, strict=True):
+                entry.parameter.grad = gradient
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        if not self._is_full:
+            return
+        self._is_full = False
+        entries = list(self._entries.values())
+        if entries:
+            torch._foreach_copy_([e.half for e in entries], [e.parameter.data for e in entries])
+        for entry in entries:
+            parameter = entry.parameter
+            parameter.grad = None
+            entry.master = parameter.data
+            parameter.data = entry.half
+            parameter.grad, entry.gradient = entry.gradient, None
+            entry.version = parameter._version
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The masters by the names of their parameters."""
+        with self.full():
+            pass  # takes in what the user has written to the weights since the last step
+        return {
+            name: self._entries[id(parameter)].master
+            for name, parameter in self._model.named_parameters()
+            if id(parameter) in self._entries
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take masters; the weights become them, rounded."""
+        with torch.no_grad(), self.full():
+            for name, parameter in self._model.named_parameters():
+                if name in state and id(parameter) in self._entries:
+                    parameter.copy_(state[name])
+
+    def close(self) -> None:
+        """Let the optimizer go; weights stay bfloat16."""
+        for hook in self._hooks:
+            hook.remove()

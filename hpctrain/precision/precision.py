@@ -1,0 +1,117 @@
+"""A replica's precision as one object: forward pass, treatment of gradients, masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hpctrain.errors import ConfigError
+from hpctrain.precision.casting import Casting
+from hpctrain.precision.masters import Masters
+from hpctrain.precision.treatment import Treated, Treatment
+
+__all__ = ["Precision"]
+
+_WORDS = {
+    "fp32": "fp32: float32, and torch's own settings",
+    "tf32": "tf32: float32, matrix products in TensorFloat32",
+    "bf16": "bf16: autocast to bfloat16, weights in float32",
+    "fp16": "fp16: autocast to float16, weights in float32, losses scaled",
+    "bf16-pure": "bf16-pure: all in bfloat16, masters and optimizer state in float32",
+}
+
+
+class Precision:
+    """How a replica computes, scales, clips and steps.
+
+    Args:
+        casting: The forward pass.
+        treatment: Of gradients.
+        model: What runs forward.
+        optimizer: The user's; it is told apart who calls its `step`.
+    """
+
+    def __init__(
+        self,
+        casting: Casting,
+        treatment: Treatment,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.casting = casting
+        self.treatment = treatment
+        self._optimizer = optimizer
+        self._steps = False
+        # Before the masters' hooks, so that a refused step has touched nothing.
+        self._guard = optimizer.register_step_pre_hook(lambda *_: self._check_caller())
+        pure = casting.precision == "bf16-pure"
+        self.masters = Masters(model, optimizer) if pure else None
+
+    def _check_caller(self) -> None:
+        if self.treatment.owns_step and not self._steps:
+            has_scaler = self.treatment.scaler is not None
+            what = "precision='fp16'" if has_scaler else "clip_norm and clip_value"
+            raise ConfigError(
+                f"optimizer.step() was called, by hand or by a GradScaler, and {what} need "
+                "replica.step(); call that, or leave the option out of distribute and scale and "
+                "clip yourself"
+            )
+
+    def step(self, update: Callable[[], object]) -> Treated:
+        """Update or skip; see `Treatment.step`."""
+        self._steps = True
+        try:
+            return self.treatment.step(self._optimizer, update)
+        finally:
+            self._steps = False
+            if self.masters is not None:
+                self.masters.restore()
+
+    def adopt(self) -> None:
+        """Convert what is new in the model; before its gradients are laid out."""
+        if self.masters is not None:
+            self.masters.adopt()
+
+    def full(self) -> AbstractContextManager[None]:
+        """Parameters hold float32 inside."""
+        return nullcontext() if self.masters is None else self.masters.full()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What belongs into a checkpoint beside the optimizer's own state; often nothing."""
+        state: dict[str, Any] = {}
+        if self.treatment.scaler is not None:
+            state["scaler"] = self.treatment.scaler.state_dict()
+        if self.masters is not None:
+            state["masters"] = self.masters.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Take what is this object's and return the rest, for the optimizer.
+
+        A state without these keys leaves scale and masters as they are; keys that this precision
+        does not need are dropped, so that a run may go on in another precision.
+        """
+        rest = {key: value for key, value in state.items() if key not in ("scaler", "masters")}
+        if self.treatment.scaler is not None and "scaler" in state:
+            self.treatment.scaler.load_state_dict(state["scaler"])
+        if self.masters is not None and "masters" in state:
+            self.masters.load_state_dict(state["masters"])
+        return rest
+
+    def describe(self) -> Iterator[tuple[str, str]]:
+        """What was chosen, in words."""
+        yield "precision", _WORDS[self.casting.precision]
+        if self.treatment.clip_norm is not None:
+            yield "clipping", f"by the norm of all gradients, {self.treatment.clip_norm:g}"
+        if self.treatment.clip_value is not None:
+            yield "clipping", f"each element, {self.treatment.clip_value:g}"
+
+    def close(self) -> None:
+        """Let optimizer and torch's switches go."""
+        self._guard.remove()
+        self.casting.close()
+        if self.masters is not None:
+            self.masters.close()

@@ -1,0 +1,271 @@
+"""What happens to gradients between exchange and update: unscale, decide, clip, step or skip.
+
+All ranks see the same bits after an exchange, so each decides alone and all decide the same: no
+message is sent for it. Over the gradients goes one pass that reads (a norm, which also finds inf
+and NaN) and one that multiplies (average, unscale and clip in one factor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import ConfigError, NonFiniteError
+from hpctrain.precision.arithmetic import clip_factor, excluded_from_clipping
+from hpctrain.precision.options import LossScaling
+from hpctrain.precision.scaler import Scaler
+from hpctrain.world import World, agree
+
+__all__ = ["Gradients", "Treated", "Treatment"]
+
+
+class Gradients(Protocol):
+    """Gradients that have been summed over all ranks, wherever they live."""
+
+    def average(self, divisor: float | Tensor) -> None:
+        """Turn the sums into averages."""
+
+    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
+        """What is still to be divided by, where some of it was divided by on the way."""
+
+    def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
+        """Sums of squares without the excluded parameters, and of these; 0-d, on one device.
+
+        Equal bits on all ranks; collective where each holds a share alone.
+        """
+
+    def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
+        """Multiply, the excluded parameters by a factor of their own."""
+
+    def clamp(self, limit: float, excluded: frozenset[int]) -> None:
+        """Limit each element's size, but for the excluded parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Treated:
+    """What became of a step; tensors where reading would wait for a GPU."""
+
+    overflow: bool | Tensor = False
+    scale: Tensor | None = None
+    norm: Tensor | None = None
+    collapsed: bool = False
+    """Whether the last chance was skipped too; the same on all ranks."""
+    finding: str | None = None
+    """What was not finite on this rank, where that was looked for."""
+
+
+class Treatment:
+    """Loss scaling and clipping of a replica.
+
+    Args:
+        world: The ranks, which raise together when the scale collapses.
+        device: Where the parameters are.
+        scaling: For `fp16`; None: losses are not scaled and no step is skipped.
+        clip_norm: Limit of the norm of all gradients.
+        clip_value: Limit of each element.
+        spread: Collective: overwrites a tensor with rank 0's, where ranks compute on different
+            hardware, whose norms may differ in the last bit; None: nothing has to be sent.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        *,
+        scaling: LossScaling | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        spread: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        self.world = world
+        self.clip_norm = clip_norm
+        self.clip_value = clip_value
+        self.scaler = None if scaling is None else Scaler(scaling, device)
+        self._spread = spread
+        self._one = torch.ones((), device=device)
+        self._overflow: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._finding: str | None = None
+        self._num_exchanges = 0
+        self._has_stepped = False
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.clip_norm is not None or self.clip_value is not None
+
+    @property
+    def owns_step(self) -> bool:
+        """Whether an update without this object would be another one."""
+        return self.clips or self.scaler is not None
+
+    def admit(self, *, exchanged: bool) -> None:
+        """Before a backward pass: refuse to add to gradients that were clipped.
+
+        Raises:
+            ConfigError: with what to do.
+        """
+        if exchanged and self.clips:
+            raise ConfigError(
+                "gradients are clipped when they are exchanged, and another backward call before "
+                "replica.step() would add to clipped ones; make the earlier calls of a step under "
+                "replica.no_sync(), or use accumulate (replica.zero_grad() begins anew)"
+            )
+
+    def seed(self, loss: Tensor, share: float) -> Tensor | None:
+        """What a loss is differentiated with; None: with 1."""
+        if self.scaler is not None:
+            wide = torch.float64 if loss.dtype == torch.float64 else torch.float32
+            scaled = self.scaler.scale.to(loss.device, wide) * share
+            return scaled.to(loss.dtype).expand_as(loss)
+        return None if share == 1.0 else torch.full_like(loss, share)
+
+    # Examination, when one more skip is one too many
+
+    @property
+    def examines(self) -> bool:
+        """Whether the gradients of this step are to be looked at before they are summed."""
+        return self.scaler is not None and self.scaler.is_last_chance
+
+    def examine(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        """Before an exchange: note this rank's first gradient that is not finite."""
+        for name, parameter in zip(names, parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and self._finding is None:
+                num_bad = gradient.numel() - int(torch.isfinite(gradient).sum().item())
+                if num_bad:
+                    self._finding = (
+                        f"the gradient of {name} has {num_bad} of {gradient.numel()} elements that "
+                        "are inf or NaN"
+                    )
+
+    # After the exchange
+
+    def average(
+        self, gradients: Gradients, divisor: float | Tensor, groups: Sequence[dict[str, Any]]
+    ) -> None:
+        """Turn sums into averages, unscaled and clipped."""
+        if not self.owns_step:
+            gradients.average(divisor)
+            return
+        if self.scaler is None and self.clip_norm is None:
+            gradients.average(divisor)
+            self._clamp(gradients, groups)
+            return
+        excluded = excluded_from_clipping(groups) if self.clips else frozenset()
+        squared = torch.stack(gradients.norm_squared(excluded)).to(self._one.device)
+        if self._spread is not None:
+            self._spread(squared)
+        factor = 1.0 / (squared.new_ones(()) * gradients.rest_of(divisor))
+        if self.scaler is not None:
+            factor = factor / self.scaler.scale
+            if self._overflow is None:
+                self._overflow = torch.zeros((), device=squared.device)
+            found = squared.clone()
+            torch._amp_foreach_non_finite_check_and_unscale_([found], self._overflow, self._one)
+        norm = squared[0].sqrt() * factor
+        clipping = factor
+        if self.clip_norm is not None:
+            clipping = factor * clip_factor(norm, self.clip_norm)
+        gradients.scale(clipping, excluded, factor)
+        self._clamp(gradients, groups)
+        self._num_exchanges += 1
+        self._norm = norm if self._num_exchanges == 1 else None  # of a sum of several: not known
+
+    def _clamp(self, gradients: Gradients, groups: Sequence[dict[str, Any]]) -> None:
+        if self.clip_value is not None:
+            gradients.clamp(self.clip_value, excluded_from_clipping(groups))
+
+    def forget(self) -> None:
+        """Gradients were dropped without a step."""
+        self._overflow = self._norm = self._finding = None
+        self._num_exchanges = 0
+
+    # The update
+
+    def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> Treated:
+        """Update, unless something overflowed on any rank.
+
+        Args:
+            optimizer: The user's.
+            update: What moves the weights.
+        """
+        norm, overflow, finding = self._norm, self._overflow, self._finding
+        examined = self.examines
+        if self.scaler is None or overflow is None:
+            update()
+            self.forget()
+            return Treated(norm=norm)
+        scale = self.scaler.scale.clone()
+        skipped: bool | Tensor
+        if self._can_skip_on_device(optimizer, overflow) and not examined:
+            skipped = overflow
+            _update_unless(optimizer, update, overflow)
+        else:
+            skipped = bool(overflow.item())
+            if not skipped:
+                update()
+                self._has_stepped = True
+        self.forget()
+        self.scaler.update(overflow)
+        if examined and skipped is False:
+            self.scaler.pass_last_chance()
+        return Treated(
+            overflow=skipped,
+            scale=scale,
+            norm=norm,
+            collapsed=examined and skipped is True,
+            finding=finding,
+        )
+
+    def _can_skip_on_device(self, optimizer: torch.optim.Optimizer, overflow: Tensor) -> bool:
+        """Whether the optimizer's own kernels look at the overflow, so that nothing waits for it.
+
+        Fused optimizers do. Not at their first update, which allocates what it would then not fill.
+        """
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return bool(fused) and overflow.is_cuda and self._has_stepped
+
+    def check_collapse(self, done: Treated, *, number: int) -> None:
+        """Collective after the last chance: end the run on all ranks, with what was found on each.
+
+        Args:
+            done: What became of the step.
+            number: Of the step.
+
+        Raises:
+            NonFiniteError: on all ranks; too many steps in a row were skipped.
+        """
+        scaler, finding = self.scaler, done.finding
+        if scaler is None or not done.collapsed:
+            return
+        history = (
+            f"{scaler.num_in_a_row} steps in a row were skipped, the last of them step {number}, "
+            f"and the loss scale has fallen to {scaler.scale.item():g}"
+        )
+        cure = (
+            "look at this rank's batch, at the learning rate, and at operations that overflow in "
+            "float16 (precision='bf16' has the range of float32)"
+        )
+        trouble = None if finding is None else f"{finding}; {history}; {cure}"
+        agree(self.world.comm, trouble, error=NonFiniteError)
+        raise NonFiniteError(
+            f"every rank's gradients are finite, and their sum is not; {history}; lower the "
+            "learning rate or the loss, or use precision='bf16'"
+        )
+
+
+def _update_unless(
+    optimizer: torch.optim.Optimizer, update: Callable[[], object], overflow: Tensor
+) -> None:
+    """Let a fused optimizer's kernels skip, by the attributes that torch.amp sets for them."""
+    holder: Any = optimizer
+    holder.grad_scale, holder.found_inf = None, overflow
+    try:
+        update()
+    finally:
+        del holder.grad_scale, holder.found_inf

@@ -1,0 +1,70 @@
+"""Which precision a replica gets from the arguments of `distribute`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpctrain.precision import LossScaling, Precision, PrecisionName
+from hpctrain.precision.casting import Casting
+from hpctrain.precision.options import check_choice, check_parameters
+from hpctrain.precision.treatment import Treatment
+from hpctrain.replica.naming import named_parameters
+
+if TYPE_CHECKING:
+    from hpctrain.engines.base import Engine
+    from hpctrain.world import World
+
+__all__ = ["choose_precision"]
+
+
+def choose_precision(
+    world: World,
+    engine: Engine,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precision: PrecisionName,
+    scaling: LossScaling | None,
+    clip_norm: float | None,
+    clip_value: float | None,
+) -> Precision:
+    """Collective where norms are computed: see whether all ranks compute on the same hardware.
+
+    Raises:
+        ConfigError: values are out of range, or do not go together or with the model.
+    """
+    check_choice(
+        precision,
+        device_type=world.device.type,
+        scaling=scaling,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+    )
+    names, parameters = named_parameters(model, optimizer)
+    check_parameters(precision, names, parameters, clip_value)
+    spread = None
+    scales = precision == "fp16"
+    if (scales or clip_norm is not None) and len(set(world.comm.allgather(_hardware(world)))) > 1:
+
+        def spread(norms: Tensor) -> object:
+            return engine.broadcast_(norms, 0, what="norms of the gradients")
+
+    treatment = Treatment(
+        world,
+        parameters[0].device,
+        scaling=scaling or LossScaling() if scales else None,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        spread=spread,
+    )
+    return Precision(Casting(precision, world.device.type), treatment, model, optimizer)
+
+
+def _hardware(world: World) -> str:
+    """What the last bit of a sum may depend on."""
+    if world.device.type == "cuda":
+        return str(torch.cuda.get_device_name(world.device))
+    return str(torch.backends.cpu.get_cpu_capability())

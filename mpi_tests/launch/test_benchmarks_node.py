@@ -1,0 +1,67 @@
+"""The benchmarks of one node run, and what they find is right where it is no matter of time."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mpi_tests.launch.benchmark_results import PYTHON, result_of
+from mpi_tests.launch.commands import run
+
+
+def test_all_layouts_train_alike(tmp_path):
+    result = result_of("layout", tmp_path / "result.json", "--cores", "2")
+    series = {item["variant"]: item for item in result["series"]}
+    assert list(series) == ["one-process-1x2", "hpctrain-mpi-2x1", "ddp-2x1"]
+    assert all(item["num_ranks"] * item["num_threads"] == 2 for item in series.values())
+    # the same samples in whatever layout: the same loss
+    losses = [item["outcome"]["loss"] for item in series.values()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    compared = {(r["variant"], r["baseline"]) for r in result["ratios"]}
+    assert compared == {
+        *((name, "one-process-1x2") for name in list(series)[1:]),
+        ("hpctrain-mpi-2x1", "ddp-2x1"),
+    }
+
+
+def test_barriers_are_compared_below_and_above_the_number_of_cores(tmp_path):
+    many = max(3, len(os.sched_getaffinity(0)) + 1)
+    result = result_of("barrier", tmp_path / "result.json", "--ranks", f"2,{many}")
+    found = {(item["case"], item["kind"], item["num_ranks"]) for item in result["series"]}
+    waiting = ("mpi", "spinning", "sleeping")
+    cases = {"nothing to do": waiting, "one rank works": ("nobody-waits", *waiting)}
+    cases["all ranks work"] = cases["one rank works"]
+    assert found == {(c, k, n) for c, kinds in cases.items() for k in kinds for n in (2, many)}
+    assert all(
+        item["metrics"]["us a barrier"] > 0
+        for item in result["series"]
+        if item["case"] == "nothing to do"
+    )
+
+
+def test_a_node_holds_the_state_of_a_divided_update_once(tmp_path):
+    words = ["--ranks", "2", "--variants", "compute,hpctrain-mpi-sharded"]
+    result = result_of("memory", tmp_path / "result.json", *words)
+    series = {item["kind"]: item for item in result["series"]}
+    model = 2 * 2048 * 2048 * 4
+    assert all(item["outcome"]["model_bytes"] == model for item in series.values())
+    assert series["compute"]["metrics"]["update by formula"] == 4 * 32
+    assert series["hpctrain-mpi-sharded"]["metrics"]["update by formula"] == 3 * 32
+    for item in series.values():
+        # allocators round up: 16 MiB become 18
+        assert item["metrics"]["all / formula"] == pytest.approx(1.05, abs=0.15), item
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["layout", "--cores", "16", "--ranks", "3"], "3 ranks do not divide"),
+        (["layout", "--variants", "horovod"], "variant 'horovod' is unknown; choose from one-"),
+        (["barrier", "--ranks", "none"], "ranks 'none' must be whole numbers of at least 1"),
+    ],
+)
+def test_mistakes_are_named(words, message):
+    done = run(*PYTHON, f"benchmarks.{words[0]}", *words[1:])
+    assert done.code == 2, done.text
+    assert message in done.err

@@ -1,0 +1,231 @@
+"""Files, shards, staging and one copy per node, on all ranks together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hpctrain as hpc
+import hpctrain.data.arrays
+from hpctrain.data.storage.writing import write_shards
+
+ROWS = 37
+
+
+@pytest.fixture
+def folder(world):
+    """One folder that all ranks see."""
+    made = tempfile.mkdtemp(prefix="mpi-tests-data-") if world.rank == 0 else None
+    path = Path(world.comm.bcast(made, root=0))
+    yield path
+    world.comm.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(path)
+
+
+def write(world, function):
+    """Let rank 0 write, and all others wait for it."""
+    if world.rank == 0:
+        function()
+    world.comm.Barrier()
+
+
+def arrays():
+    return {
+        "x": np.arange(ROWS * 6, dtype="f4").reshape(ROWS, 2, 3),
+        "y": np.arange(ROWS, dtype="i8"),
+    }
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "array"])
+def test_shards_hold_what_was_written(world, folder, form):
+    given = arrays()
+    data = {"dict": given, "tuple": tuple(given.values()), "array": given["x"]}[form]
+    source = hpc.data.arrays.ArraySource(data)
+    manifest = write_shards(world, source, folder / "out", samples_per_shard=5)
+    assert (manifest.num_samples, len(manifest.shards), manifest.layout) == (ROWS, 8, form)
+    opened = hpc.files(world, folder / "out")
+    wanted = np.array([36, 0, 5, 4, 4, 20])
+    got = opened.take(wanted)
+    parts = [got] if form == "array" else list(got.values()) if form == "dict" else list(got)
+    for part, column in zip(parts, given.values(), strict=False):
+        assert np.array_equal(part, column[wanted])
+    assert opened.take(np.array([], np.int64)) is not None
+    if form == "dict":
+        assert list(hpc.files(world, folder / "out", columns=["y"]).take(wanted)) == ["y"]
+    with pytest.raises(hpc.ConfigError, match="holds shards already"):
+        write_shards(world, source, folder / "out", samples_per_shard=5)
+
+
+def halve(batch):
+    """Keep every second sample, as another dtype."""
+    return {"z": batch["y"][::2].to(torch.int16)}
+
+
+def test_shards_through_a_function_that_drops_samples(world, folder):
+    source = hpc.data.arrays.ArraySource(arrays())
+    manifest = write_shards(world, source, folder, samples_per_shard=10, change=halve)
+    opened = hpc.files(world, folder)
+    assert len(opened) == manifest.num_samples == 5 + 5 + 5 + 4
+    wanted = np.concatenate([np.arange(10 * k, min(10 * k + 10, ROWS), 2) for k in range(4)])
+    assert np.array_equal(opened.take(np.arange(19))["z"], wanted.astype("i2"))
+    with pytest.raises(hpc.ConfigError, match="KeyError: 'nosuch'"):
+        write_shards(
+            world, source, folder / "b", samples_per_shard=10, change=lambda batch: batch["nosuch"]
+        )
+
+
+def test_a_broken_shard_is_named_on_all_ranks(world, folder):
+    source = hpc.data.arrays.ArraySource(arrays())
+    manifest = write_shards(world, source, folder, samples_per_shard=5)
+    victim = folder / manifest.shards[3].files[1].name
+    write(world, lambda: os.truncate(victim, 130))
+    with pytest.raises(hpc.DataError, match="is truncated: 130 bytes instead of") as caught:
+        hpc.files(world, folder)
+    assert len(set(world.comm.allgather(str(caught.value)))) == 1
+    assert victim.name in str(caught.value)
+    world.comm.Barrier()
+    write(world, victim.unlink)
+    with pytest.raises(hpc.DataError, match=f"{victim.name} is missing"):
+        hpc.files(world, folder)
+    write(world, (folder / "manifest.json").unlink)
+    with pytest.raises(hpc.DataError, match=r"manifest\.json is missing"):
+        hpc.files(world, folder)
+
+
+def test_files_of_every_kind_read_alike(world, folder):
+    given = arrays()
+
+    def make():
+        import h5py
+        import netCDF4
+        import zarr
+
+        np.save(folder / "x.npy", given["x"])
+        np.save(folder / "y.npy", given["y"])
+        np.savez_compressed(folder / "a.npz", **given)
+        with h5py.File(folder / "a.h5", "w") as file:
+            file["x"], file["y"], file["note"] = given["x"], given["y"], "text"
+        group = zarr.open_group(str(folder / "a.zarr"), mode="w")
+        for name, array in given.items():
+            group.create_array(name, data=array)
+        with netCDF4.Dataset(folder / "a.nc", "w") as file:
+            for number, size in enumerate(given["x"].shape):
+                file.createDimension(f"d{number}", size)
+            file.createVariable("x", "f4", ("d0", "d1", "d2"))[:] = given["x"]
+            file.createVariable("y", "i8", ("d0",))[:] = given["y"]
+
+    write(world, make)
+    wanted = np.array([30, 2, 2, 7, 36, 0])
+    for name in ("a.npz", "a.h5", "a.zarr", "a.nc"):
+        source = hpc.files(world, folder / name, columns=["x", "y"])
+        assert len(source) == ROWS, name
+        batch = source.take(wanted)
+        assert np.array_equal(batch["x"], given["x"][wanted]), name
+        assert np.array_equal(batch["y"], given["y"][wanted]), name
+        assert len(source.take(wanted[:0])["y"]) == 0
+    both = hpc.files(world, folder / "x.npy", folder / "y.npy").take(wanted)
+    assert np.array_equal(both[0], given["x"][wanted])
+    with pytest.raises(hpc.ConfigError, match="no column 'q'; it has"):
+        hpc.files(world, folder / "a.h5", columns=["q"])
+    with pytest.raises(hpc.DataError, match=r"nosuch\.npy is missing"):
+        hpc.files(world, folder / "nosuch.npy")
+    write(world, lambda: os.truncate(folder / "y.npy", 140))
+    with pytest.raises(hpc.DataError, match=r"y\.npy is truncated"):
+        hpc.files(world, folder / "x.npy", folder / "y.npy")
+    write(world, lambda: os.truncate(folder / "a.h5", 900))
+    with pytest.raises(hpc.DataError, match=r"a\.h5 is truncated"):
+        hpc.files(world, folder / "a.h5")
+
+
+def look(shared, answers):
+    """In a worker: the same memory, which cannot be written to."""
+    try:
+        shared.data["x"][0] = 1
+        wrote = True
+    except ValueError:
+        wrote = False
+    answers.put((float(shared.take(np.array([5]))["y"][0]), wrote))
+
+
+def test_one_copy_per_node_is_read_by_all_and_by_workers(world, folder):
+    given = arrays()
+    root = world.size - 1
+    shared = hpc.share(world, given if world.rank == root else None, root=root, chunk_bytes=100)
+    assert len(shared) == ROWS
+    for name, array in given.items():
+        assert np.array_equal(shared.data[name], array)
+        assert not shared.data[name].flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        shared.data["y"][0] = 3
+    batch = shared.take(np.array([3, 1]))
+    assert batch["y"].tolist() == [3, 1]
+    batch["y"][0] = 9  # the batch belongs to the caller
+    assert shared.data["y"][3] == 3
+    if world.rank == 0:
+        context = multiprocessing.get_context("spawn")
+        answers = context.Queue()
+        worker = context.Process(target=look, args=(shared, answers))
+        worker.start()
+        assert answers.get(timeout=60) == (5.0, False)
+        worker.join(60)
+        answers.close()
+        answers.join_thread()
+    world.comm.Barrier()
+
+
+def test_share_reads_files_in_stripes(world, folder):
+    given = arrays()
+    write(world, lambda: [np.save(folder / f"{k}.npy", v) for k, v in given.items()])
+    shared = hpc.share(world, str(folder / "x.npy"), folder / "y.npy", chunk_bytes=64)
+    assert np.array_equal(shared.data[0], given["x"])
+    assert np.array_equal(shared.data[1], given["y"])
+    with pytest.raises(hpc.DataError, match=r"z\.npy is missing"):
+        hpc.share(world, folder / "z.npy")
+    with pytest.raises(hpc.ConfigError, match="bfloat16"):
+        hpc.share(world, torch.zeros(3, dtype=torch.bfloat16) if world.rank == 0 else None)
+    with pytest.raises(hpc.ConfigError, match="no data on root=0"):
+        hpc.share(world, None)
+    with pytest.raises(hpc.ConfigError, match="is a list"):
+        hpc.share(world, [1, 2] if world.rank == 0 else None)
+
+
+def test_staging_copies_once_and_again_after_a_change(world, folder, capfd):
+    source, disk = folder / "set", folder / "disk"
+
+    def make():
+        (source / "deep").mkdir(parents=True)
+        (source / "a.bin").write_bytes(b"abc" * 1000)
+        (source / "deep" / "b.bin").write_bytes(b"")
+
+    write(world, make)
+    first = hpc.stage(world, source, to=disk)
+    assert (first / "a.bin").read_bytes() == b"abc" * 1000
+    assert (first / "deep" / "b.bin").exists()
+    capfd.readouterr()
+    assert hpc.stage(world, source, to=disk) == first
+    if world.rank == 0:
+        assert "is there from before" in capfd.readouterr().err
+    world.comm.Barrier()
+    write(world, lambda: os.truncate(first / "a.bin", 5))  # damaged on the node
+    assert hpc.stage(world, source, to=disk) == first
+    assert (first / "a.bin").stat().st_size == 3000
+    world.comm.Barrier()
+    write(world, lambda: (source / "a.bin").write_bytes(b"new"))
+    second = hpc.stage(world, source / "a.bin", to=disk)
+    assert second.read_bytes() == b"new"
+    third = hpc.stage(world, source, to=disk)
+    assert third != first
+    assert (third / "a.bin").read_bytes() == b"new"
+    with pytest.raises(hpc.DataError, match="nosuch is missing"):
+        hpc.stage(world, folder / "nosuch", to=disk)
+    world.comm.Barrier()
+    left = sorted(path.name for path in (disk / f"hpctrain-staged-{os.getuid()}").iterdir())
+    assert not [name for name in left if name.startswith(".")]

@@ -1,0 +1,325 @@
+"""The loader on any number of ranks: every sample once, the same batches, resumable anywhere."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import hpctrain as hpc
+from hpctrain.data.shuffle import Order
+from mpi_tests.datasets import Counting, Fragile, Noisy, Shares
+
+
+def numbers(size):
+    return torch.arange(size), np.arange(size * 3).reshape(size, 3)
+
+
+def gathered(world, loader, steps=None):
+    """The samples of each batch, of all ranks; every rank must have its share of each."""
+    batches = []
+    for batch in loader:
+        first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        assert len(first) == loader.num_samples
+        parts = world.comm.allgather(first.tolist())
+        sizes = [len(part) for part in parts]
+        assert sum(sizes) == loader.global_samples
+        assert max(sizes) - min(sizes) <= 1
+        batches.append(sorted(i for part in parts for i in part))
+        if len(batches) == steps:
+            break
+    return batches
+
+
+def flat(batches):
+    return sorted(i for batch in batches for i in batch)
+
+
+@contextmanager
+def first_ranks(world, count):
+    """A world of the first ranks, or None on the others, which wait."""
+    half = world.comm.Split(0 if world.rank < count else 1, world.rank)
+    if world.rank < count:
+        with hpc.init(seed=7, comm=half, device="cpu", num_threads=1) as some:
+            yield some
+    else:
+        yield None
+    half.Free()
+    world.comm.Barrier()
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 40, 97])
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"shuffle": "keyed", "prefetch": 2}])
+def test_every_sample_once_per_epoch(world, size, options):
+    loader = hpc.Loader(world, numbers(size), global_batch=8, **options)
+    epochs = [gathered(world, loader) for _ in range(2)]
+    for number, batches in enumerate(epochs):
+        assert flat(batches) == list(range(size)), number
+        assert len(batches) == len(loader) == -(-size // 8)
+    assert (loader.epoch, loader.consumed, loader.total) == (2, 0, 2 * size)
+    if size == 97:
+        assert (epochs[0] == epochs[1]) == (options.get("shuffle") is False)
+        assert [len(batch) for batch in epochs[0]][-2:] == [5, 4]
+
+
+def test_arrays_arrive_as_the_structure_they_have(world):
+    x, y = numbers(40)
+    loader = hpc.Loader(world, {"x": x, "rows": y}, global_batch=8, shuffle=False)
+    for step, batch in enumerate(loader):
+        mine = np.arange(8 * step + (world.rank - 8 * step) % world.size, 8 * step + 8, world.size)
+        assert batch["x"].tolist() == mine.tolist()
+        assert np.array_equal(batch["rows"].numpy(), y[mine])
+
+
+def test_drop_last_and_keeping_a_short_last_batch(world):
+    dropped = hpc.Loader(world, numbers(43), global_batch=8, drop_last=True)
+    assert [len(b) for b in gathered(world, dropped)] == [8] * 5
+    kept = hpc.Loader(world, numbers(43), global_batch=8, even_last=False)
+    assert [len(b) for b in gathered(world, kept)] == [8] * 5 + [3]
+
+
+def test_faster_ranks_have_more(world):
+    weights = [1.0 + rank for rank in range(world.size)]
+    loader = hpc.Loader(world, numbers(60), global_batch=30, weights=weights)
+    for _ in loader:
+        assert loader.num_samples == pytest.approx(30 * weights[world.rank] / sum(weights), abs=1)
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize("shuffle", ["numpy", "keyed", False])
+def test_an_epoch_goes_on_on_fewer_ranks_and_on_more(world, shuffle):
+    """As 4 -> 3 -> 2 -> 1 -> 4: every remaining sample exactly once, in the batches of one run."""
+    fleet = [*range(world.size, 0, -1), world.size]
+    options = {"global_batch": 8, "shuffle": shuffle}
+    expected = gathered(world, hpc.Loader(world, numbers(101), **options))
+    seen, state = [], None
+    for leg, count in enumerate(fleet):
+        with first_ranks(world, count) as some:
+            if some is not None:
+                loader = hpc.Loader(some, numbers(101), **options)
+                if state is not None:
+                    loader.load_state_dict(state)
+                last = leg == len(fleet) - 1
+                seen += gathered(some, loader, steps=None if last else 2)
+                state = loader.state_dict()
+        state = world.comm.bcast(state, root=0)
+        seen = world.comm.bcast(seen, root=0)
+    assert seen == expected
+    assert flat(seen) == list(range(101))
+    assert (state["epoch"], state["consumed"], state["total"]) == (1, 0, 101)
+
+
+def test_going_on_is_bit_exact(world):
+    """Order within the batches too, on the same number of ranks, at every possible step."""
+
+    def rest(loader):
+        return [batch[0].tolist() for batch in loader]
+
+    whole = rest(hpc.Loader(world, numbers(61), global_batch=8))
+    for steps in range(9):
+        first = hpc.Loader(world, numbers(61), global_batch=8)
+        before = [batch[0].tolist() for _, batch in zip(range(steps), first, strict=False)]
+        second = hpc.Loader(world, numbers(61), global_batch=8, seed=99)
+        second.load_state_dict(first.state_dict())
+        assert before + rest(second) == whole
+        assert second.epoch == 1
+
+
+def test_training_does_not_depend_on_the_ranks(world, engines):
+    """Weights after two epochs with short batches are those of one process, stopped or not."""
+    x, y = torch.randn(37, 5, generator=torch.Generator().manual_seed(3)).double(), None
+    y = (x.sum(1) > 0).long()
+
+    def build():
+        torch.manual_seed(5)
+        model = torch.nn.Linear(5, 2).double()
+        return model, torch.optim.AdamW(model.parameters(), 0.05)
+
+    alone, own = build()
+    order = [Order(kind="numpy", num_samples=37, seed=7, epoch=e).between(0, 37) for e in (0, 1)]
+    for indices in order:
+        for start, stop in ((0, 8), (8, 16), (16, 24), (24, 32), (32, 37)):
+            own.zero_grad()
+            rows = torch.from_numpy(indices[start:stop].copy())
+            cross_entropy(alone(x[rows]), y[rows]).backward()
+            own.step()
+    model, optimizer = build()
+    replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"])
+    loader = hpc.Loader(world, TensorDataset(x, y), global_batch=8)
+    for number in range(3):  # the first epoch in two goes
+        for step, (a, b) in enumerate(loader):
+            replica.backward(cross_entropy(replica(a), b), num_samples=len(b))
+            assert replica.step()
+            if number == 0 and step == 1:
+                break
+        if number == 0:
+            state = loader.state_dict()
+            loader = hpc.Loader(world, (x, y), global_batch=8)
+            loader.load_state_dict(state)
+    assert torch.allclose(model.weight, alone.weight, rtol=0, atol=1e-9)
+    replica.close()
+
+
+# Habits
+
+
+def test_leaving_a_loop_early_begins_the_next_epoch(world):
+    loader = hpc.Loader(world, numbers(40), global_batch=8)
+    gathered(world, loader, steps=2)
+    assert (loader.epoch, loader.consumed) == (0, 16)
+    assert flat(gathered(world, loader)) == list(range(40))
+    assert loader.epoch == 2
+
+
+def test_two_loops_at_once_are_refused(world):
+    loader = hpc.Loader(world, numbers(40), global_batch=8)
+    outer = iter(loader)
+    next(outer)
+    next(iter(loader))
+    with pytest.raises(hpc.ConfigError, match="one loop at a time"):
+        next(outer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "global_batch is missing"),
+        ({"global_batch": 0}, "global_batch=0"),
+        ({"global_batch": 8, "shuffle": "local"}, "shuffle='local' is not possible"),
+        ({"global_batch": 8, "weights": [0.0]}, "weights="),
+        ({"global_batch": 8, "num_workers": 2}, "use prefetch"),
+        ({"global_batch": 8, "prefetch": -1}, "prefetch=-1"),
+        ({"global_batch": 8, "start_method": "fork"}, "unsafe"),
+        ({"global_batch": 8, "collate": list}, "collate"),
+    ],
+)
+def test_mistakes_are_named_on_all_ranks(world, options, message):
+    with pytest.raises(hpc.ConfigError, match=message):
+        hpc.Loader(world, numbers(40), **options)
+
+
+def test_a_mistake_of_one_rank_is_everyones(world):
+    last = world.rank == world.size - 1
+    with pytest.raises(hpc.ConfigError, match=rf"rank {world.size - 1} of .* different numbers"):
+        hpc.Loader(world, (torch.zeros(4), torch.zeros(5 if last else 4)), global_batch=4)
+    loader = hpc.Loader(world, numbers(40), global_batch=8)
+    state = loader.state_dict()
+    with pytest.raises(hpc.ConfigError, match="num_samples=41 and this loader 40"):
+        loader.load_state_dict(state | {"num_samples": 41 if last else 40})
+    if world.size > 1:
+        with pytest.raises(hpc.ConfigError, match="global_batch=1 leaves some of"):
+            hpc.Loader(world, numbers(40), global_batch=1)
+        with pytest.raises(hpc.ConfigError, match="num_samples=41 where rank 0 has 40"):
+            hpc.Loader(world, numbers(41 if last else 40), global_batch=8)
+        with pytest.raises(hpc.ConfigError, match="consumed=16 where rank 0 has 8"):
+            loader.load_state_dict(state | {"consumed": 16 if last else 8})
+
+
+# Other people's data sets
+
+
+def test_a_data_loader_is_dealt_out(world):
+    data = DataLoader(TensorDataset(torch.arange(41)), batch_size=8, shuffle=True)
+    loader = hpc.Loader(world, data)
+    assert flat(gathered(world, loader)) == list(range(41))
+    again = hpc.Loader(world, DataLoader(list(range(41)), batch_size=8, drop_last=True))
+    assert len(again) == 5
+    assert sorted(sum(world.comm.allgather([i for b in again for i in b.tolist()]), [])) == list(  # noqa: RUF017
+        range(40)
+    )
+
+
+def rows_of(world, loader, steps=None):
+    """Samples with their random numbers, of all ranks."""
+    mine = []
+    for step, batch in enumerate(loader):
+        mine += [tuple(column[i].item() for column in batch) for i in range(loader.num_samples)]
+        if step + 1 == steps:
+            break
+    return sorted(row for part in world.comm.allgather(mine) for row in part)
+
+
+def test_augmentation_depends_on_no_ranks_workers_or_stops(world):
+    with first_ranks(world, 1) as one:
+        on_one = rows_of(one, hpc.Loader(one, Noisy(30), global_batch=8)) if one else None
+    on_one = world.comm.bcast(on_one, root=0)
+    torch.manual_seed(world.rank)
+    of_the_model = torch.rand(2).tolist()
+    torch.manual_seed(world.rank)
+    here = rows_of(world, hpc.Loader(world, Noisy(30), global_batch=8))
+    assert [row[0] for row in here] == list(range(30))
+    assert here == on_one
+    drawn = torch.rand(1).tolist()
+    loader = hpc.Loader(world, Noisy(30), global_batch=8, num_workers=2)
+    there = rows_of(world, loader, steps=2)
+    state = loader.state_dict()
+    assert state["consumed"] == 16
+    loader.load_state_dict(state)
+    assert sorted(there + rows_of(world, loader)) == here
+    assert rows_of(world, loader) != here  # the workers stayed; the epoch is new
+    loader.close()
+    assert drawn + torch.rand(1).tolist() == of_the_model
+
+
+def test_a_worker_that_is_killed_is_told_in_the_loop(world):
+    data = Fragile(16, "kill")
+    loader = hpc.Loader(world, data, global_batch=16, num_workers=1, shuffle=False)
+    if 8 % world.size == world.rank:
+        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+            list(loader)
+    else:
+        assert sum(loader.num_samples for _ in loader) > 0
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_is_dealt_out_and_goes_on(world, workers):
+    loader = hpc.Loader(world, Counting(29), global_batch=8, num_workers=workers)
+    whole = [batch[:, 0].int().tolist() for batch in loader]
+    assert sorted(sum(world.comm.allgather(sum(whole, [])), [])) == list(range(29))  # noqa: RUF017
+    assert (loader.epoch, loader.total) == (1, 29)
+    with pytest.raises(TypeError, match="does not say how long"):
+        len(loader)
+    if workers:
+        return
+    values = [batch.tolist() for batch in loader]  # of epoch 1
+    assert all(1000 <= row[0] < 1029 for batch in values for row in batch)
+    again = hpc.Loader(world, Counting(29), global_batch=8)
+    again.load_state_dict(loader.state_dict() | {"epoch": 1, "consumed": 16})
+    assert [batch.tolist() for batch in again] == values[2:]
+    for options, message in (({"shuffle": True}, "no random access"), ({"num_workers": 2}, "0 or")):
+        with pytest.raises(hpc.ConfigError, match=message):
+            hpc.Loader(world, Counting(29), global_batch=8, **options)
+
+
+# Scattered data
+
+
+def test_scattered_shares_follow_the_global_order(world):
+    order = Order(kind="numpy", num_samples=41, seed=3, epoch=0)
+    shares = Shares(world.comm, 41, order)
+    loader = hpc.Loader(world, shares, global_batch=8)
+    whole = hpc.Loader(world, {"value": np.arange(41) * 10}, global_batch=8, seed=3)
+    for epoch in range(3):
+        assert gathered(world, loader) == gathered(world, whole)
+        assert shares.num_exchanges == epoch
+    state = loader.state_dict() | {"consumed": 16}
+    fresh = hpc.Loader(world, Shares(world.comm, 41, order.of_epoch(3)), global_batch=8)
+    fresh.load_state_dict(state)
+    whole.load_state_dict(state)
+    assert gathered(world, fresh) == gathered(world, whole)
+
+
+def test_a_local_shuffle_exchanges_nothing(world):
+    shares = Shares(world.comm, 41, Order(kind="stored", num_samples=41, seed=3, epoch=0))
+    loader = hpc.Loader(world, shares, global_batch=8, shuffle="local")
+    first, second = (gathered(world, loader) for _ in range(2))
+    assert flat(first) == flat(second) == [10 * i for i in range(41)]
+    assert first != second
+    assert shares.num_exchanges == 0

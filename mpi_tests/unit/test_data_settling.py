@@ -1,0 +1,102 @@
+"""What a loader decides from its arguments, without ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from hpctrain.data.adopting import as_source
+from hpctrain.data.settling import Arguments, settle
+from hpctrain.data.shuffle import LARGEST_IN_MEMORY, Order
+from hpctrain.data.subset import split_source
+from hpctrain.errors import ConfigError
+from mpi_tests.datasets import Counting, Noisy
+
+NOTHING = Arguments(
+    global_batch=8, shuffle=None, drop_last=None, even_last=True, weights=None, prefetch=None,
+    num_workers=None, start_method=None, collate=None,
+)  # fmt: skip
+
+
+def decide(data, has_spare=True, num_ranks=2, **said):
+    fields = {name: getattr(NOTHING, name) for name in NOTHING.__slots__} | said
+    return settle(data, Arguments(**fields), rank=0, num_ranks=num_ranks, has_spare=has_spare)
+
+
+class Slow:
+    """A source with `take` and nothing else."""
+
+    def __len__(self):
+        return 10
+
+    def take(self, indices):
+        return indices
+
+
+class Shares(Slow):
+    order = Order(kind="keyed", num_samples=10, seed=1, epoch=0)
+
+    def reorder(self, order):
+        raise NotImplementedError
+
+
+def test_a_thread_where_it_pays():
+    small, large = np.zeros((64, 10)), np.zeros((64, 65536), dtype=np.float32)
+    assert decide(small).depth == 0
+    assert decide(large, global_batch=8).depth == 0  # four rows of 256 KiB each
+    assert decide(large, global_batch=16).depth == 2
+    assert decide(large, global_batch=16, has_spare=False).depth == 0
+    assert decide(Slow(), has_spare=False).depth == 2
+    assert decide(Slow()).depth == 2
+    assert decide(split_source(as_source(small, None), {"a": 0.5}, seed=1)["a"]).depth == 0
+    assert decide(large, prefetch=0).depth == 0
+    assert decide(small, prefetch=5).depth == 5
+
+
+def test_memory_maps_are_read_by_a_thread(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((64, 10)))
+    assert decide(np.load(tmp_path / "x.npy", mmap_mode="r")).depth == 2
+
+
+def test_orders():
+    assert decide(np.zeros(10)).order == "numpy"
+    assert decide(range(LARGEST_IN_MEMORY + 1)).order == "keyed"
+    assert decide(np.zeros(10), shuffle=True).order == "numpy"
+    assert decide(np.zeros(10), shuffle="keyed").order == "keyed"
+    assert decide(np.zeros(10), shuffle=False).order == "stored"
+    assert decide(Counting(3)).order == "stream"
+    assert decide(Shares()).order == "keyed"  # what they were scattered by
+    assert decide(Shares(), shuffle="local").order == "local"
+    assert decide(DataLoader(range(9), batch_size=4)).order == "stored"
+    assert decide(DataLoader(range(9), batch_size=4), shuffle=True).order == "numpy"
+
+
+def test_what_is_said_wins_over_a_data_loader():
+    data = DataLoader(TensorDataset(torch.zeros(9)), batch_size=4, drop_last=True)
+    assert decide(data, global_batch=None).batching.global_batch == 4
+    assert decide(data).batching.global_batch == 8
+    assert decide(data).batching.drop_last
+    assert not decide(data, drop_last=False).batching.drop_last
+
+
+@pytest.mark.parametrize(
+    ("data", "said", "message"),
+    [
+        (np.zeros(9), {"global_batch": 1}, "leaves some of the 2 ranks without samples"),
+        (np.zeros(9), {"weights": [1.0]}, "one number above 0 for each of 2 ranks"),
+        (np.zeros(9), {"weights": [1.0, float("inf")]}, "one number above 0"),
+        (np.zeros(9), {"shuffle": "riffle"}, "shuffle='riffle' is not possible"),
+        (Shares(), {"weights": [1.0, 2.0]}, "scattered shares are equal"),
+        (Counting(9), {"weights": [1.0, 2.0]}, "dealt out evenly"),
+        (Counting(9), {"num_workers": 2}, "use 0 or 1"),
+        (Noisy(9), {"prefetch": 2}, "use num_workers"),
+        (Noisy(9), {"num_workers": -1}, "num_workers=-1"),
+        (Noisy(9), {"num_workers": 1, "start_method": "fork"}, "unsafe"),
+        (Slow(), {"num_workers": 1}, "use prefetch"),
+    ],
+)
+def test_what_does_not_go_together_is_named(data, said, message):
+    with pytest.raises(ConfigError, match=message):
+        decide(data, **said)
