@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import unicodedata
 from collections.abc import Sequence
 
@@ -24,6 +23,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+&|*-]{0,127}")
 _PATH = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./+=@,-]{0,1023}")
 _VALUE = re.compile(r"[A-Za-z0-9_.,:/=+@*&|()\[\]<>!-]{1,512}")
+# Stricter than the shell: a word like `a=b` or `==` is literal, but does not look so.
+_PLAIN = re.compile(r"-[A-Za-z0-9_@%+=:,./-]*|[A-Za-z0-9_@%+:,./][A-Za-z0-9_@%+:,./-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 # Line and paragraph separators, surrogates (not text at all), controls; and the marks that reorder
 # what a reader sees.
@@ -81,7 +82,10 @@ def check_variable(name: str) -> str:
 
 def quote(word: object) -> str:
     """One word of bash that means exactly this text."""
-    return shlex.quote(check_printable(str(word), "a word of the script"))
+    text = check_printable(str(word), "a word of the script")
+    if _PLAIN.fullmatch(text):
+        return text
+    return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
 def quote_all(words: Sequence[object]) -> str:

@@ -5,7 +5,7 @@
 #flux: --output=logs/hpctrain-{{id}}.out
 #flux: --exclusive
 # Written by hpctrain 0.1.0 from flux-run for a Flux cluster.
-# shellcheck disable=SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
+# shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
 
 set -euo pipefail
 

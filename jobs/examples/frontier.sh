@@ -11,7 +11,7 @@
 #SBATCH --no-requeue
 #SBATCH --network=disable_rdzv_get
 # Written by hpctrain 0.1.0 from slurm-srun for Frontier (OLCF).
-# shellcheck disable=SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
+# shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
 # hpctrain lint: ignore J21 (the site asks for it)
 
 set -euo pipefail

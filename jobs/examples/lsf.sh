@@ -7,7 +7,7 @@
 #BSUB -Q "75"
 #BSUB -wa USR2 -wt 5
 # Written by hpctrain 0.1.0 from lsf-jsrun for a Summit-like LSF cluster.
-# shellcheck disable=SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
+# shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
 
 set -euo pipefail
 

@@ -11,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 # Written by hpctrain 0.1.0 from slurm-srun for LUMI (CSC), LUMI-G.
-# shellcheck disable=SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
+# shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
 
 set -euo pipefail
 
