@@ -88,9 +88,10 @@ def test_submission_hands_over_an_argument_list(recorder, site, more, job, calle
 
 
 def test_flux_gets_a_job_for_each_task(recorder):
-    words = ["--site", "flux", "--time", "2h", "--array", "3", "--", "python", "x.py"]
+    words = ["--site", "flux", "--time", "2h", "--array", "3", "--json", "-q", "--", "python", "x"]
     done = hpctrain(recorder, "job", "submit", *words)
-    assert done.stdout.split() == ["f4711"] * 3, done.stderr
+    assert json.loads(done.stdout) == {"jobs": ["f4711"] * 3}
+    assert done.stderr == ""
     given = [call[2] for call in recorder.calls()]
     assert given == [f"--env=HPCTRAIN_ARRAY_INDEX={index}" for index in range(3)]
 

@@ -93,6 +93,7 @@ def test_no_example_is_without_its_command():
 def test_every_template_runs_exactly_what_was_asked_for(template, tmp_path):
     script = everything(template)
     shellcheck(script)
+    assert lint(script, exists=lambda folder: True) == []
     recorder = Recorder(tmp_path)
     done = recorder.run(script, TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
