@@ -46,15 +46,20 @@ def last_lines(path: Path, count: int | None) -> str:
 
 
 def follow(entry: Entry, path: Path, write: Callable[[str], None], ask: Ask) -> None:
-    """Write what a log has and gets, until the job is over or unknown to the batch system."""
-    system, position, over = find_system(entry.batch), 0, False
+    """Write what a log has and gets, until the job is over.
+
+    A job that the batch system does not know is over as well; it is asked twice, because a
+    controller that is being restarted knows nothing either.
+    """
+    system, position, over, unknown = find_system(entry.batch), 0, False, 0
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
     asked = time.monotonic() - _ASK_EVERY_S
     while True:
         if not over and time.monotonic() - asked >= _ASK_EVERY_S:
             asked = time.monotonic()
             states = system.ask_state(entry.job, ask)
-            over = all(state.is_final for state in states)
+            unknown = 0 if states else unknown + 1
+            over = unknown > 1 or (bool(states) and all(state.is_final for state in states))
         if grown := _read_from(path, position):
             position += len(grown)
             write(decode(grown))
