@@ -108,7 +108,6 @@ def test_unknown_sites_list_the_known():
     [
         ("perlmutter", {"gpus_per_node": 5}, "has 4"),
         ("perlmutter", {"account": None}, "give --account"),
-        ("perlmutter", {"walltime_s": 49 * 3600}, "more than the 48h"),
         ("perlmutter", {"template": "pbs-mpiexec"}, "is for pbs"),
         ("perlmutter", {"mpi": "openmpi"}, "does not go with"),
         ("perlmutter", {"image": "x.sif"}, "slurm-apptainer"),
@@ -126,6 +125,13 @@ def test_unknown_sites_list_the_known():
 def test_what_a_site_does_not_have_is_refused(name, fields, told):
     with pytest.raises(ConfigError, match=told):
         render(ask(**{"account": "p", **fields}), site(name))
+
+
+def test_a_walltime_past_the_sites_is_refused():
+    short = dataclasses.replace(site(), max_walltime="30 min")
+    render(ask(walltime_s=1800), short)
+    with pytest.raises(ConfigError, match="more than the 30 min"):
+        render(ask(walltime_s=1801), short)
 
 
 def test_fewer_gpus_mean_fewer_ranks():
