@@ -115,6 +115,8 @@ class _Normalise(torch.autograd.Function):
         """
         x, weight, mean, var = ctx.saved_tensors
         grad = grads[0]
+        if x.is_cuda:  # torch's kernel for other layouts wants statistics that it has made itself
+            x, grad = x.contiguous(), grad.contiguous()
         direct, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
         )

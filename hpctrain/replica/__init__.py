@@ -9,6 +9,7 @@ from hpctrain.connection import Connection, connect
 from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.precision import LossScaling, PrecisionName
+from hpctrain.replica.alone_mode import AloneMode
 from hpctrain.replica.arena_mode import ArenaMode
 from hpctrain.replica.arguments import (
     agree_on_arguments,
@@ -150,6 +151,8 @@ def distribute(
             return make_node_mode(
                 link, optimizer, names, parameters, chosen, share_parameters=share_parameters
             )
+        if link.size == 1 and bucket_bytes is None and not overlap:
+            return AloneMode(names, parameters)
         size = bucket_bytes
         if size is None and overlapping:
             size = bucket_size(total)

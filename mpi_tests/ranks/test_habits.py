@@ -161,7 +161,7 @@ def test_no_sync_adds_up_and_exchanges_once(pair):
         for part in range(3):
             p.whole_loss(3 * step + part).backward()
         p.own.step()
-    assert p.replica.counts()["messages"] - before == STEPS
+    assert p.replica.counts()["messages"] - before == (STEPS if p.world.size > 1 else 0)
     p.check()
 
 

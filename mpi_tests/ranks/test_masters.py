@@ -143,6 +143,8 @@ def test_parameters_added_later_have_masters_too(world, engines):
 
 
 def test_masters_are_each_ranks_own(world, engines):
+    if world.size == 1:
+        pytest.skip("one rank's share is everything")
     model = build()
     with pytest.raises(hpc.ConfigError, match='update="sharded" cannot be'):
         distribute(world, engines, model, OPTIMIZERS["adamw"](model), update="sharded")

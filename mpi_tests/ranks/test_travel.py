@@ -24,7 +24,8 @@ def test_messages_and_hooks_are_exact(pair):
         p.replica.backward(p.loss(step))
         p.replica.step()
     after = p.replica.counts()
-    assert after["messages"] - before["messages"] == 10  # one bucket, one dtype, nothing else
+    # one bucket, one dtype, nothing else; and nothing at all where there is nobody to send to
+    assert after["messages"] - before["messages"] == (10 if p.world.size > 1 else 0)
     assert after["hooks"] == before["hooks"] == 0
     p.replica.close()
 
@@ -178,6 +179,6 @@ def test_describe_says_what_was_chosen(pair):
     p = pair()
     text = p.replica.describe()
     assert "mpi" in text
-    assert "1 a step" in text  # one message, or one meeting in shared memory
+    assert ("1 a step" if p.world.size > 1 else "exchanges nothing") in text
     assert "AdamW" in text
     p.replica.close()

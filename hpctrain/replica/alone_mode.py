@@ -1,0 +1,166 @@
+"""One rank alone: gradients stay where torch puts them, and nothing travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from hpctrain.fusion.arena import Arrived
+from hpctrain.fusion.usage import Usage
+from hpctrain.precision.arithmetic import sum_of_squares
+from hpctrain.replica.mode import Control
+
+__all__ = ["AloneMode"]
+
+
+class AloneMode:
+    """What a replica does with gradients that need no exchange: nothing but what was asked for."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        self.usage = Usage(tuple(names), self.parameters)
+        self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
+        self._strays: list[tuple[int, int]] | None = None
+        self._closing = False
+
+    def fits(self) -> bool:
+        """Whether the parameters are still what they were."""
+        return all(
+            (p.dtype, p.device, p.shape) == kind
+            for p, kind in zip(self.parameters, self._kinds, strict=True)
+        )
+
+    def begin(self, *, fresh: bool) -> None:
+        """Before a backward pass: where a new window begins, there are no gradients."""
+        if fresh:
+            self.zero()
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.usage.hook()
+
+    def edited(self) -> bool:
+        """Whether somebody has written to gradients since `settle`."""
+        return self._strays is not None and self._strays != self._fingerprint()
+
+    def foreign(self) -> list[str]:
+        """Parameters that a backward pass of somebody else's has written to."""
+        return self.usage.unsettled()
+
+    def arm(self, control: Control) -> None:
+        """Before the last backward pass of a window."""
+        self._closing = True
+
+    def settle(self) -> None:
+        """After a backward pass."""
+        self.usage.settle()
+        self._strays = None if self._closing else self._fingerprint()
+        self._closing = False
+
+    def exchange(self, control: Control) -> Arrived:
+        """Nothing: this rank's sum is everybody's."""
+        self._strays = None
+        for parameter in self.parameters:  # a gradient that has travelled has no graph
+            if parameter.grad is not None and parameter.grad.requires_grad:
+                parameter.grad = parameter.grad.detach()
+        return Arrived(
+            control=torch.tensor(control, dtype=torch.float64), flags=(), all_used_here=True
+        )
+
+    def average(self, divisor: float | Tensor) -> None:
+        """Turn the sums into averages."""
+        kept, _ = self._split(frozenset())
+        if kept and (isinstance(divisor, Tensor) or divisor != 1.0):
+            torch._foreach_div_(kept, divisor)
+
+    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
+        """All of it: nothing is divided on the way."""
+        return divisor
+
+    def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
+        """Sums of squares without the excluded parameters, and of these."""
+        kept, left = self._split(excluded)
+        return self._squared(kept), self._squared(left)
+
+    def _squared(self, gradients: list[Tensor]) -> Tensor:
+        device = self.parameters[0].device
+        if not gradients or any(g.device.type == "cpu" for g in gradients):
+            return sum_of_squares(gradients, device)
+        # On a GPU all of them by one kernel.
+        double = any(g.dtype in (torch.float64, torch.complex128) for g in gradients)
+        wide = torch.float64 if double else torch.float32
+        norms = torch._foreach_norm(gradients, 2, dtype=None if _alike(gradients, wide) else wide)
+        return torch.stack([norm.to(device, wide) for norm in norms]).square().sum()
+
+    def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
+        """Multiply, the excluded parameters by a factor of their own."""
+        for gradients, by in zip(self._split(excluded), (factor, excluded_factor), strict=True):
+            if gradients:
+                torch._foreach_mul_(gradients, by)
+
+    def clamp(self, limit: float, excluded: frozenset[int]) -> None:
+        """Limit each element's size, but for the excluded parameters."""
+        for gradient in self._split(excluded)[0]:
+            gradient.clamp_(-limit, limit)
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        self.usage.settle()
+        self._strays = None
+
+    def hide_unused(self, used: frozenset[int] | None) -> None:
+        """Give parameters that were not used no gradient; torch gives them none anyway."""
+        if used is not None:
+            for index, parameter in enumerate(self.parameters):
+                if index not in used:
+                    parameter.grad = None
+
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(p.grad is None for p in self.parameters)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Copies of the gradients as they are now."""
+        return [None if p.grad is None else p.grad.clone() for p in self.parameters]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients that were set aside."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None and parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient)
+
+    def each_alone(self) -> AbstractContextManager[None]:
+        """It is alone."""
+        return nullcontext()
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What was chosen, in words."""
+        return [("gradients", "torch's own: one rank exchanges nothing")]
+
+    def counts(self) -> dict[str, int]:
+        """Nothing is sent."""
+        return {"messages": 0, "hooks": 0, "bytes": 0}
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self.usage.close()
+
+    def _split(self, excluded: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
+        kept: list[Tensor] = []
+        left: list[Tensor] = []
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                (left if index in excluded else kept).append(parameter.grad)
+        return kept, left
+
+    def _fingerprint(self) -> list[tuple[int, int]]:
+        return [(id(g), -1 if g is None else g._version) for g in (p.grad for p in self.parameters)]
+
+
+def _alike(gradients: Sequence[Tensor], wide: torch.dtype) -> bool:
+    """Whether norms come out wide enough by themselves."""
+    return all(g.dtype is wide or g.is_complex() for g in gradients)
