@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         DataError,
         HpcTrainError,
         InstallError,
+        JobError,
         LaunchError,
         NonFiniteError,
     )
@@ -49,6 +50,7 @@ __all__ = [
     "DataError",
     "HpcTrainError",
     "InstallError",
+    "JobError",
     "LaunchError",
     "Loader",
     "LossScaling",
@@ -82,6 +84,7 @@ _HOME = {
     "DataError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
+    "JobError": "hpctrain.errors",
     "LaunchError": "hpctrain.errors",
     "LossScaling": "hpctrain.precision",
     "NonFiniteError": "hpctrain.errors",

@@ -12,6 +12,7 @@ __all__ = [
     "DataError",
     "HpcTrainError",
     "InstallError",
+    "JobError",
     "LaunchError",
     "NonFiniteError",
 ]
@@ -35,6 +36,10 @@ class CollectiveError(HpcTrainError):
 
 class InstallError(HpcTrainError):
     """Something could not be installed or built; the message has the cause, log and cure."""
+
+
+class JobError(HpcTrainError):
+    """The batch system refused, or did not answer, or does not know the job."""
 
 
 class NonFiniteError(HpcTrainError, ArithmeticError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from importlib.metadata import version
@@ -35,16 +36,19 @@ def built(tmp_path_factory):
     )
     assert done.code == 0, done.text
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
-    return wheel, sdist
+    return wheel, sdist, source
 
 
 def test_the_wheel_is_pure_and_whole(built):
-    wheel, sdist = built
+    wheel, sdist, _ = built
     assert wheel.name.endswith("-py3-none-any.whl")
     inside = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "hpctrain").rglob("*.py")}
     assert sources <= inside
     assert "hpctrain/py.typed" in inside
+    jobs = {f"hpctrain/submit/{path.relative_to(ROOT)}" for path in (ROOT / "jobs").rglob("*.*")}
+    assert len(jobs) > 30
+    assert jobs <= inside
     assert not any(name.startswith("mpi_tests") for name in inside)
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -60,6 +64,29 @@ def test_it_installs_into_a_clean_environment_without_a_compiler(built, tmp_path
     help_text = run(tmp_path / "v" / "bin" / "hpctrain", "--help", env=NO_COMPILER, cwd=tmp_path)
     assert help_text.code == 0, help_text.text  # with neither torch nor mpi4py there
     assert "VERB" in help_text.out
+
+
+RENDER = ["job", "render", "--site", "pbs", "--time", "1h", "--", "python", "x.py"]
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_jobs_are_rendered_from_the_wheel_and_from_an_editable_install(built, tmp_path, kind):
+    here = run(sys.executable, "-m", "hpctrain", *RENDER)
+    assert here.code == 0, here.text
+    assert run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "v").code == 0
+    python = tmp_path / "v" / "bin" / "python"
+    site = next((tmp_path / "v" / "lib").glob("python*")) / "site-packages"
+    # Jinja2 and the build tools of this environment, last on the path.
+    (site / "shared.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
+    given = [built[0]] if kind == "wheel" else ["--no-build-isolation", "-e", built[2]]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    done = run(*pip, "--ignore-installed", *given, env=NO_COMPILER, timeout_s=120)
+    assert done.code == 0, done.text
+    code = "import sys; from hpctrain.cli import main; from hpctrain.submit.places import JOBS; "
+    code += "print(JOBS, file=sys.stderr); sys.exit(main(sys.argv[1:]))"
+    rendered = run(python, "-c", code, *RENDER, env={"PYTHONPATH": ""}, cwd=tmp_path)
+    assert rendered.out == here.out, rendered.text
+    assert str(site if kind == "wheel" else built[2]) in rendered.err
 
 
 def test_installing_it_replaces_nothing_that_is_there(built):

@@ -101,6 +101,31 @@ def test_starting_the_script_with_srun(train, slurm, line):
     assert trained(done.stdout, 4), done.stdout + done.stderr
 
 
+def test_a_job_from_submission_to_its_log(slurm):
+    # Training under both templates is in test_jobs_slurm.py.
+    submit = (
+        "hpctrain job submit --site slurm --mpi pmix --time 10m --nodes 2 --ranks-per-node 2"
+        " -- python train.py"
+    )
+    assert submit in COMMANDS
+    folder = slurm.directory / "readme"
+    folder.mkdir()
+    (folder / "train.py").write_text("import os\nprint('rank', os.environ['SLURM_PROCID'])\n")
+    env = {**tools(), "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder)}
+    for line in (submit.replace("pmix", mpi_of_this_python().srun_plugin), "hpctrain job logs -f"):
+        done = slurm.run(shlex.split(line), cwd=folder, timeout_s=120, env=env)
+    assert sorted(re.findall(r"^rank (\d)$", done.stdout, re.MULTILINE)) == list("0123"), (
+        done.stdout
+    )
+
+
+def test_linting_an_example():
+    line = "hpctrain job lint jobs/examples/lsf.sh"
+    assert line in COMMANDS
+    done = run(*shlex.split(line), env=tools())
+    assert (done.code, "J09" in done.out) == (1, True), done.text  # there is no folder logs here
+
+
 def test_the_doctor_lines():
     lines = ["hpctrain doctor", "hpctrain doctor --json", "hpctrain horovod check"]
     assert set(lines) <= set(COMMANDS)
@@ -126,7 +151,8 @@ def test_the_doctor_of_all_nodes():
 
 def test_no_command_is_left_out():
     source = Path(__file__).read_text()
-    left = [line for line in COMMANDS if f'"{line}"' not in source and not line.startswith("make ")]
+    joined = source.replace('"\n        "', "")  # lines that are too long for one
+    left = [line for line in COMMANDS if f'"{line}"' not in joined and not line.startswith("make ")]
     assert left == []
     for line in COMMANDS:
         if line.startswith("make "):

@@ -14,8 +14,8 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError LAMB LARS
-LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard World __version__ agree
+CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError JobError LAMB
+LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard World __version__ agree
 average_batchnorm checkpoint_activations connect distribute files gather init metrics
 quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
 """
@@ -24,6 +24,9 @@ FLAGS = {
     "data": "--help -h",
     "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
+    "job": "--help -h",
+    "sweep": "--help -h",
+    "pack": "--help --output --prefix -h -o",
 }
 
 
@@ -41,6 +44,38 @@ def test_flags(verb):
     importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert " ".join(sorted(flags)) == FLAGS[verb]
+
+
+JOB = """--account --after --after-kind --array --array-limit --constraint --cpus-per-rank
+--directive --env --gpus-per-node --help --image --log-dir --memory --module --mpi --name --nodes
+--pack --partition --prologue --qos --queue --ranks-per-node --requeue --reservation --signal
+--signal-lead --site --source --stage --template --time --venv -h"""
+SWEEP = "--dir --grid --help --list --num --random --seed -h"
+ACTIONS = {
+    ("job", "render"): f"{JOB} --output -o",
+    ("job", "submit"): f"{JOB} --chain --json --quiet -q",
+    ("job", "status"): "--help --json -h",
+    ("job", "logs"): "--follow --help --lines --task -f -h -n",
+    ("job", "cancel"): "--help -h",
+    ("job", "sites"): "--help --json -h",
+    ("job", "lint"): "--help --json -h",
+    ("sweep", "run"): SWEEP,
+    ("sweep", "submit"): f"{JOB} {SWEEP}",
+    ("sweep", "table"): "--dir --help --json --max --metric -h",
+}
+
+
+def test_flags_of_actions():
+    for verb in ("job", "sweep"):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
+        (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]
+        found = {
+            (verb, name): {flag for each in child._actions for flag in each.option_strings}
+            for name, child in actions.items()
+        }
+        frozen = {key: set(text.split()) for key, text in ACTIONS.items() if key[0] == verb}
+        assert found == frozen
 
 
 @pytest.mark.parametrize(

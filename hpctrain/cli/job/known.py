@@ -1,0 +1,42 @@
+"""Which job is meant: an id that was remembered, or any id with its batch system."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from hpctrain.errors import JobError
+from hpctrain.submit.ledger import Entry, Ledger
+from hpctrain.submit.places import state_home
+from hpctrain.submit.request import check_job_id
+
+__all__ = ["add_job", "meant", "recent"]
+
+
+def add_job(parser: argparse.ArgumentParser, *, several: bool) -> None:
+    """Declare the ids."""
+    parser.add_argument("jobs", nargs="*" if several else "?", metavar="ID", help="job id")
+
+
+def recent(count: int) -> list[Entry]:
+    """The last jobs that were submitted from here, newest last."""
+    return Ledger(state_home(os.environ)).entries()[-count:]
+
+
+def meant(job: str | None) -> Entry:
+    """The entry of an id; without one, the last job.
+
+    Raises:
+        JobError: hpctrain did not submit such a job.
+    """
+    if job is not None:
+        check_job_id(job)
+    ledger = Ledger(state_home(os.environ))
+    entry = ledger.find(job)
+    if entry is None:
+        what = f"job {job}" if job else "any job"
+        raise JobError(
+            f"hpctrain does not remember {what} ({ledger.path}); it knows what `hpctrain job "
+            "submit` handed over, for others ask the batch system itself"
+        )
+    return entry

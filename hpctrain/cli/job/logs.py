@@ -1,0 +1,48 @@
+"""`hpctrain job logs`: what a job has printed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hpctrain import log
+from hpctrain.cli.job.known import add_job, meant
+from hpctrain.errors import ConfigError
+from hpctrain.submit.batch.system import ask_program
+from hpctrain.submit.following import follow, last_lines, log_paths
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_job(parser, several=False)
+    parser.add_argument("-f", "--follow", action="store_true", help="until the job is over")
+    parser.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N lines")
+    parser.add_argument("--task", type=int, metavar="I", help="one task of an array, from 0")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Show the log, or follow it."""
+    if args.lines is not None and args.lines < 0:
+        raise ConfigError(f"--lines {args.lines} is not possible; give 0 or more")
+    entry = meant(args.jobs)
+    paths = log_paths(entry, args.task)
+    if args.follow:
+        if len(paths) > 1:
+            raise ConfigError(f"job {entry.job} is an array; name one task with --task")
+        try:
+            follow(entry, paths[0], _write, ask_program)
+        except KeyboardInterrupt:
+            log.notice(f"job {entry.job} goes on")
+        return 0
+    for path in paths:
+        if len(paths) > 1:
+            print(f"==> {path} <==")
+        _write(last_lines(path, args.lines))
+    return 0
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,42 @@
+"""`hpctrain job sites`: the profiles there are, and how far each can be trusted."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from hpctrain import log
+from hpctrain.cli.job.options import site_folders
+from hpctrain.submit.site import Site, find_sites, load_site
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="show all of one profile")
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """List, or show one."""
+    folders = site_folders()
+    names = [args.name] if args.name else sorted(find_sites(folders))
+    sites = [load_site(name, folders) for name in names]
+    if args.json:
+        print(json.dumps([dataclasses.asdict(site) for site in sites], indent=2))
+    elif args.name:
+        print(log.table(("key", "value"), list(dataclasses.asdict(sites[0]).items())))
+    else:
+        headers = ("site", "template", "GPUs", "what", "how it is known")
+        rows = [(s.name, s.template, s.gpus_per_node, s.title, _known(s)) for s in sites]
+        print(log.table(headers, rows))
+    return 0
+
+
+def _known(site: Site) -> str:
+    if not site.source:
+        return "never run; it does not say"
+    how = "run on" if site.ever_run else "never run; written from"
+    return f"{how} {site.source} ({site.as_of})"

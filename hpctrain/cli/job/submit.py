@@ -1,0 +1,64 @@
+"""`hpctrain job submit`: the script goes to the batch system, and is remembered."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from hpctrain import log
+from hpctrain.cli.job.options import add_job_options, command_of, request_from, site_from
+from hpctrain.errors import ConfigError
+from hpctrain.submit.ledger import Ledger
+from hpctrain.submit.places import state_home
+from hpctrain.submit.submission import submit
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.usage = "hpctrain job submit [options] -- COMMAND [ARGS ...]"
+    add_job_options(parser)
+    parser.add_argument(
+        "--chain", type=int, default=1, metavar="N", help="N such jobs, each after the one before"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="do not show the script")
+    parser.add_argument("--json", action="store_true", help="print the ids as JSON")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Submit, and print the ids."""
+    if not 1 <= args.chain <= 1000:
+        raise ConfigError(f"--chain {args.chain} is not possible; give 1 to 1000")
+    request, site = request_from(args, (command_of(args.command),)), site_from(args)
+    ledger = Ledger(state_home(os.environ))
+    jobs: list[str] = []
+    for _ in range(args.chain):
+        new = submit(
+            request,
+            site,
+            directory=Path.cwd(),
+            ledger=ledger,
+            show=_keep_quiet if args.quiet else _show,
+        )
+        jobs += new
+        request = dataclasses.replace(request, after=tuple(new))
+    if args.json:
+        print(json.dumps({"jobs": jobs}))
+    else:
+        print("\n".join(jobs))
+        log.notice(f"`hpctrain job logs -f {jobs[0]}` follows it; scripts and logs: {args.log_dir}")
+    return 0
+
+
+def _show(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _keep_quiet(text: str) -> None:
+    pass

@@ -1,0 +1,133 @@
+"""`hpctrain sweep run|submit|table`: one command over many settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hpctrain import log
+from hpctrain.cli.job.options import add_job_options, command_of, request_from, site_from
+from hpctrain.errors import ConfigError
+from hpctrain.submit.ledger import Ledger
+from hpctrain.submit.places import state_home
+from hpctrain.submit.submission import submit
+from hpctrain.submit.sweep import (
+    Point,
+    grid_points,
+    list_points,
+    random_points,
+    read_results,
+    write_sweep,
+)
+
+__all__ = ["add_arguments", "main"]
+
+_EPILOG = """\
+The command has {key} where a value goes, {run_dir} for the point's own directory and {index} for
+its number. What it writes to {run_dir}/result.json, an object of numbers, is what `table` ranks by.
+
+exit codes: 0 well; 1 a point failed (run), or the batch system refused; 2 wrong usage
+
+examples:
+  hpctrain sweep run --grid lr=0.1,0.01 --grid batch=32,64 -- python train.py --lr {lr} \\
+      --batch {batch} --out {run_dir}
+  hpctrain sweep submit --random lr=loguniform(1e-5,1e-1) --num 20 --site slurm --time 1h -- \\
+      hpctrain run train.py --lr {lr} --out {run_dir}
+  hpctrain sweep table --metric loss
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the actions."""
+    parser.epilog = _EPILOG
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    run = actions.add_parser("run", help="one after the other on this machine")
+    array = actions.add_parser("submit", help="as a job array")
+    table = actions.add_parser("table", help="the results, best on top")
+    for child in (run, array, table):
+        child.add_argument("--dir", type=Path, default=Path("sweep"), help="default: sweep")
+    for child in (run, array):
+        child.usage = f"hpctrain sweep {child.prog.split()[-1]} [options] -- COMMAND [ARGS ...]"
+        kind = child.add_mutually_exclusive_group(required=True)
+        kind.add_argument("--grid", action="append", metavar="K=A,B", help="all combinations")
+        kind.add_argument("--random", action="append", metavar="K=D", help="draws from D")
+        kind.add_argument("--list", type=Path, metavar="F", help="JSON list of objects")
+        child.add_argument("--num", type=int, metavar="N", help="number of random points")
+        child.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add_job_options(array)
+    for child in (run, array):
+        child.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    table.add_argument("--metric", default="loss", help="key of result.json (default: loss)")
+    table.add_argument("--max", action="store_true", help="the largest is the best")
+    table.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run, submit or show."""
+    if args.action == "table":
+        return _table(args)
+    template = command_of(args.command)
+    if not template:
+        raise ConfigError("no command was given; write it after --, as -- python train.py {lr}")
+    directory = args.dir.absolute()
+    commands = write_sweep(directory, _points(args), template)
+    if args.action == "run":
+        return _run(directory, commands)
+    if args.array is not None:
+        raise ConfigError("--array is the number of points here; leave it out")
+    args.array = len(commands)
+    jobs = submit(
+        request_from(args, commands),
+        site_from(args),
+        directory=Path.cwd(),
+        ledger=Ledger(state_home(os.environ)),
+        show=lambda text: None,
+    )
+    print("\n".join(jobs))
+    return 0
+
+
+def _points(args: argparse.Namespace) -> list[Point]:
+    if args.random:
+        if args.num is None:
+            raise ConfigError("--random needs --num, the number of points")
+        return random_points(args.random, count=args.num, seed=args.seed)
+    if args.num is not None:
+        raise ConfigError("--num is for --random; leave it out")
+    if args.grid:
+        return grid_points(args.grid)
+    try:
+        return list_points(args.list.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{args.list} cannot be read: {error}") from error
+
+
+def _run(directory: Path, commands: tuple[tuple[str, ...], ...]) -> int:
+    failed = 0
+    for index, command in enumerate(commands):
+        log.notice(f"point {index} of {len(commands)}: {' '.join(command)}")
+        path = directory / f"{index:04d}" / "log.txt"
+        with path.open("wb") as out:
+            try:
+                code = subprocess.call(command, stdout=out, stderr=subprocess.STDOUT)
+            except OSError as error:
+                raise ConfigError(f"{command[0]} cannot be started: {error}") from error
+        if code:
+            failed += 1
+            log.warn(f"point {index} ended with exit code {code}; see {path}")
+    print(f"{len(commands) - failed} of {len(commands)} points ended well", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _table(args: argparse.Namespace) -> int:
+    rows = read_results(args.dir, args.metric, largest=args.max)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        shown = [["" if cell is None else cell for cell in row.values()] for row in rows]
+        print(log.table(list(rows[0]), shown))
+    return 0

@@ -1,0 +1,82 @@
+"""The jobs this user has submitted, in one small JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import InstallError, JobError
+from hpctrain.install.lock import held
+
+__all__ = ["Entry", "Ledger"]
+
+_KEPT = 1000
+_LOCK_WAIT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A job that was handed over."""
+
+    job: str
+    batch: str
+    name: str
+    site: str
+    directory: str
+    script: str
+    log_dir: str
+    submitted: str
+    """In UTC, as 2026-11-15T06:30:00Z."""
+    array_size: int | None = None
+
+
+class Ledger:
+    """What was submitted, newest last. The last thousand are kept."""
+
+    def __init__(self, home: Path) -> None:
+        self.path = home / "jobs.json"
+
+    def entries(self) -> list[Entry]:
+        """All that is remembered.
+
+        Raises:
+            JobError: the file is damaged.
+        """
+        try:
+            table = json.loads(self.path.read_text(encoding="utf-8"))
+            return [Entry(**row) for row in table["jobs"]]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise JobError(
+                f"{self.path}, which remembers your jobs, cannot be read ({error}); move it away"
+            ) from error
+
+    def add(self, entry: Entry) -> None:
+        """Remember a job; others may do the same at this moment.
+
+        Raises:
+            JobError: the file cannot be written.
+        """
+        try:
+            with held(self.path.with_suffix(".lock"), what="remember a job", wait_s=_LOCK_WAIT_S):
+                rows = [*self.entries(), entry][-_KEPT:]
+                table = {"version": 1, "jobs": [dataclasses.asdict(row) for row in rows]}
+                fresh = self.path.with_suffix(f".{os.getpid()}.new")
+                fresh.write_text(json.dumps(table, indent=1), encoding="utf-8")
+                fresh.replace(self.path)
+        except (OSError, InstallError) as error:
+            raise JobError(
+                f"job {entry.job} was submitted, but {self.path} cannot be written: {error}"
+            ) from error
+
+    def find(self, job: str | None) -> Entry | None:
+        """The newest entry of that id (or of its array), or the newest of all."""
+        base = job.partition("_")[0] if job else None
+        for entry in reversed(self.entries()):
+            if job is None or entry.job in (job, base):
+                return entry
+        return None

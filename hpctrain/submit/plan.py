@@ -1,0 +1,168 @@
+"""A request meets a site: every choice made, and refused where the two do not go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.errors import ConfigError
+from hpctrain.submit.kinds import Template, find_template
+from hpctrain.submit.request import Request
+from hpctrain.submit.site import Site
+from hpctrain.submit.units import format_clock, parse_duration
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What will be in the script, with nothing left open."""
+
+    request: Request
+    site: Site
+    template_name: str
+    template: Template
+    mpi: str
+    ranks_per_node: int
+    cpus_per_rank: int | None
+    gpus_per_node: int
+    partition: str
+    qos: str
+    constraint: str
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on all nodes together."""
+        return self.request.num_nodes * self.ranks_per_node
+
+    @property
+    def is_array(self) -> bool:
+        """Whether there are several tasks, told apart by an index."""
+        return self.request.array_size is not None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the site, then those of the job."""
+        merged = dict(self.site.environment)
+        if self.request.num_nodes > 1:
+            merged.update(self.site.multi_node_environment)
+        if self.cpus_per_rank is not None:
+            threads = max(1, self.cpus_per_rank // self.site.threads_per_core)
+            merged.setdefault("OMP_NUM_THREADS", str(threads))
+        return merged | dict(self.request.environment)
+
+
+def make_plan(request: Request, site: Site) -> Plan:
+    """Decide everything the request left to the site.
+
+    Raises:
+        ConfigError: the site has no such thing, or the batch system cannot do it.
+    """
+    name = request.template or site.template
+    template = find_template(name)
+    if template.batch != find_template(site.template).batch:
+        raise ConfigError(
+            f"template {name} is for {template.batch}, and {site.name} has "
+            f"{find_template(site.template).batch}; leave --template out or choose another site"
+        )
+    of_site = site.default_gpus_per_node
+    default = site.gpus_per_node if of_site is None else of_site
+    gpus = default if request.gpus_per_node is None else request.gpus_per_node
+    if gpus > site.gpus_per_node:
+        raise ConfigError(
+            f"{gpus} GPUs per node were asked for, and {site.title} has {site.gpus_per_node}; ask "
+            "for at most that many, or correct gpus_per_node in the site's profile"
+        )
+    plan = Plan(
+        request=request,
+        site=site,
+        template_name=name,
+        template=template,
+        mpi=_choose_mpi(request, site, name, template),
+        ranks_per_node=request.ranks_per_node or _ranks(site, gpus),
+        cpus_per_rank=request.cpus_per_rank or site.cpus_per_rank,
+        gpus_per_node=gpus,
+        partition=request.partition or site.partition,
+        qos=request.qos or site.qos,
+        constraint=request.constraint or site.constraint,
+    )
+    _check(plan)
+    return plan
+
+
+def _ranks(site: Site, gpus: int) -> int:
+    if 0 < gpus < site.gpus_per_node:
+        return gpus
+    return site.ranks_per_node or gpus or 1
+
+
+def _choose_mpi(request: Request, site: Site, name: str, template: Template) -> str:
+    of_site = site.mpi if site.mpi in template.mpis else ""
+    mpi = request.mpi or of_site or (template.mpis[0] if template.mpis else "")
+    if mpi not in (template.mpis or ("",)):
+        known = ", ".join(template.mpis) or "nothing: leave --mpi out"
+        raise ConfigError(f"--mpi {mpi} does not go with template {name}; choose from {known}")
+    return mpi
+
+
+def _check(plan: Plan) -> None:
+    request, site = plan.request, plan.site
+    if site.max_walltime and request.walltime_s > parse_duration(site.max_walltime):
+        raise ConfigError(
+            f"a walltime of {format_clock(request.walltime_s)} is more than the "
+            f"{site.max_walltime} that {site.title} gives; ask for less and requeue"
+        )
+    if site.needs_account and not request.account:
+        raise ConfigError(f"{site.title} charges every job to a project; give --account")
+    if plan.template.needs_image != (request.image is not None):
+        cure = "give --image" if plan.template.needs_image else "use template slurm-apptainer"
+        raise ConfigError(
+            f"template {plan.template_name} and a container image go together; {cure}"
+        )
+    if site.cpu_masks and plan.ranks_per_node > len(site.cpu_masks):
+        raise ConfigError(
+            f"{plan.ranks_per_node} ranks per node were asked for, and {site.title} has cores for "
+            f"{len(site.cpu_masks)}; ask for at most that many"
+        )
+    if (by_rank := _one_gpu_each(plan)) and 0 < plan.gpus_per_node != plan.ranks_per_node:
+        raise ConfigError(
+            f"{site.title} gives each rank {by_rank}, so {plan.ranks_per_node} ranks per node and "
+            f"{plan.gpus_per_node} GPUs per node do not go together; make them equal"
+        )
+    _check_dialect(plan)
+
+
+def _check_dialect(plan: Plan) -> None:
+    request, site, batch = plan.request, plan.site, plan.template.batch
+    absent = {
+        ("pbs", "constraint"): plan.constraint,
+        ("pbs", "qos"): plan.qos,
+        ("pbs", "reservation"): request.reservation,
+        ("lsf", "constraint"): plan.constraint,
+        ("lsf", "qos"): plan.qos,
+        ("lsf", "memory"): request.memory_mib,
+        ("flux", "qos"): plan.qos,
+        ("flux", "reservation"): request.reservation,
+        ("flux", "memory"): request.memory_mib,
+        ("flux", "array_limit"): request.array_limit,
+    }
+    for (which, what), given in absent.items():
+        if which == batch and given:
+            raise ConfigError(
+                f"{what} {given} cannot be written for {batch}; leave it out, or give the site's "
+                "own way as --directive"
+            )
+    if batch == "pbs" and site.whole_nodes and request.memory_mib:
+        raise ConfigError(f"{site.title} gives nodes out whole; leave --memory out")
+    if request.max_requeues and plan.is_array and batch == "pbs":
+        raise ConfigError("a task of a PBS array cannot be submitted again; leave --requeue out")
+    if request.max_requeues and batch in ("pbs", "flux") and request.script is None:
+        raise ConfigError(
+            f"{batch} requeues by submitting the script again, which needs its path; render it "
+            "into a file with -o, or submit it"
+        )
+
+
+def _one_gpu_each(plan: Plan) -> str:
+    if plan.template.batch == "lsf" or plan.site.gpu_request == "gpus-per-task":
+        return "one GPU"
+    return "a GPU by its index" if plan.site.gpu_visibility == "reversed" else ""

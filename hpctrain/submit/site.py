@@ -1,0 +1,235 @@
+"""Site profiles: what a centre's nodes, directives, environment and launch line look like.
+
+A profile is one TOML file. `inherits` names another whose keys it takes over; tables are merged,
+everything else is replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import ConfigError
+from hpctrain.submit.kinds import find_template
+from hpctrain.submit.units import parse_duration
+from hpctrain.submit.words import (
+    check_directive_value,
+    check_identifier,
+    check_name,
+    check_path,
+    check_printable,
+    check_variable,
+)
+
+__all__ = ["Site", "find_sites", "load_site", "site_from_table"]
+
+GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
+GPU_VISIBILITIES = ("all", "launcher", "local-rank", "reversed")
+_PROVENANCE = ("ever_run", "as_of", "source")  # what ran elsewhere did not run here
+_MASK = re.compile(r"(0x)?[0-9a-f]{1,64}|\d+(-\d+)?(,\d+(-\d+)?)*")
+_SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """One site, checked."""
+
+    name: str
+    title: str
+    template: str
+    """The template used unless the job asks for another."""
+    ever_run: bool = False
+    """Whether hpctrain ever ran there; if not, the profile is written from `source`."""
+    as_of: str = ""
+    """The day of that run, or on which the source was read."""
+    source: str = ""
+    """Where it ran, or what was read."""
+    mpi: str = ""
+    gpus_per_node: int = 0
+    """What a node has: the most a job may ask for."""
+    default_gpus_per_node: int | None = None
+    """What a job gets that does not say; left out, all of them."""
+    ranks_per_node: int | None = None
+    """Left out, one for each GPU asked for, or one."""
+    cpus_per_rank: int | None = None
+    threads_per_core: int = 1
+    """How many of the batch system's CPUs are one core; OpenMP gets one thread per core."""
+    max_walltime: str = ""
+    partition: str = ""
+    qos: str = ""
+    constraint: str = ""
+    needs_account: bool = False
+    whole_nodes: bool = False
+    """Nodes are given out whole, so that cores and memory are not asked for (PBS)."""
+    select: tuple[str, ...] = ()
+    """More parts of a PBS chunk, as `system=polaris`."""
+    gpu_request: str = "gpus-per-node"
+    gpu_visibility: str = "all"
+    gpu_variable: str = "CUDA_VISIBLE_DEVICES"
+    directives: tuple[str, ...] = ()
+    launch_options: tuple[str, ...] = ()
+    cpu_masks: tuple[str, ...] = ()
+    """The cores of each local rank: masks for srun, lists for PALS."""
+    modules: tuple[str, ...] = ()
+    image_options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    multi_node_environment: Mapping[str, str] = field(default_factory=dict)
+    """Added only where there is more than one node, as network plugins must be."""
+    node_local: str = "/tmp"
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "site name")
+        for text, what in ((self.title, "title"), (self.source, "source")):
+            check_printable(text, f"site {self.name}: {what}")
+        self._check_choices()
+        for count, what in (
+            (self.gpus_per_node + 1, "gpus_per_node"),
+            (_or_one(self.ranks_per_node), "ranks_per_node"),
+            (_or_one(self.cpus_per_rank), "cpus_per_rank"),
+            (self.threads_per_core, "threads_per_core"),
+        ):
+            if count < 1:
+                raise ConfigError(f"site {self.name}: {what} is too small; correct the profile")
+        for name in (self.partition, self.qos, self.constraint):
+            if name:
+                check_identifier(name, f"site {self.name}: directive value")
+        for word in (*self.select, *self.cpu_masks):
+            check_directive_value(word, f"site {self.name}: value")
+        for word in (*self.launch_options, *self.image_options, *self.modules):
+            check_printable(word, f"site {self.name}: word")
+        for name, value in (*self.environment.items(), *self.multi_node_environment.items()):
+            check_variable(name)
+            check_printable(value, f"site {self.name}: {name}")
+        check_variable(self.gpu_variable)
+        check_path(self.node_local, f"site {self.name}: node_local")
+        if not self.node_local.startswith("/"):
+            raise ConfigError(f"site {self.name}: node_local must be an absolute path")
+        if self.max_walltime:
+            parse_duration(self.max_walltime, what=f"site {self.name}: max_walltime")
+
+    def _check_choices(self) -> None:
+        template = find_template(self.template)
+        for given, known, what in (
+            (self.mpi, ("", *template.mpis), "mpi"),
+            (self.gpu_request, GPU_REQUESTS, "gpu_request"),
+            (self.gpu_visibility, GPU_VISIBILITIES, "gpu_visibility"),
+        ):
+            if given not in known:
+                raise ConfigError(
+                    f"site {self.name}: {what} = {given!r} is not possible; choose from "
+                    f"{', '.join(repr(word) for word in known)}"
+                )
+        for mask in self.cpu_masks:
+            if not _MASK.fullmatch(mask):
+                raise ConfigError(
+                    f"site {self.name}: cpu mask {mask!r} is neither a hexadecimal mask nor a list "
+                    "of cores"
+                )
+        for module in self.modules:
+            if not _SPEC.fullmatch(module):
+                raise ConfigError(f"site {self.name}: module {module!r} is no module's name")
+        try:
+            if self.as_of or self.ever_run:
+                datetime.date.fromisoformat(self.as_of)
+        except ValueError:
+            raise ConfigError(
+                f"site {self.name}: as_of = {self.as_of!r} is no date; write it as 2026-11-15"
+            ) from None
+
+
+def _or_one(count: int | None) -> int:
+    return 1 if count is None else count
+
+
+def find_sites(folders: Sequence[Path]) -> dict[str, Path]:
+    """All profiles by name; those of earlier folders come first."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        if folder.is_dir():
+            for path in sorted(folder.glob("*.toml")):
+                found.setdefault(path.stem, path)
+    return found
+
+
+def load_site(name: str, folders: Sequence[Path]) -> Site:
+    """Read a site by its name in one of the folders, or by the path of its file.
+
+    Raises:
+        ConfigError: there is none, or something in it is wrong.
+    """
+    sites = find_sites(folders)
+    path = Path(name) if name.endswith(".toml") else sites.get(name)
+    if path is None:
+        raise ConfigError(
+            f"no site {name!r}; there are {', '.join(sorted(sites))}; or give the path of a "
+            "profile, as ./mysite.toml"
+        )
+    return site_from_table(path.stem, _resolve(path, sites, ()))
+
+
+def _resolve(path: Path, sites: Mapping[str, Path], below: tuple[Path, ...]) -> dict[str, Any]:
+    if path in below:
+        chain = " -> ".join(str(step) for step in (*below, path))
+        raise ConfigError(f"site profiles inherit in a circle: {chain}; break it")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"site profile {path} cannot be read: {error}") from error
+    parent = table.pop("inherits", None)
+    if parent is None:
+        return table
+    if not isinstance(parent, str) or parent not in sites:
+        raise ConfigError(
+            f"site profile {path} inherits {parent!r}, which is none of {', '.join(sorted(sites))}"
+        )
+    merged = _resolve(sites[parent], sites, (*below, path))
+    for key in _PROVENANCE:
+        merged.pop(key, None)
+    for key, value in table.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = {**merged[key], **value} if both else value
+    return merged
+
+
+def site_from_table(name: str, table: Mapping[str, Any]) -> Site:
+    """Make a site of what a profile says.
+
+    Raises:
+        ConfigError: a key is missing, unknown or of the wrong type.
+    """
+    hints = typing.get_type_hints(Site)
+    fields = {entry.name: entry for entry in dataclasses.fields(Site) if entry.name != "name"}
+    if unknown := sorted(set(table) - set(fields)):
+        raise ConfigError(f"site {name}: unknown keys {', '.join(unknown)}; see docs/jobs.md")
+    needed = {key for key, entry in fields.items() if _has_no_default(entry)}
+    if missing := sorted(needed - set(table)):
+        raise ConfigError(f"site {name}: {', '.join(missing)} must be given, here or by `inherits`")
+    values: dict[str, Any] = {key: _convert(name, key, table[key], hints[key]) for key in table}
+    return Site(name=name, **values)
+
+
+def _has_no_default(entry: dataclasses.Field[Any]) -> bool:
+    return entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
+
+
+def _convert(site: str, key: str, value: object, hint: object) -> object:
+    if hint == tuple[str, ...]:
+        if isinstance(value, list) and all(isinstance(word, str) for word in value):
+            return tuple(value)
+    elif hint == Mapping[str, str]:
+        if isinstance(value, dict) and all(isinstance(word, str) for word in value.values()):
+            return dict(value)
+    elif isinstance(value, bool) == (hint is bool):
+        if hint is bool or (hint is str and isinstance(value, str)):
+            return value
+        if hint in (int, int | None) and isinstance(value, int):
+            return value
+    wanted = getattr(hint, "__name__", str(hint)).replace("Mapping", "table of strings")
+    raise ConfigError(f"site {site}: {key} = {value!r} is of the wrong type; it must be {wanted}")

@@ -1,0 +1,83 @@
+#!/bin/bash
+#PBS -N hpctrain
+#PBS -l select=4:system=polaris
+#PBS -l walltime=01:00:00
+#PBS -q prod
+#PBS -A project
+#PBS -j oe
+#PBS -k doe
+#PBS -o logs/
+#PBS -r n
+#PBS -l place=scatter
+#PBS -l filesystems=home:eagle
+# Written by hpctrain 0.1.0 from pbs-mpiexec for Polaris (ALCF).
+# shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
+
+set -euo pipefail
+
+hpc_say() { printf 'hpctrain job: %s\n' "$*"; }
+hpc_job=$PBS_JOBID
+hpc_restarts=${HPCTRAIN_RESTARTS:-0}
+hpc_nodes=$(sort -u "$PBS_NODEFILE" | tr '\n' ' ')
+cd "$PBS_O_WORKDIR"
+
+# The warning before the end reaches this shell alone: it is passed on to the ranks.
+hpc_pid=''
+hpc_signalled=''
+hpc_pass_on() {
+    hpc_signalled=$1
+    hpc_say "signal $1 after $SECONDS s"
+    if [ -n "$hpc_pid" ] && [ -n "$2" ]; then
+        kill -s "$2" "$hpc_pid" || hpc_say 'the ranks have ended already'
+    fi
+}
+trap 'hpc_pass_on TERM "TERM"' TERM
+trap 'hpc_pass_on USR2 "USR2"' USR2
+
+export NCCL_NET='AWS Libfabric'
+export NCCL_CROSS_NIC=1
+export OMP_NUM_THREADS=8
+
+hpc_say "$hpc_job, restart $hpc_restarts of at most 0"
+hpc_say '4 nodes, 16 ranks, 4 GPUs per node'
+hpc_say "nodes: $hpc_nodes"
+hpc_say "since $(date -u +%Y-%m-%dT%H:%M:%SZ) on $(hostname) in $PWD"
+hpc_say "modules: ${LOADEDMODULES:-none}"
+hpc_command=(python train.py)
+hpc_say "command: $(printf '%q ' "${hpc_command[@]}")"
+
+# PBS sends no warning: this shell wakes itself.
+(
+    trap 'kill "$hpc_sleep"; exit' TERM
+    sleep 3300 &
+    hpc_sleep=$!
+    wait "$hpc_sleep" && kill -s USR2 $$
+) >/dev/null 2>&1 &
+hpc_timer=$!
+
+if [ -n "$hpc_signalled" ]; then
+    hpc_say "the signal $hpc_signalled came before the ranks were started"
+    hpc_code=143
+    [ "$hpc_signalled" = TERM ] || hpc_code=75
+else
+    hpc_say "the ranks start after $SECONDS s"
+    mpiexec -n 16 --ppn 4 --depth 8 --cpu-bind depth \
+        bash -c 'export CUDA_VISIBLE_DEVICES=$((3 - PALS_LOCAL_RANKID)); exec "$@"' hpctrain-rank \
+        "${hpc_command[@]}" &
+    hpc_pid=$!
+    while :; do # a signal ends `wait`, not the ranks
+        hpc_signalled=''
+        hpc_code=0
+        wait "$hpc_pid" || hpc_code=$?
+        [ -n "$hpc_signalled" ] || break
+    done
+    hpc_pid=''
+fi
+kill "$hpc_timer" 2>/dev/null || true
+hpc_say "exit code $hpc_code after $SECONDS s"
+
+if [ "$hpc_code" -eq 75 ]; then # the work is saved and not finished
+    hpc_say 'not run again: no restarts were allowed'
+    hpc_code=1 # a batch system that requeues by exit code would not count
+fi
+exit "$hpc_code"

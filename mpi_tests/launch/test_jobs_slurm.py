@@ -1,0 +1,328 @@
+"""The command line and the templates against a real Slurm, from submission to the log.
+
+All jobs are submitted at once and run side by side; the tests look at what became of them, first
+at those that wait for something to be done to them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mpi_tests.cluster.mpi import mpi_of_this_python
+from mpi_tests.cluster.slurm import FINAL, Slurm
+from mpi_tests.launch.commands import HPCTRAIN, clean_environment, run
+
+LIMIT_S = 120
+
+TRAIN = """
+from importlib.util import find_spec
+import torch
+import hpctrain as hpc
+
+with hpc.init(seed=1) as world:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = "horovod" if find_spec("horovod") else "auto"
+    replica = hpc.distribute(world, model, optimizer, engine=engine)
+    for _ in range(40):
+        x = torch.randn(16, 4)
+        loss = (replica(x) - x.sum(1, keepdim=True)).square().mean()
+        replica.backward(loss, num_samples=len(x))
+        replica.step()
+    if world.rank == 0:
+        print("trained on", world.num_nodes, "nodes", world.size, "ranks", loss.item() < 0.1)
+"""
+CRASH = """
+import time
+import hpctrain as hpc
+
+with hpc.init() as world:
+    if world.rank == 1:
+        raise RuntimeError("rank one had enough")
+    time.sleep(60)
+"""
+AGAIN = """
+import os, sys
+print("start", os.environ.get("SLURM_RESTART_COUNT", "0"), flush=True)
+sys.exit(75)
+"""
+WARNED = """
+import os, signal, sys, time
+got = []
+for name in ("SIGUSR2", "SIGTERM"):
+    signal.signal(getattr(signal, name), lambda number, frame: got.append(number))
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "1":
+    print("restarted", flush=True)
+    sys.exit(0)
+print("ready", flush=True)
+deadline = time.monotonic() + 60
+while not got and time.monotonic() < deadline:
+    time.sleep(0.05)
+print("warned", len(got), flush=True)
+sys.exit(75)
+"""
+# Each node of the fixture has a /dev/shm of its own, and nothing else of its own.
+SITE = 'inherits = "slurm"\ntitle = "the fixture"\nnode_local = "/dev/shm"\n'
+STAGED = """
+import os, socket, sys
+stage = os.environ["HPCTRAIN_STAGE"]
+print("on", socket.gethostname(), sys.prefix == f"{stage}/env", open(f"{stage}/data.txt").read())
+print([name for name in os.listdir("/dev/shm") if name.startswith("hpctrain-")])
+"""
+
+
+@dataclass
+class Desk:
+    """A user's terminal on the login node: nothing but the command line."""
+
+    slurm: Slurm
+    folder: Path
+
+    def hpctrain(self, *words: str, check: bool = True) -> tuple[int, str, str]:
+        env = clean_environment({"XDG_STATE_HOME": str(self.folder / "state")})
+        kept = ("PATH", "PYTHONPATH", "XDG_STATE_HOME")
+        done = self.slurm.run(
+            [*HPCTRAIN, *words],
+            timeout_s=LIMIT_S,
+            cwd=self.folder,
+            env={name: env[name] for name in kept},
+            check=False,
+        )
+        assert done.returncode == 0 or not check, done.stdout + done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    def submit(self, *words: str) -> list[str]:
+        _, out, _ = self.hpctrain("job", "submit", "--quiet", "--time", "10m", *words)
+        return out.split()
+
+    def status(self, job: str) -> list[dict[str, object]]:
+        rows: list[dict[str, object]] = json.loads(self.hpctrain("job", "status", "--json", job)[1])
+        return rows
+
+    def ended(self, job: str) -> list[dict[str, object]]:
+        """The states of a job once all of its tasks are over."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            rows = self.status(job)
+            if all(row["state"] in FINAL for row in rows):
+                return rows
+            time.sleep(0.5)
+        pytest.fail(f"job {job} is not over: {rows}\n{self.log(job)}")
+
+    def wait_for(self, job: str, word: str, count: int) -> None:
+        """Wait until the log has so many of a word; mpirun does not keep lines whole."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            log = self.log(job)
+            if log.count(word) >= count:
+                return
+            time.sleep(0.3)
+        pytest.fail(f"job {job} never said {word!r} {count} times:\n{log}")
+
+    def log(self, job: str, *more: str) -> str:
+        return self.hpctrain("job", "logs", job, *more, check=False)[1]
+
+
+@pytest.fixture(scope="module")
+def desk(slurm_of_session: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    folder = slurm_of_session.directory / "desk"
+    folder.mkdir()
+    files = {"train.py": TRAIN, "crash.py": CRASH, "again.py": AGAIN, "warned.py": WARNED}
+    files |= {"fixture.toml": SITE, "staged.py": STAGED, "data.txt": "some data"}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    made = Desk(slurm_of_session, folder)
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "env")
+    made.hpctrain("pack", "--prefix", "env")
+    yield made
+    slurm_of_session.clear()
+
+
+@pytest.fixture(scope="module")
+def jobs(desk: Desk) -> dict[str, list[str]]:
+    """Everything, submitted; the slow ones first."""
+    mpi = mpi_of_this_python()
+    script = ["--", *HPCTRAIN, "run"]
+    two = ["--nodes", "2", "--ranks-per-node", "2", "--cpus-per-rank", "1"]
+    plain = ["--mpi", "none", "--cpus-per-rank", "1"]
+    mpirun = ["--template", "slurm-mpirun", "--mpi", mpi.family, *two]
+    as_root = ["--env", "OMPI_ALLOW_RUN_AS_ROOT=1", "--env", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
+    told = "lambda *_: (print('asked to end', flush=True), sys.exit(0))"
+    waiting = f"import signal, sys, time; signal.signal(15, {told}); print('waits', flush=True); "
+    waiting += "time.sleep(500)"
+    five = (
+        "import os, sys, time; sys.exit(5) if os.environ['SLURM_PROCID'] == '1' else time.sleep(60)"
+    )
+    index = "import os; print('task', os.environ['HPCTRAIN_ARRAY_INDEX'], 'end')"
+    python = ["--", sys.executable]
+    warning = ["--requeue", "1", "--signal-lead", "1m"]
+    local = ["--stage", "data.txt", "--pack", "env.tar", "--prologue", "echo prologue here"]
+    made = {
+        "requeue": [*plain, "--requeue", "1", *python, "again.py"],
+        "warned-srun": [*plain, *two, *warning, *python, "warned.py"],
+        "warned-mpirun": [*mpirun, *as_root, *warning, *python, "warned.py"],
+        "srun": ["--mpi", mpi.srun_plugin, *two, *script, "train.py"],
+        "mpirun": [*mpirun, *as_root, *script, "train.py"],
+        "cancel": [*plain, *python, "-c", waiting],
+        "staged": [
+            "--site",
+            "./fixture.toml",
+            *plain,
+            "--nodes",
+            "2",
+            *local,
+            "--",
+            "python",
+            "staged.py",
+        ],
+        "code": [*plain, "--ranks-per-node", "2", *python, "-c", five],
+        "array": [*plain, "--array", "3", *python, "-c", index],
+        "crash": ["--mpi", mpi.srun_plugin, "--ranks-per-node", "2", *script, "crash.py"],
+        "wrong": ["--mpi", "none", "--ranks-per-node", "2", *script, "train.py"],
+    }
+    submitted = {name: desk.submit("--name", name, *words) for name, words in made.items()}
+    chained = ["--chain", "2", "--after", submitted["array"][0]]
+    words = [*plain, *chained, *python, "-c", "print('linked')"]
+    submitted["chain"] = desk.submit("--name", "chain", *words)
+    words = [
+        "-c",
+        "import json; json.dump({'loss': float({x})}, open('{run_dir}/result.json', 'w'))",
+    ]
+    grid = ["sweep", "submit", "--grid", "x=3,1,2", "--time", "5m", *plain, "--name", "sweep"]
+    submitted["sweep"] = desk.hpctrain(*grid, *python, *words)[1].split()
+    return submitted
+
+
+def test_a_warning_reaches_the_ranks_and_the_job_is_requeued(
+    desk: Desk, jobs: dict[str, list[str]]
+) -> None:
+    warned = jobs["warned-srun"] + jobs["warned-mpirun"]
+    for job in warned:
+        desk.wait_for(job, "ready", 4)
+        # As the directive --signal would, which Slurm looks at only once a minute.
+        desk.slurm.run(["scancel", "--batch", "--signal=USR2", job], timeout_s=LIMIT_S)
+    for job in warned:
+        desk.wait_for(job, "restarted", 4)
+        (row,) = desk.ended(job)
+        log = desk.log(job)
+        assert (row["state"], row["exit_code"], row["restarts"]) == ("COMPLETED", 0, 1), log
+        assert log.count("warned 1") == 4, log
+        assert "hpctrain job: signal USR2 after" in log
+
+
+def test_a_cancelled_job_ends(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    (job,) = jobs["cancel"]
+    desk.wait_for(job, "\nwaits\n", 1)
+    assert "cancelled" in desk.hpctrain("job", "cancel", job)[1]
+    assert desk.ended(job)[0]["state"] == "CANCELLED"
+    assert "\nasked to end\n" in desk.log(job), desk.log(job)
+
+
+@pytest.mark.parametrize("template", ["srun", "mpirun"])
+def test_two_nodes_of_two_ranks_train(
+    desk: Desk, jobs: dict[str, list[str]], template: str
+) -> None:
+    (job,) = jobs[template]
+    (row,) = desk.ended(job)
+    log = desk.log(job)
+    assert (row["state"], row["exit_code"]) == ("COMPLETED", 0), log
+    assert "trained on 2 nodes 4 ranks True" in log
+    assert "hpctrain job: 2 nodes, 4 ranks" in log
+
+
+def test_following_a_log_ends_with_the_job(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    out = desk.hpctrain("job", "logs", "-f", jobs["srun"][0])[1]
+    assert out == desk.log(jobs["srun"][0])
+    assert out.rstrip().endswith("s")
+    assert desk.log(jobs["srun"][0], "-n", "1") == out.splitlines(keepends=True)[-1]
+
+
+def test_nodes_get_data_and_an_environment_of_their_own(
+    desk: Desk, jobs: dict[str, list[str]]
+) -> None:
+    (job,) = jobs["staged"]
+    (row,) = desk.ended(job)
+    log = desk.log(job)
+    assert row["state"] == "COMPLETED", log
+    hosts = {line.split()[1] for line in log.splitlines() if line.startswith("on ")}
+    assert len(hosts) == 2, log
+    assert log.count(" True some data") == log.count("prologue here\n") == 2, log
+    assert log.count(f"['hpctrain-{job}']") == 2, log
+    for host in hosts:
+        left = desk.slurm.nodes.run(host, ["ls", "/dev/shm"], timeout_s=LIMIT_S).stdout
+        assert f"hpctrain-{job}" not in left
+
+
+def test_the_code_of_the_rank_that_failed_is_the_jobs(
+    desk: Desk, jobs: dict[str, list[str]]
+) -> None:
+    (row,) = desk.ended(jobs["code"][0])
+    assert (row["state"], row["exit_code"]) == ("FAILED", 5), desk.log(jobs["code"][0])
+
+
+def test_an_exception_fails_the_job_with_its_traceback(
+    desk: Desk, jobs: dict[str, list[str]]
+) -> None:
+    (row,) = desk.ended(jobs["crash"][0])
+    log = desk.log(jobs["crash"][0])
+    assert (row["state"], row["exit_code"]) == ("FAILED", 1), log
+    assert "Traceback" in log
+    assert "RuntimeError: rank one had enough" in log
+
+
+def test_the_wrong_mpi_gets_the_cure(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    (row,) = desk.ended(jobs["wrong"][0])
+    log = desk.log(jobs["wrong"][0])
+    assert row["state"] == "FAILED", log
+    assert f"srun --mpi={mpi_of_this_python().srun_plugin}" in log
+    assert "trained" not in log
+
+
+def test_an_array_has_a_log_for_each_task(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    (job,) = jobs["array"]
+    assert [row["state"] for row in desk.ended(job)] == ["COMPLETED"] * 3
+    for task in range(3):
+        assert f"task {task} end" in desk.log(job, "--task", str(task))
+    assert desk.log(job).count("==> ") == 3
+
+
+def test_a_chain_runs_in_order(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    first, second = jobs["chain"]
+    assert [row["state"] for row in desk.ended(second)] == ["COMPLETED"]
+    since = [desk.slurm.job(job)["StartTime"] for job in (first, second)]
+    assert desk.slurm.job(first)["EndTime"] <= since[1]
+    assert "linked" in desk.log(second)
+
+
+def test_a_sweep_has_a_table(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    desk.ended(jobs["sweep"][0])
+    rows = json.loads(desk.hpctrain("sweep", "table", "--json")[1])
+    assert [(row["index"], row["x"], row["loss"]) for row in rows] == [
+        (1, "1", 1.0),
+        (2, "2", 2.0),
+        (0, "3", 3.0),
+    ]
+
+
+def test_exit_code_75_is_requeued_once_and_no_more(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    (job,) = jobs["requeue"]
+    desk.wait_for(job, "hpctrain job: not run again", 1)  # between its runs it may look over
+    (row,) = desk.ended(job)
+    log = desk.log(job)
+    assert [line for line in log.splitlines() if line.startswith("start")] == ["start 0", "start 1"]
+    assert (row["state"], row["exit_code"], row["restarts"]) == ("FAILED", 1, 1), log
+
+
+def test_the_list_of_jobs_and_one_that_is_not_ours(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    out = desk.hpctrain("job", "status")[1]
+    assert jobs["chain"][0] in out
+    code, _, err = desk.hpctrain("job", "status", "999999", check=False)
+    assert code == 1
+    assert "does not remember job 999999" in err
