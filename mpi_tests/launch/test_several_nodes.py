@@ -10,19 +10,18 @@ import pytest
 from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.launch.commands import HPCTRAIN, ROOT
 
-# Every engine, and the whole of what can differ between nodes; `make test-all` adds the habits.
-SUITES = [
-    "engines",
-    "equivalence",
-    *(["habits", "uneven", "travel"] if os.environ.get("MPI_TESTS_FULL") else []),
-]
+# What can differ between nodes, with the engine of our own; `make test-all` adds the other engines
+# and the habits.
+FULL = bool(os.environ.get("MPI_TESTS_FULL"))
+SUITES = ["engines", "equivalence", *(["habits", "uneven", "travel", "sharded"] if FULL else [])]
+CHOICE = [] if FULL else ["-k", "not torch and not horovod"]
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (2, 1)])
 def test_engines_and_equivalence_between_nodes(nodes, ranks):
     hosts = ",".join(f"{host}:{count}" for host, count in zip(nodes.hosts, ranks, strict=True))
     files = [str(ROOT / f"mpi_tests/ranks/test_{suite}.py") for suite in SUITES]
-    pytest_words = ["-m", "pytest", "-q", "-p", "mpi_tests.together", *files]
+    pytest_words = ["-m", "pytest", "-q", "-p", "mpi_tests.together", *CHOICE, *files]
     done = nodes.run(
         nodes.hosts[0],
         [*HPCTRAIN, "run", "--hosts", hosts, "--quiet", *pytest_words],
@@ -34,4 +33,4 @@ def test_engines_and_equivalence_between_nodes(nodes, ranks):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed.group(1)) > 50
+    assert int(passed.group(1)) > 30
