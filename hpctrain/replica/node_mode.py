@@ -68,6 +68,8 @@ class NodeMode:
         """The flags and control words in this rank's part."""
         self._copies = False
         """Whether this rank writes to gradients: it then has them in pages of its own."""
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        self._text = f"exchange of gradients ({', '.join(self.names[:3])}{more})"
         self._strays: list[tuple[int, int]] | None = None
         self._closing = False
         self._num_exchanges = 0
@@ -116,7 +118,7 @@ class NodeMode:
             self._told = (used, control)
             for room in self.memory.rooms:
                 self._write_tail(room, used, control)
-        self.engine.meet(self._reduce, "exchange of gradients", "", None)
+        self.engine.meet(self._reduce, self._text, "", None)
         self._num_exchanges += 1
         if self.update is not None:
             self.update.all_have_met()

@@ -109,7 +109,7 @@ def test_a_rank_whose_data_ended_early_is_told_of_join(tmp_path):
     path.write_text(EARLY)
     done = run(*HPCTRAIN, "run", "-n", "2", path)
     assert done.code == EXIT_CODE, done.text
-    assert re.search(r"in 'allreduce bucket 0 .* for rank 1 \(of 2\)", done.err), done.text
+    assert re.search(r"in 'exchange of gradients \(.* for rank 1 \(of 2\)", done.err), done.text
     words = "if rank 1 had no data left while the others had: put the training loop into "
     assert f"{words}`with replica.join():`" in done.err, done.text
 
