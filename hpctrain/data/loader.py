@@ -92,7 +92,10 @@ class Loader:
         self._loops = 0
         self._part: Part | None = None
         self._check_alike(
-            "hpctrain.Loader", self.state_dict() | {"batches": self._settled.batching}
+            "hpctrain.Loader",
+            self.state_dict()
+            | {"batches": self._settled.batching}
+            | {"weights": None if weights is None else [float(w) for w in weights]},
         )
         world.at_exit(_closer(weakref.ref(self)))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 __all__ = ["Leftover", "find_leftovers", "remove"]
 
 _NAMES = {
-    "hpctrain-*": "hpctrain",
+    f"hpctrain-[0-9]*-{'[0-9a-f]' * 16}": "hpctrain",
     "mpich_shm_*": "MPICH",
     "vader_segment.*": "Open MPI",
     "sm_segment.*": "Open MPI",

@@ -180,6 +180,11 @@ class Treatment:
         if self.clip_value is not None:
             gradients.clamp(self.clip_value, excluded_from_clipping(groups))
 
+    def follow(self) -> None:
+        """Others step and this rank does not: move the loss scale as theirs does."""
+        if self.scaler is not None and self._overflow is not None:
+            self.scaler.update(self._overflow)
+
     def forget(self) -> None:
         """Gradients were dropped without a step."""
         self._overflow = self._norm = self._finding = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 
 from hpctrain import log
@@ -92,6 +95,10 @@ def distribute(
         "bucket_bytes": bucket_bytes,
         "update": update,
         "share_parameters": share_parameters,
+        "precision": precision,
+        "scaling": scaling,
+        "clip_norm": clip_norm,
+        "clip_value": clip_value,
         "timeout_s": timeout_s,
         "horovod": horovod,
         "engine": describe_engine(engine),
@@ -185,6 +192,16 @@ def distribute(
         rebuild=lay_out,
         release=(lambda: None) if given else connection.close,
     )
-    if share_parameters:
-        world.at_exit(replica.let_go)
+    world.at_exit(_let_go(weakref.ref(replica)))
     return replica
+
+
+def _let_go(replica: weakref.ref[Replica]) -> Callable[[], None]:
+    """At the world's end: training with a replica that is still there would train a part of it."""
+
+    def end() -> None:
+        held = replica()
+        if held is not None:
+            held.let_go()
+
+    return end

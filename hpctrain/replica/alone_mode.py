@@ -62,9 +62,13 @@ class AloneMode:
     def exchange(self, control: Control) -> Arrived:
         """Nothing: this rank's sum is everybody's."""
         self._strays = None
-        for parameter in self.parameters:  # a gradient that has travelled has no graph
-            if parameter.grad is not None and parameter.grad.requires_grad:
-                parameter.grad = parameter.grad.detach()
+        self.usage.settle()
+        for parameter in self.parameters:  # as if it had travelled: dense, and with no graph
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                parameter.grad = gradient.detach().to_dense()
+            elif gradient is not None and gradient.requires_grad:
+                parameter.grad = gradient.detach()
         return Arrived(
             control=torch.tensor(control, dtype=torch.float64), flags=(), all_used_here=True
         )

@@ -242,11 +242,14 @@ class Replica:
             self._window.clear()
             self._mode.begin(fresh=True)
         arrived = self._exchange(1.0 if leftover else 0.0)
+        num_taking_part = int(arrived.control[2].item())
         if leftover:
             self.step()
+        elif num_taking_part:
+            self._treatment.follow()  # the others' scale moves with this step, and so must ours
         self._window.clear()
         self._treatment.forget()
-        return int(arrived.control[2].item())
+        return num_taking_part
 
     def share_scale(self, root: int) -> None:
         """Collective: for `join`: take the loss scale of a rank that has made all steps."""
@@ -291,7 +294,8 @@ class Replica:
         done = self._precision.step(self.optimizer.step)
         self._window.clear()
         self.num_steps += 1
-        self._treatment.check_collapse(done, number=self.num_steps)
+        if not self._joining:  # not all ranks step there, so not all could raise
+            self._treatment.check_collapse(done, number=self.num_steps)
         return Step(due=True, note="stepped", learning_rates=rates, done=done)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -25,13 +25,13 @@ def own_statistics(model: torch.nn.Module, size: int) -> list[tuple[str, str]]:
         name or type(module).__name__
         for name, module in model.named_modules()
         if isinstance(getattr(module, "running_mean", None), torch.Tensor)
-        and not isinstance(module, torch.nn.SyncBatchNorm)
+        and "SyncBatchNorm" not in type(module).__name__  # torch's, and that of `sync_batchnorm`
     ]
     if size == 1 or not found:
         return []
     shown = ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
     text = (
         f"running statistics of {shown} are each rank's own; evaluate and save on one rank, "
-        "broadcast model.buffers() before, or use GroupNorm or LayerNorm"
+        "call average_batchnorm before, or share them by sync_batchnorm"
     )
     return [("BatchNorm", text)]

@@ -120,13 +120,13 @@ class NodeMode:
                 self._write_tail(room, used, control)
         self.engine.meet(self._reduce, self._text, "", None)
         self._num_exchanges += 1
-        if self.update is not None:
-            self.update.all_have_met()
         self._copies = self._copies or any(room.own.is_written() for room in self.memory.rooms)
         self._look()
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.requires_grad:
-                parameter.grad = view
+            parameter.grad = (
+                view  # frozen meanwhile or not; `hide_unused` takes back what nobody used
+            )
+        self.usage.settle()
         totals = [room.control() for room in self.memory.rooms]
         arrived = Arrived(
             control=next(total for total in totals if total is not None),

@@ -127,6 +127,10 @@ class SharedState:
         for piece in pieces:
             if piece.fragment.parameter == index:
                 for key, slot in self._homes[piece.fragment].slots.items():
+                    # A count that was not touched may be another rank's, who is already counting.
+                    whole = slot is not None and slot.shape == piece.tensor.shape
+                    if not whole and _is_as_shown(state[key], self._shown[index].get(key)):
+                        continue
                     if slot is not None:
                         slot.copy_(self._own_part(piece, key, state[key]).view(slot.shape))
 

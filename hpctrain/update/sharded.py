@@ -84,7 +84,6 @@ class ShardedUpdate:
         self._build()
         self._state = SharedState(group, optimizer, names, self._parameters)
         self._suspended = False
-        self._met = True
         self._depth = 0
         self._hidden: tuple[list[Tensor | None], defaultdict[Tensor, Any]] | None = None
         self._last = optimizer.register_step_pre_hook(self._before)
@@ -168,10 +167,6 @@ class ShardedUpdate:
         before.move_to_end(self._last.id)
         after.move_to_end(self._first.id, last=False)
 
-    def all_have_met(self) -> None:
-        """Since the last update: nobody reads new weights any more where the next ones go."""
-        self._met = True
-
     def _before(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._suspended:
             return
@@ -234,10 +229,9 @@ class ShardedUpdate:
     @torch.no_grad()
     def _step(self) -> None:
         """Collective: one update of all parameters that have a gradient."""
-        # A second step without an exchange: some may still read the first's. And weights that are
-        # shared may be read until everybody is here.
-        if not self._met or self._weights is not None:
-            self._engine.meet(self._group.barrier.wait, "begin of an update", "", None)
+        # Until everybody is here, somebody may still read what is shared: state, perhaps weights,
+        # or, in a second step without an exchange, the weights of the first under way.
+        self._engine.meet(self._group.barrier.wait, "begin of an update", "", None)
         places = [(p.data_ptr(), p.stride()) for p in self._parameters]
         if self._weights is not None:
             self._weights.take_in()
@@ -259,7 +253,6 @@ class ShardedUpdate:
         self._engine.meet(lambda: self._exchange(out, back), "update of the weights", "", None)
         if self._weights is not None:
             self._weights.show(used)
-        self._met = False
         self._state.refresh()
 
     def _move_house(self) -> None:

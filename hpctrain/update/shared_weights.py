@@ -97,7 +97,9 @@ class SharedWeights:
             p.data_ptr() != seen.data_ptr()
             for p, seen in zip(self._parameters, self._seen, strict=True)
         )
-        self._edited[self._rank] = int(self._write(self._own) or changed or moved)
+        # Pages of one's own with the very same values would be old after the update.
+        written = changed or moved or self._view.is_written()
+        self._edited[self._rank] = int(self._write(self._own) or written)
 
     def show(self, used: Sequence[bool]) -> None:
         """After an update and a barrier: see the new weights, and let autograd know."""
