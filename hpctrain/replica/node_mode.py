@@ -122,10 +122,9 @@ class NodeMode:
         self._num_exchanges += 1
         self._copies = self._copies or any(room.own.is_written() for room in self.memory.rooms)
         self._look()
+        # Frozen meanwhile or not: `hide_unused` takes back what nobody used.
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = (
-                view  # frozen meanwhile or not; `hide_unused` takes back what nobody used
-            )
+            parameter.grad = view
         self.usage.settle()
         totals = [room.control() for room in self.memory.rooms]
         arrived = Arrived(

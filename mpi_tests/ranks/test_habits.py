@@ -351,3 +351,21 @@ def test_using_the_model_after_it_was_let_go(pair, tmp_path):
     p.whole_loss(0).backward()
     p.own.step()
     p.check()
+
+
+def test_freezing_between_the_backward_calls_of_a_step(pair):
+    p = pair(accumulate=2)
+    for step in range(4):
+        for part in range(2):
+            p.replica.backward(p.loss(2 * step + part))
+            p.replica.step()
+            if part == 0:
+                p.model.layers[0].weight.requires_grad_(False)
+        p.model.layers[0].weight.requires_grad_(True)
+        p.own.zero_grad()
+        (p.whole_loss(2 * step) / 2).backward()
+        p.alone.layers[0].weight.requires_grad_(False)
+        (p.whole_loss(2 * step + 1) / 2).backward()
+        p.alone.layers[0].weight.requires_grad_(True)
+        p.own.step()
+    p.check()

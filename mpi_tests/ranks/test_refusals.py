@@ -33,6 +33,8 @@ def others(world):
         ("bucket_bytes", None, 600),
         ("timeout_s", 50.0, 60.0),
         ("engine", "mpi", "torch"),
+        ("clip_norm", 0.1, 0.2),
+        ("precision", "fp32", "bf16"),
     ],
 )
 def test_arguments_that_differ_are_refused_with_rank_and_values(world, name, usual, odd):
