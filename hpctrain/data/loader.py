@@ -14,6 +14,7 @@ from hpctrain.data.plan import Part
 from hpctrain.data.prefetch import read_ahead
 from hpctrain.data.progress import Progress, read_state, trouble_with
 from hpctrain.data.settling import Arguments, Settled, Shuffle, settle
+from hpctrain.data.shuffle import Order
 from hpctrain.data.source import Batch
 from hpctrain.data.transfer import Sent, Transfer
 from hpctrain.errors import ConfigError
@@ -82,7 +83,9 @@ class Loader:
         self.world = world
         self._transfer = Transfer(torch.device(world.device if device is None else device))
         self._settled = self._settle_together(data, said)
-        scattered_seed = getattr(getattr(data, "order", None), "seed", None)
+        self._shares = getattr(data, "order", None)
+        """The order in which data that are shared out already were dealt to the ranks."""
+        scattered_seed = getattr(self._shares, "seed", None)
         own_seed = world.seed if scattered_seed is None else scattered_seed
         self._seed = own_seed if seed is None else seed
         self._epoch = 0
@@ -216,7 +219,9 @@ class Loader:
     def _progress(self, seed: int, epoch: int) -> Progress:
         order, num = self._settled.order, self._settled.feed.num_samples
         fingerprint = 0
-        if num is not None and order != "local":
+        if order == "local" and isinstance(self._shares, Order):
+            fingerprint = self._shares.fingerprint()  # another deal gives each rank other samples
+        elif num is not None and order != "local":
             where = Where(seed=seed, epoch=epoch, start=0)
             fingerprint = order_of(order, num, where).fingerprint()
         return Progress(

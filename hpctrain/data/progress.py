@@ -61,7 +61,13 @@ def trouble_with(saved: Progress, own: Progress) -> str | None:
         was, now = getattr(saved, name), getattr(own, name)
         if was != now:
             return f"the state has {name}={was!r} and this loader {now!r}; they must be equal"
-    if saved.fingerprint != own.fingerprint:
+    if saved.fingerprint != own.fingerprint and saved.order == "local":
+        if saved.consumed:
+            return (
+                "the samples were dealt to the ranks in another order when the epoch was stopped; "
+                "scatter them with the same seed and epoch, or use a global shuffle"
+            )
+    elif saved.fingerprint != own.fingerprint:
         return (
             f"the {saved.order} order of epoch {saved.epoch} is another one here, because numpy's "
             "version is; go on with the numpy that began the epoch, or use shuffle='keyed'"

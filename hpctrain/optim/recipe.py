@@ -157,9 +157,13 @@ class RecipeSchedule(LRScheduler):
         """The rate of each group at the step that comes next."""
         rate = self.recipe.rate(self.last_epoch)
         return [
-            rate * float(group.setdefault("initial_lr", group["lr"])) / self._own_rate
+            # In the group, so that it goes with the optimizer's state to a run with another peak.
+            rate * group.setdefault("rate_ratio", self._ratio_of(group))
             for group in self.optimizer.param_groups
         ]
+
+    def _ratio_of(self, group: dict[str, Any]) -> float:
+        return float(group.setdefault("initial_lr", group["lr"])) / self._own_rate
 
     def state_dict(self) -> dict[str, Any]:
         """The step and the recipe, as plain values."""

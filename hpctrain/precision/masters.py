@@ -104,7 +104,9 @@ class Masters:
         for entry in entries:
             parameter = entry.parameter
             if parameter._version != entry.version or parameter.data_ptr() != entry.half.data_ptr():
-                entry.master.copy_(parameter)  # the user has written to it since the last step
+                # Written to since the last step; where the bits are the same, so is the master.
+                same = parameter == entry.master.to(parameter.dtype)
+                entry.master.copy_(torch.where(same, entry.master, parameter.to(torch.float32)))
             entry.gradient, parameter.grad = parameter.grad, None
             entry.half = parameter.data
             parameter.data = entry.master

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,19 +11,18 @@ from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.usage import Usage
 from hpctrain.precision.arithmetic import sum_of_squares
 from hpctrain.replica.mode import Control
+from hpctrain.replica.on_parameters import OnTorchsOwn
 
 __all__ = ["AloneMode"]
 
 
-class AloneMode:
+class AloneMode(OnTorchsOwn):
     """What a replica does with gradients that need no exchange: nothing but what was asked for."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self.usage = Usage(tuple(names), self.parameters)
         self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
-        self._strays: list[tuple[int, int]] | None = None
-        self._closing = False
 
     def fits(self) -> bool:
         """Whether the parameters are still what they were."""
@@ -32,32 +30,6 @@ class AloneMode:
             (p.dtype, p.device, p.shape) == kind
             for p, kind in zip(self.parameters, self._kinds, strict=True)
         )
-
-    def begin(self, *, fresh: bool) -> None:
-        """Before a backward pass: where a new window begins, there are no gradients."""
-        if fresh:
-            self.zero()
-            for parameter in self.parameters:
-                parameter.grad = None
-        self.usage.hook()
-
-    def edited(self) -> bool:
-        """Whether somebody has written to gradients since `settle`."""
-        return self._strays is not None and self._strays != self._fingerprint()
-
-    def foreign(self) -> list[str]:
-        """Parameters that a backward pass of somebody else's has written to."""
-        return self.usage.unsettled()
-
-    def arm(self, control: Control) -> None:
-        """Before the last backward pass of a window."""
-        self._closing = True
-
-    def settle(self) -> None:
-        """After a backward pass."""
-        self.usage.settle()
-        self._strays = None if self._closing else self._fingerprint()
-        self._closing = False
 
     def exchange(self, control: Control) -> Arrived:
         """Nothing: this rank's sum is everybody's."""
@@ -109,38 +81,6 @@ class AloneMode:
         for gradient in self._split(excluded)[0]:
             gradient.clamp_(-limit, limit)
 
-    def zero(self) -> None:
-        """Forget all gradients."""
-        self.usage.settle()
-        self._strays = None
-
-    def hide_unused(self, used: frozenset[int] | None) -> None:
-        """Give parameters that were not used no gradient; torch gives them none anyway."""
-        if used is not None:
-            for index, parameter in enumerate(self.parameters):
-                if index not in used:
-                    parameter.grad = None
-
-    def has_none(self) -> bool:
-        """Whether no parameter has a gradient."""
-        return all(p.grad is None for p in self.parameters)
-
-    def gradients(self) -> list[Tensor | None]:
-        """Copies of the gradients as they are now."""
-        return [None if p.grad is None else p.grad.clone() for p in self.parameters]
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients that were set aside."""
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None and parameter.grad is None:
-                parameter.grad = gradient
-            elif gradient is not None and parameter.grad is not None:
-                parameter.grad.add_(gradient)
-
-    def each_alone(self) -> AbstractContextManager[None]:
-        """It is alone."""
-        return nullcontext()
-
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""
         return [("gradients", "torch's own: one rank exchanges nothing")]
@@ -160,9 +100,6 @@ class AloneMode:
             if parameter.grad is not None:
                 (left if index in excluded else kept).append(parameter.grad)
         return kept, left
-
-    def _fingerprint(self) -> list[tuple[int, int]]:
-        return [(id(g), -1 if g is None else g._version) for g in (p.grad for p in self.parameters)]
 
 
 def _alike(gradients: Sequence[Tensor], wide: torch.dtype) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.order import Watcher, complete
 from hpctrain.precision.arithmetic import multiply, sum_of_squares
 from hpctrain.replica.mode import Control
+from hpctrain.replica.on_parameters import OnParameters
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine, Work
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ArenaMode"]
 
 
-class ArenaMode:
+class ArenaMode(OnParameters):
     """How a replica's gradients travel when hpctrain lays them out itself."""
 
     def __init__(
@@ -36,6 +36,7 @@ class ArenaMode:
     ) -> None:
         self.engine = engine
         self.overlap = overlap
+        self.parameters = tuple(parameters)
         self.arena = Arena(names, parameters, bucket_bytes=bucket_bytes)
         self._bucket_bytes = bucket_bytes
         self._versions = self.arena.versions()
@@ -133,33 +134,6 @@ class ArenaMode:
     def zero(self) -> None:
         """Forget all gradients."""
         self.arena.zero()
-
-    def hide_unused(self, used: frozenset[int] | None) -> None:
-        """Give parameters that no rank used no gradient at all: None is not zero."""
-        if used is not None:
-            for index, parameter in enumerate(self.arena.parameters):
-                if index not in used:
-                    parameter.grad = None
-
-    def has_none(self) -> bool:
-        """Whether no parameter has a gradient."""
-        return all(p.grad is None for p in self.arena.parameters)
-
-    def gradients(self) -> list[Tensor | None]:
-        """Copies of the gradients as they are now."""
-        return [None if p.grad is None else p.grad.clone() for p in self.arena.parameters]
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients that were set aside."""
-        for parameter, gradient in zip(self.arena.parameters, gradients, strict=True):
-            if gradient is not None and parameter.grad is None:
-                parameter.grad = gradient
-            elif gradient is not None and parameter.grad is not None:
-                parameter.grad.add_(gradient)
-
-    def each_alone(self) -> AbstractContextManager[None]:
-        """Every rank updates everything in any case."""
-        return nullcontext()
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""

@@ -12,7 +12,6 @@ user's own optimizer stays the truth. What is mended on our side:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +26,7 @@ from hpctrain.precision.arithmetic import multiply, sum_of_squares
 from hpctrain.replica.horovod_carrier import Carrier, unfrozen
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.horovod_wire import Wire, check_parameters, near_power_of_two
+from hpctrain.replica.on_parameters import OnParameters
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -39,7 +39,7 @@ __all__ = ["HorovodMode"]
 _WORDS = CONTROL_WORDS + 1  # and ranks that were interrupted
 
 
-class HorovodMode:
+class HorovodMode(OnParameters):
     """How a replica's gradients travel when Horovod fuses them. See `core.Mode`.
 
     Args:
@@ -264,21 +264,6 @@ class HorovodMode:
             self._travel((0.0, 0.0, 0.0, 0.0), interrupted=True)
         self.begin(fresh=True)
 
-    def hide_unused(self, used: frozenset[int] | None) -> None:
-        """Give parameters that no rank used no gradient at all: None is not zero."""
-        if used is not None:
-            for index, parameter in enumerate(self.parameters):
-                if index not in used:
-                    parameter.grad = None
-
-    def has_none(self) -> bool:
-        """Whether no parameter has a gradient."""
-        return all(p.grad is None for p in self.parameters)
-
-    def gradients(self) -> list[Tensor | None]:
-        """Copies of the gradients as they are now."""
-        return [None if p.grad is None else p.grad.clone() for p in self.parameters]
-
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients that were set aside."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -286,10 +271,6 @@ class HorovodMode:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     # Telling
-
-    def each_alone(self) -> AbstractContextManager[None]:
-        """Every rank updates everything in any case."""
-        return nullcontext()
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from hpctrain.fusion.usage import Usage, specs_of
 from hpctrain.replica.mode import Control
 from hpctrain.replica.node_memory import NodeMemory, Room
 from hpctrain.replica.node_norms import NodeNorms
+from hpctrain.replica.on_parameters import OnTorchsOwn
 from hpctrain.world.shared_memory import describe_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ are all still there afterwards, and one pass is quicker (5 and 21 MB in `benchma
 """
 
 
-class NodeMode:
+class NodeMode(OnTorchsOwn):
     """How a replica's gradients travel inside a node, and slice by slice between nodes.
 
     Backward leaves gradients where torch puts them; one pass copies them into the rank's part, and
@@ -70,8 +71,6 @@ class NodeMode:
         """Whether this rank writes to gradients: it then has them in pages of its own."""
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         self._text = f"exchange of gradients ({', '.join(self.names[:3])}{more})"
-        self._strays: list[tuple[int, int]] | None = None
-        self._closing = False
         self._num_exchanges = 0
 
     def fits(self) -> bool:
@@ -83,31 +82,9 @@ class NodeMode:
 
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass: where a new window begins, there are no gradients."""
-        if fresh:
-            self.zero()
-            for parameter in self.parameters:
-                parameter.grad = None
+        super().begin(fresh=fresh)
         if self.update is not None:
             self.update.go_between()
-        self.usage.hook()
-
-    def edited(self) -> bool:
-        """Whether somebody has written to gradients since `settle`."""
-        return self._strays is not None and self._strays != self._fingerprint()
-
-    def foreign(self) -> list[str]:
-        """Parameters that a backward pass of somebody else's has written to."""
-        return self.usage.unsettled()
-
-    def arm(self, control: Control) -> None:
-        """Before the last backward pass of a window."""
-        self._closing = True
-
-    def settle(self) -> None:
-        """After a backward pass."""
-        self.usage.settle()
-        self._strays = None if self._closing else self._fingerprint()
-        self._closing = False
 
     def exchange(self, control: Control) -> Arrived:
         """Collective: sum all gradients over all ranks."""
@@ -217,37 +194,9 @@ class NodeMode:
         self.norms.clamp(limit, excluded)
         self._look()
 
-    def zero(self) -> None:
-        """Forget all gradients."""
-        self.usage.settle()
-        self._strays = None
-
-    def hide_unused(self, used: frozenset[int] | None) -> None:
-        """Give parameters that no rank used no gradient at all: None is not zero."""
-        if used is not None:
-            for index, parameter in enumerate(self.parameters):
-                if index not in used:
-                    parameter.grad = None
-
-    def has_none(self) -> bool:
-        """Whether no parameter has a gradient."""
-        return all(p.grad is None for p in self.parameters)
-
-    def gradients(self) -> list[Tensor | None]:
-        """Copies of the gradients as they are now."""
-        return [None if p.grad is None else p.grad.clone() for p in self.parameters]
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients that were set aside."""
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None and parameter.grad is None:
-                parameter.grad = gradient
-            elif gradient is not None and parameter.grad is not None:
-                parameter.grad.add_(gradient)
-
     def each_alone(self) -> AbstractContextManager[None]:
         """A block in which every rank that steps updates everything by itself."""
-        return nullcontext() if self.update is None else self.update.suspended()
+        return super().each_alone() if self.update is None else self.update.suspended()
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""
@@ -280,9 +229,6 @@ class NodeMode:
             self.update.close()
         self.norms.close()
         self.memory.close()
-
-    def _fingerprint(self) -> list[tuple[int, int]]:
-        return [(id(g), -1 if g is None else g._version) for g in (p.grad for p in self.parameters)]
 
 
 def _dense(gradient: Tensor) -> Tensor:

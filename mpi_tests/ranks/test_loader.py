@@ -323,3 +323,9 @@ def test_a_local_shuffle_exchanges_nothing(world):
     assert flat(first) == flat(second) == [10 * i for i in range(41)]
     assert first != second
     assert shares.num_exchanges == 0
+    inside = loader.state_dict() | {"consumed": 16}
+    order = Order(kind="numpy", num_samples=41, seed=4, epoch=0)
+    dealt = hpc.Loader(world, Shares(world.comm, 41, order), global_batch=8, shuffle="local")
+    with pytest.raises(hpc.ConfigError, match="dealt to the ranks in another order"):
+        dealt.load_state_dict(inside)
+    dealt.load_state_dict(loader.state_dict())  # between epochs any deal will do

@@ -178,3 +178,20 @@ def test_ranks_that_run_dry_get_the_others_masters(world, engines):
     train(world, replica, 1)
     assert len(set(world.comm.allgather(digest(model.parameters())))) == 1
     replica.close()
+
+
+def test_writing_the_same_bits_leaves_the_masters_alone(world, engines):
+    model = build()
+    replica = distribute(world, engines, model, OPTIMIZERS["sgd"](model))
+    train(world, replica, 2)
+    before = {name: value.clone() for name, value in replica.state_dict()["masters"].items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.clone())  # as after an evaluation with other weights
+        model.layers[0].bias[0] = 0.5
+    after = replica.state_dict()["masters"]
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"layers.0.bias"}
+    assert after["layers.0.bias"][0] == 0.5
+    assert torch.equal(after["layers.0.bias"][1:], before["layers.0.bias"][1:])
+    replica.close()

@@ -132,7 +132,7 @@ STATE = {
     [
         ({"num_samples": 17}, "num_samples=16 and this loader 17"),
         ({"order": "keyed"}, "order='local' and this loader 'keyed'"),
-        ({"fingerprint": 6}, "because numpy's version is"),
+        ({"fingerprint": 6}, "dealt to the ranks in another order"),
         ({"num_ranks": 3}, "stopped inside an epoch on 4 ranks"),
     ],
 )
@@ -141,6 +141,12 @@ def test_a_state_that_does_not_fit_says_why(change, message):
     assert saved.to_state() == STATE
     assert trouble_with(saved, read_state(STATE | {"seed": 3, "total": 0})) is None
     assert message in trouble_with(saved, read_state(STATE | change))
+
+
+def test_the_order_of_another_numpy_says_why():
+    state = STATE | {"order": "numpy"}
+    trouble = trouble_with(read_state(state), read_state(state | {"fingerprint": 6}))
+    assert "because numpy's version is" in trouble
 
 
 def test_a_local_shuffle_may_change_ranks_between_epochs():

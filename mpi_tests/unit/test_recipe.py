@@ -181,3 +181,27 @@ def test_biases_and_normalisation_are_left_alone():
     assert len(hpc.split_parameters(nn.LayerNorm(3), weight_decay=0.1)) == 1
     with pytest.raises(hpc.ConfigError, match="ReLU has no parameters"):
         hpc.split_parameters(nn.ReLU(), weight_decay=0.1)
+
+
+@pytest.mark.parametrize("load_first", [True, False])
+def test_a_restart_with_another_global_batch_follows_the_new_recipe(load_first):
+    def run(global_batch):
+        plan = recipe(global_batch=global_batch, decay="none")
+        groups = [{"params": [nn.Parameter(torch.ones(2))]}]
+        groups.append({"params": [nn.Parameter(torch.ones(2))], "lr": 2 * plan.peak})
+        return plan, torch.optim.SGD(groups, lr=plan.peak)
+
+    plan, optimizer = run(1024)
+    plan.schedule(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    plan, optimizer = run(2048)
+    if load_first:
+        optimizer.load_state_dict(saved)
+        plan.schedule(optimizer, step=5)
+    else:
+        schedule = plan.schedule(optimizer, step=5)
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+        schedule.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([0.8, 1.6])

@@ -69,7 +69,6 @@ def write_shards(
     elif (folder / MANIFEST).exists() and not overwrite:
         trouble = f"{folder} holds shards already; choose another folder, or overwrite them"
     agree(world.comm, trouble, error=ConfigError, timeout_s=timeout_s)
-    world.comm.Barrier()  # everyone has looked before anything changes
     trouble = _clear(folder) if world.rank == 0 else None
     agree(world.comm, trouble, error=DataError, timeout_s=timeout_s)
 
@@ -86,9 +85,13 @@ def write_shards(
     agree(world.comm, wrong.get(DataError), error=DataError, timeout_s=timeout_s)
     agree(world.comm, wrong.get(ConfigError), error=ConfigError, timeout_s=timeout_s)
     manifest = _join(world.comm.allgather(written))
+    trouble = None
     if world.rank == 0:
-        write_manifest(folder, manifest)
-    world.comm.Barrier()
+        try:
+            write_manifest(folder, manifest)
+        except OSError as error:
+            trouble = f"the manifest of {folder} cannot be written ({error}); make room and repeat"
+    agree(world.comm, trouble, error=DataError, timeout_s=timeout_s)
     return manifest
 
 
