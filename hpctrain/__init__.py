@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
+    from hpctrain.saver import Saver
     from hpctrain.world import World, agree, init
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "NonFiniteError",
     "Recipe",
     "Replica",
+    "Saver",
     "Shard",
     "World",
     "__version__",
@@ -91,6 +93,7 @@ _HOME = {
     "Connection": "hpctrain.connection",
     "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
+    "Saver": "hpctrain.saver",
     "Shard": "hpctrain.data",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
