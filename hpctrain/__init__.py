@@ -10,10 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hpctrain.checkpoint import Keep, Store
     from hpctrain.connection import Connection, connect
     from hpctrain.data import Shard, files, gather, metrics, reshuffle, scatter, share, stage
     from hpctrain.data.loader import Loader
     from hpctrain.errors import (
+        CheckpointError,
         CollectiveError,
         ConfigError,
         DataError,
@@ -45,6 +47,7 @@ __all__ = [
     "EMA",
     "LAMB",
     "LARS",
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "Connection",
@@ -52,6 +55,7 @@ __all__ = [
     "HpcTrainError",
     "InstallError",
     "JobError",
+    "Keep",
     "LaunchError",
     "Loader",
     "LossScaling",
@@ -60,6 +64,7 @@ __all__ = [
     "Replica",
     "Saver",
     "Shard",
+    "Store",
     "World",
     "__version__",
     "agree",
@@ -81,6 +86,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "CheckpointError": "hpctrain.errors",
     "CollectiveError": "hpctrain.errors",
     "ConfigError": "hpctrain.errors",
     "DataError": "hpctrain.errors",
@@ -90,6 +96,8 @@ _HOME = {
     "LaunchError": "hpctrain.errors",
     "LossScaling": "hpctrain.precision",
     "NonFiniteError": "hpctrain.errors",
+    "Keep": "hpctrain.checkpoint",
+    "Store": "hpctrain.checkpoint",
     "Connection": "hpctrain.connection",
     "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
