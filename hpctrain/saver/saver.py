@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain import log
@@ -98,7 +99,7 @@ class Saver:
         agree(world.comm, trouble, error=ConfigError)
         self._store = Store(
             world,
-            directory,
+            Path(directory),
             keep=keep or Keep(),
             writers_per_node=writers_per_node,
             asynchronous=asynchronous,
