@@ -10,9 +10,10 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["ROOT", "describe_machine", "machine_id"]
+__all__ = ["ROOT", "cpu_name", "describe_machine", "machine_id"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+"""What holds the package: a checkout, or an environment's site-packages."""
 _PACKAGES = ("torch", "mpi4py", "horovod", "numpy")
 
 
@@ -21,7 +22,7 @@ def describe_machine(*, mpi: str) -> dict[str, object]:
     cores = len(os.sched_getaffinity(0))
     return {
         "id": machine_id(platform.machine(), cores),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "arch": platform.machine(),
         "cores": cores,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -46,7 +47,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """What the processor calls itself; ARM's /proc/cpuinfo has only numbers, lscpu the name."""
     text = _output(["lscpu"])
     for line in text.splitlines():
@@ -57,6 +58,8 @@ def _cpu_name() -> str:
 
 
 def _git(*words: str) -> str | None:
+    if not (ROOT / ".git").exists():  # a repository around an environment is somebody else's
+        return None
     return _output(["git", "-C", str(ROOT), *words]).strip() or None
 
 

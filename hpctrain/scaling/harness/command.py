@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import render
-from benchmarks.harness.schema import file_name, validate
-from benchmarks.harness.session import Rules
 from hpctrain import log
 from hpctrain.errors import ConfigError, HpcTrainError
+from hpctrain.scaling.harness import render
+from hpctrain.scaling.harness.machine import ROOT
+from hpctrain.scaling.harness.schema import file_name, validate
+from hpctrain.scaling.harness.session import Rules
 
 __all__ = [
     "EXIT_NOISY",
@@ -23,9 +24,10 @@ __all__ = [
     "report",
     "rules_of",
     "run_main",
+    "run_program",
 ]
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 EXIT_NOISY = 3
 """The result was not saved, because the machine was not quiet."""
 
@@ -72,6 +74,8 @@ def rules_of(args: argparse.Namespace) -> Rules:
     """What the options say about blocks; `--quick` takes two, whatever the load."""
     if args.quick and args.save:
         raise ConfigError("--quick measures nothing worth saving; use --json")
+    if args.save and not RESULTS.is_dir():
+        raise ConfigError("--save keeps results in a checkout of hpctrain; use --json OUT")
     retries = args.blocks if args.retries is None else args.retries
     return Rules(
         # Where several numbers can be asked for, each variant has its own.
@@ -134,6 +138,18 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> int:
     path.write_text(text)
     log.notice(f"saved as benchmarks/results/{path.name}; now run python -m benchmarks.tables")
     return 0
+
+
+def run_program(
+    name: str,
+    about: str | None,
+    declare: Callable[[argparse.ArgumentParser], None],
+    main: Callable[[argparse.Namespace], int],
+) -> int:
+    """Be `python -m NAME`: read the command line, measure, and say what went wrong."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
+    declare(parser)
+    return run_main(lambda: main(parser.parse_args()))
 
 
 def run_main(main: Callable[[], int]) -> int:
