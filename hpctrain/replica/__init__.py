@@ -27,6 +27,7 @@ from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import named_parameters
+from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.overlapping import bucket_size, can_hide
 from hpctrain.replica.precision import choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
@@ -180,7 +181,8 @@ def distribute(
     world.streams.bind_own()
     for what, text in own_statistics(model, link.size) if world.rank == 0 else ():
         log.notice(f"{what}: {text}")
-    replica = Replica(
+    kind = ObservedReplica if world.observers else Replica
+    replica = kind(
         world,
         model,
         optimizer,
