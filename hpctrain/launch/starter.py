@@ -32,7 +32,14 @@ __all__ = ["start"]
 
 # After one rank has failed, MPI ends the others; if it does not within this time, we do.
 _GRACE_S = 3.0
-_PASS_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+_PASS_ON = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "OMP_NUM_THREADS",
+    "HPCTRAIN_TRACE",
+)
 
 
 def start(

@@ -144,6 +144,8 @@ class Launch:
     """Where `hpctrain run` hears how this rank ended."""
     pmi: str | None = None
     """Which process-management interface srun offers: `pmix`, `pmi2`, or None."""
+    trace_dir: str | None = None
+    """Where `hpctrain run --trace` wants every rank's events."""
 
     @property
     def title(self) -> str:
@@ -173,6 +175,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         terminal_columns=_number(environ, "HPCTRAIN_COLUMNS"),
         control_fd=_number(environ, "HPCTRAIN_CONTROL_FD"),
         pmi=_pmi(environ),
+        trace_dir=environ.get("HPCTRAIN_TRACE") or None,
     )
 
 
