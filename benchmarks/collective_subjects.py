@@ -9,9 +9,9 @@ from torch import Tensor
 
 import hpctrain as hpc
 from benchmarks.collectives import parse_size
-from benchmarks.harness.worker import Subject
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import CollectiveError
+from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
 
 __all__ = ["make_maker"]

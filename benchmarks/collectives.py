@@ -10,10 +10,10 @@ import sys
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import command
-from benchmarks.harness.session import Case, Plan, Variant, run_plan
 from hpctrain import log
 from hpctrain.engines.horovod_state import probe_horovod
+from hpctrain.scaling.harness import command
+from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
 __all__ = ["SIZES", "VARIANTS", "bandwidths", "main", "parse_size", "repeats_for"]
 
@@ -66,7 +66,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         from benchmarks.collective_subjects import make_maker
-        from benchmarks.harness.worker import serve
+        from hpctrain.scaling.harness.worker import serve
 
         serve(args.worker, args.variants.split(","), make_maker())
         return 0

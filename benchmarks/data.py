@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import command
-from benchmarks.harness.session import Case, Plan, Variant, run_plan
+from hpctrain.scaling.harness import command
+from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
 __all__ = ["PARTS", "Part", "main", "part_of"]
 
@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument("--parts", metavar="A,B", help=f"from {', '.join(PARTS)} (default: all)")
     args = parser.parse_args()
     if args.worker:
-        from benchmarks.harness.worker import serve
+        from hpctrain.scaling.harness.worker import serve
 
         variants = args.variants.split(",")
         serve(args.worker, variants, import_module(part_of(variants).subjects).make_maker())

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hpctrain as hpc
-from benchmarks.harness.worker import Subject
 from benchmarks.workloads import find
 from hpctrain.engines.base import Engine
 from hpctrain.replica import HorovodTraining, Replica
+from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
 
 __all__ = ["Compute", "make_maker"]

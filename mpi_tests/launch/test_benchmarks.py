@@ -10,9 +10,9 @@ import time
 import psutil
 import pytest
 
-from benchmarks.harness.control import Launch
-from benchmarks.harness.schema import validate
 from hpctrain.errors import LaunchError
+from hpctrain.scaling.harness.control import Launch
+from hpctrain.scaling.harness.schema import validate
 from mpi_tests.built import BUILT
 from mpi_tests.launch.benchmark_results import LIMIT_S, PYTHON, result_of
 from mpi_tests.launch.commands import ROOT, clean_environment, run

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import collectives, step_overhead, tables
-from benchmarks.harness import command, render, schema
-from benchmarks.harness.blocks import choose_blocks, more_are_needed, shuffled_order
-from benchmarks.harness.load import Reading, busy_ticks, foreign_load
-from benchmarks.harness.machine import describe_machine, machine_id
-from benchmarks.harness.ratios import interval_ranks, paired_ratio
-from benchmarks.harness.session import Block, Case, Plan, Rules, Variant, describe_case
 from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness import command, render, schema
+from hpctrain.scaling.harness.blocks import choose_blocks, more_are_needed, shuffled_order
+from hpctrain.scaling.harness.load import Reading, busy_ticks, foreign_load
+from hpctrain.scaling.harness.machine import describe_machine, machine_id
+from hpctrain.scaling.harness.ratios import interval_ranks, paired_ratio
+from hpctrain.scaling.harness.session import Block, Case, Plan, Rules, Variant, describe_case
 
 TIMES = st.floats(1e-6, 1e3)
 PAIRS = st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=40)

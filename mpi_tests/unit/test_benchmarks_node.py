@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import barrier, layout, memory, step_overhead
-from benchmarks.harness import command, render, schema
-from benchmarks.harness.session import Case, Plan, Rules, Variant
 from benchmarks.memory_parts import data_kib
 from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness import command, render, schema
+from hpctrain.scaling.harness.session import Case, Plan, Rules, Variant
 
 # Layouts
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import render
-from benchmarks.harness.schema import file_name, validate
-from benchmarks.harness.session import Rules
 from hpctrain import log
 from hpctrain.errors import ConfigError, HpcTrainError
+from hpctrain.scaling.harness import render
+from hpctrain.scaling.harness.machine import ROOT
+from hpctrain.scaling.harness.schema import file_name, validate
+from hpctrain.scaling.harness.session import Rules
 
 __all__ = [
     "EXIT_NOISY",
@@ -25,7 +26,7 @@ __all__ = [
     "run_main",
 ]
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 EXIT_NOISY = 3
 """The result was not saved, because the machine was not quiet."""
 
@@ -72,6 +73,8 @@ def rules_of(args: argparse.Namespace) -> Rules:
     """What the options say about blocks; `--quick` takes two, whatever the load."""
     if args.quick and args.save:
         raise ConfigError("--quick measures nothing worth saving; use --json")
+    if args.save and not RESULTS.is_dir():
+        raise ConfigError("--save keeps results in a checkout of hpctrain; use --json OUT")
     retries = args.blocks if args.retries is None else args.retries
     return Rules(
         # Where several numbers can be asked for, each variant has its own.

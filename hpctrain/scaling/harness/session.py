@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
-from benchmarks.harness.blocks import Kept, choose_blocks, more_are_needed, shuffled_order
-from benchmarks.harness.control import Launch, Message
-from benchmarks.harness.load import LoadMeter
-from benchmarks.harness.machine import describe_machine
-from benchmarks.harness.ratios import paired_ratio
-from benchmarks.harness.schema import SCHEMA
 from hpctrain import log
 from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness.blocks import Kept, choose_blocks, more_are_needed, shuffled_order
+from hpctrain.scaling.harness.control import Launch, Message
+from hpctrain.scaling.harness.load import LoadMeter
+from hpctrain.scaling.harness.machine import describe_machine
+from hpctrain.scaling.harness.ratios import paired_ratio
+from hpctrain.scaling.harness.schema import SCHEMA
 
 __all__ = ["Block", "Case", "Plan", "Rules", "Variant", "describe_case", "run_plan"]
 

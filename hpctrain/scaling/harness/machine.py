@@ -12,7 +12,8 @@ import psutil
 
 __all__ = ["ROOT", "describe_machine", "machine_id"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+"""What holds the package: a checkout, or an environment's site-packages."""
 _PACKAGES = ("torch", "mpi4py", "horovod", "numpy")
 
 
@@ -57,6 +58,8 @@ def _cpu_name() -> str:
 
 
 def _git(*words: str) -> str | None:
+    if not (ROOT / ".git").exists():  # a repository around an environment is somebody else's
+        return None
     return _output(["git", "-C", str(ROOT), *words]).strip() or None
 
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.harness.machine import ROOT
 from hpctrain.errors import LaunchError
+from hpctrain.scaling.harness.machine import ROOT
 
 __all__ = ["Launch", "Message"]
 
