@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.timeline.merging import MERGED, merge_folder
+from hpctrain.timeline.merging import MERGED, SUMMARY, merge_folder
 from hpctrain.timeline.tap import Tap
 from hpctrain.timeline.tracing import start
 
-__all__ = ["MERGED", "Tap", "merge_folder", "start"]
+__all__ = ["MERGED", "SUMMARY", "Tap", "merge_folder", "start"]

@@ -17,9 +17,10 @@ from typing import Any
 from hpctrain.timeline.files import Event, RankTrace, read_folder
 from hpctrain.timeline.slowest import Slowest, find_slowest, steps_of
 
-__all__ = ["MERGED", "Merged", "merge", "merge_folder"]
+__all__ = ["MERGED", "SUMMARY", "Merged", "merge", "merge_folder"]
 
 MERGED = "trace.json.gz"
+SUMMARY = "trace-summary.json"
 _STEPS = 0
 """The thread of the trace on which steps are drawn; those of the rank follow."""
 
@@ -79,7 +80,7 @@ def merge_folder(folder: Path) -> Merged:
         cut_off=tuple(trace.rank for trace in traces if not trace.is_whole),
     )
     facts = {**asdict(merged), "path": path.name}
-    (folder / "summary.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / SUMMARY).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return merged
 
 
