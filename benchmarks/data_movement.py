@@ -10,7 +10,7 @@ import sys
 from statistics import median
 from typing import Any
 
-from benchmarks.collectives import parse_size
+from hpctrain.scaling.benches.collectives import parse_size
 from hpctrain.scaling.harness import command
 from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 

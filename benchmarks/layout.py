@@ -78,7 +78,7 @@ def main() -> int:
     """Measure, or be a rank that is measured."""
     args = _parse()
     if args.worker:
-        from benchmarks.step_subjects import make_maker
+        from hpctrain.scaling.benches.step_subjects import make_maker
         from hpctrain.scaling.harness.worker import serve
 
         make = make_maker()

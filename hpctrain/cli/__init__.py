@@ -21,6 +21,7 @@ VERBS = {
     "run": "run a script on all ranks, starting mpirun where nothing has",
     "data": "write a data set as shards, say what is in one, or check it",
     "doctor": "check MPI, torch, Horovod and the machine, with the cure for what is broken",
+    "bench": "measure how a script scales, the best layout of a node, collectives, data",
     "job": "write, submit, watch and lint job scripts",
     "sweep": "run a command over many settings, here or as a job array, and rank the results",
     "report": "make a page, pictures and tables of benchmark results and run directories",

@@ -15,8 +15,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.errors import LaunchError
+from hpctrain.world.bench import Asked, parse_asked
 
-__all__ = ["BATCH_SYSTEMS", "LAUNCHERS", "Launch", "LauncherRow", "current", "detect"]
+__all__ = [
+    "BATCH_SYSTEMS",
+    "BENCH_VARIABLE",
+    "LAUNCHERS",
+    "Launch",
+    "LauncherRow",
+    "current",
+    "detect",
+]
+
+BENCH_VARIABLE = "HPCTRAIN_BENCH"
+"""Where a sweep says what it asks for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +156,8 @@ class Launch:
     """Where `hpctrain run` hears how this rank ended."""
     pmi: str | None = None
     """Which process-management interface srun offers: `pmix`, `pmi2`, or None."""
+    bench: Asked | None = None
+    """What a sweep asks for; None outside one."""
     trace_dir: str | None = None
     """Where `hpctrain run --trace` wants every rank's events."""
 
@@ -175,6 +189,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         terminal_columns=_number(environ, "HPCTRAIN_COLUMNS"),
         control_fd=_number(environ, "HPCTRAIN_CONTROL_FD"),
         pmi=_pmi(environ),
+        bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
         trace_dir=environ.get("HPCTRAIN_TRACE") or None,
     )
 

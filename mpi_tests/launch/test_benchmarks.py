@@ -82,7 +82,7 @@ def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
     result_of_part = tmp_path / "result_loader.json"
     variants = "dataloader,loader,loader-keyed"
     words = ["--parts", "loader", "--variants", variants, "--json", tmp_path / "result.json"]
-    done = run(*PYTHON, "benchmarks.data", "--quick", *words, timeout_s=LIMIT_S)
+    done = run(*PYTHON, "hpctrain.scaling.benches.data", "--quick", *words, timeout_s=LIMIT_S)
     assert done.code == 0, done.text
     result = json.loads(result_of_part.read_text())
     assert validate(result) == []
@@ -104,14 +104,14 @@ def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
     ],
 )
 def test_mistakes_are_named(words, message):
-    done = run(*PYTHON, "benchmarks.step_overhead", *words)
+    done = run(*PYTHON, "hpctrain.scaling.benches.step_overhead", *words)
     assert done.code == 2, done.text
     assert message in done.err
     assert "Traceback" not in done.err
 
 
 def test_a_killed_benchmark_leaves_no_stopped_ranks_behind():
-    words = ["benchmarks.step_overhead", "--variants", "compute,compute-beside-idle"]
+    words = ["hpctrain.scaling.benches.step_overhead", "--variants", "compute,compute-beside-idle"]
     with subprocess.Popen(
         [*PYTHON, *words, "--blocks", "100000"],
         cwd=ROOT,
@@ -148,7 +148,11 @@ def status_of(process: psutil.Process) -> str:
 def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
     variant = "horovod" if "horovod" in BUILT else "ddp"
     launch = Launch(
-        variant, "benchmarks.step_overhead", num_ranks=2, variants=[variant], environ={}
+        variant,
+        "hpctrain.scaling.benches.step_overhead",
+        num_ranks=2,
+        variants=[variant],
+        environ={},
     )
     try:
         ranks = [psutil.Process(hello["pid"]) for hello in launch.greet(LIMIT_S)]
@@ -168,7 +172,11 @@ def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
 
 def test_a_rank_that_fails_is_told_with_its_traceback():
     launch = Launch(
-        "broken", "benchmarks.step_overhead", num_ranks=2, variants=["compute"], environ={}
+        "broken",
+        "hpctrain.scaling.benches.step_overhead",
+        num_ranks=2,
+        variants=["compute"],
+        environ={},
     )
     try:
         launch.greet(LIMIT_S)

@@ -339,7 +339,7 @@ def test_variants_that_disturb_others_have_launches_of_their_own():
 
 
 def test_the_workloads_are_those_that_can_be_asked_for():
-    from benchmarks.workloads import WORKLOADS
+    from hpctrain.scaling.benches.workloads import WORKLOADS
 
     assert tuple(WORKLOADS) == step_overhead._WORKLOADS
 

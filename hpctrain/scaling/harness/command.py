@@ -24,6 +24,7 @@ __all__ = [
     "report",
     "rules_of",
     "run_main",
+    "run_program",
 ]
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -137,6 +138,18 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> int:
     path.write_text(text)
     log.notice(f"saved as benchmarks/results/{path.name}; now run python -m benchmarks.tables")
     return 0
+
+
+def run_program(
+    name: str,
+    about: str | None,
+    declare: Callable[[argparse.ArgumentParser], None],
+    main: Callable[[argparse.Namespace], int],
+) -> int:
+    """Be `python -m NAME`: read the command line, measure, and say what went wrong."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
+    declare(parser)
+    return run_main(lambda: main(parser.parse_args()))
 
 
 def run_main(main: Callable[[], int]) -> int:

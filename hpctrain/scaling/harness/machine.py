@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["ROOT", "describe_machine", "machine_id"]
+__all__ = ["ROOT", "cpu_name", "describe_machine", "machine_id"]
 
 ROOT = Path(__file__).resolve().parents[3]
 """What holds the package: a checkout, or an environment's site-packages."""
@@ -22,7 +22,7 @@ def describe_machine(*, mpi: str) -> dict[str, object]:
     cores = len(os.sched_getaffinity(0))
     return {
         "id": machine_id(platform.machine(), cores),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "arch": platform.machine(),
         "cores": cores,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -47,7 +47,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """What the processor calls itself; ARM's /proc/cpuinfo has only numbers, lscpu the name."""
     text = _output(["lscpu"])
     for line in text.splitlines():

@@ -14,6 +14,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness.ratios import interval_ranks
 from hpctrain.scaling.harness.schema import upgrade, validate
 from hpctrain.scaling.report.points import PARTS, Estimate, Point, Study
+from hpctrain.scaling.sweeps.table import describe_laws
 
 __all__ = ["Bandwidth", "Result", "estimate", "read_result", "understand"]
 
@@ -97,6 +98,7 @@ def _swept(raw: Mapping[str, Any]) -> Study:
         points=tuple(point for role, point in points if role not in (_ALONE, _NODE)),
         baseline=_first(points, _ALONE),
         whole_node=_first(points, _NODE),
+        fits=tuple(describe_laws(raw)) if scale.get("laws") is not None else (),
         notes=tuple(map(str, scale.get("notes", ()))),
         unit="launch" if scale.get("measured") == "launches" else "step",
     )

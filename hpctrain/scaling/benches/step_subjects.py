@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import hpctrain as hpc
-from benchmarks.workloads import find
 from hpctrain.engines.base import Engine
 from hpctrain.replica import HorovodTraining, Replica
+from hpctrain.scaling.benches.workloads import find
 from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
 
@@ -205,7 +206,7 @@ class RawDdpZero(RawDdp):
             self.model.parameters(),
             self.workload.optimizer_class,
             parameters_as_bucket_view=True,
-            **self.workload.options,
+            **dict[str, Any](self.workload.options),
         )
 
 

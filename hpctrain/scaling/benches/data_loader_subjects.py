@@ -50,7 +50,7 @@ class Batches:
         if self.kind == "loader-thread":
             return hpc.Loader(world, self.data, global_batch=size, prefetch=2)
         data = TensorDataset(*self.data)
-        sampler = DistributedSampler(data, num_replicas=world.size, rank=world.rank)
+        sampler: Any = DistributedSampler(data, num_replicas=world.size, rank=world.rank)
         if self.kind == "dataloader":
             return DataLoader(data, batch_size=_BATCH, sampler=sampler)
         # Batched indexing: one gather for a batch, no sample by sample, no collation.
@@ -60,7 +60,7 @@ class Batches:
         epoch = 0
         while True:
             if isinstance(self.loader, DataLoader):
-                sampler = self.loader.sampler
+                sampler: Any = self.loader.sampler
                 getattr(sampler, "sampler", sampler).set_epoch(epoch)
             yield from self.loader
             epoch += 1
@@ -79,7 +79,8 @@ class Batches:
         self.batches.close()  # type: ignore[attr-defined]
         seen = torch.cat([labels for _, labels in self.loader])
         everyone = torch.cat(self.world.comm.allgather(seen))
-        outcome = {"handed out": len(everyone), "different": len(everyone.unique())}
+        different = len(set(everyone.tolist()))
+        outcome: dict[str, object] = {"handed out": len(everyone), "different": different}
         del self.data, self.loader, self.batches
         return outcome
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class Workload:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """A new optimizer over all of the model's parameters."""
-        return self.optimizer_class(model.parameters(), **self.options)
+        return self.optimizer_class(model.parameters(), **dict[str, Any](self.options))
 
     def data(self, rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
         """This rank's samples and their targets."""
@@ -87,10 +88,19 @@ def _cnn() -> nn.Module:
     return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
-_ADAMW = {"optimizer_class": torch.optim.AdamW, "options": {"lr": _RATE}}
-_FUSED = {"optimizer_class": torch.optim.AdamW, "options": {"lr": _RATE, "fused": True}}
-_WIDE = {"build": lambda: _linears(512), "inputs": (512,), "targets": (512,)}
-_TOKENS = {"inputs": (32, 256), "targets": (32, 256), "batch": 64, "whole_batch": True, **_FUSED}
+_ADAMW: dict[str, Any] = {"optimizer_class": torch.optim.AdamW, "options": {"lr": _RATE}}
+_FUSED: dict[str, Any] = {
+    "optimizer_class": torch.optim.AdamW,
+    "options": {"lr": _RATE, "fused": True},
+}
+_WIDE: dict[str, Any] = {"build": lambda: _linears(512), "inputs": (512,), "targets": (512,)}
+_TOKENS: dict[str, Any] = {
+    "inputs": (32, 256),
+    "targets": (32, 256),
+    "batch": 64,
+    "whole_batch": True,
+    **_FUSED,
+}
 
 WORKLOADS = {
     "256-sgd": Workload(

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import hpctrain as hpc
-from benchmarks.collectives import parse_size
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import CollectiveError
+from hpctrain.scaling.benches.collectives import parse_size
 from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
 
