@@ -112,6 +112,12 @@ def _us(time_ns: float, origin: float) -> float:
     return round((time_ns - origin) / 1000, 3)
 
 
+def _span(begin_ns: float, end_ns: float, origin: float) -> Record:
+    """Rounded so that what lies inside another still does."""
+    begin, end = _us(begin_ns, origin), _us(end_ns, origin)
+    return {"ts": begin, "dur": round(end - begin, 3)}
+
+
 def _micro(drift_ns: float | None) -> float | None:
     return None if drift_ns is None else round(drift_ns / 1000, 3)
 
@@ -135,8 +141,7 @@ def _of_rank(trace: RankTrace, origin: float) -> Iterator[Record]:
             "name": f"step {number}",
             "pid": trace.rank,
             "tid": _STEPS,
-            "ts": _us(begin, origin),
-            "dur": round((end - begin) / 1000, 3),
+            **_span(begin, end, origin),
         }
     posted: dict[str, deque[Event]] = defaultdict(deque)
     for event in sorted(trace.events, key=lambda e: (e.begin_ns, -e.end_ns)):
@@ -150,8 +155,7 @@ def _of_rank(trace: RankTrace, origin: float) -> Iterator[Record]:
                 "cat": event.kind,
                 "name": event.name,
                 **where,
-                "ts": _us(event.begin_ns, origin),
-                "dur": round((event.end_ns - event.begin_ns) / 1000, 3),
+                **_span(event.begin_ns, event.end_ns, origin),
                 "args": args,
             }
             if event.kind == "collective" and posted.get(event.name):
@@ -197,5 +201,6 @@ def _arrows(traces: Sequence[RankTrace], origin: float) -> Iterator[Record]:
                 "bp": "e",
                 "pid": rank,
                 "tid": 1 + event.thread,
-                "ts": _us(event.end_ns, origin),
+                # Inside what it points to: at its very end, viewers see the slice closed.
+                "ts": _us(max(event.begin_ns, last.begin_ns, event.end_ns - 10), origin),
             }

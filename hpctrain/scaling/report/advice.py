@@ -271,7 +271,7 @@ def _failures(study: Study) -> Iterator[Finding]:
     for point in study.failed:
         yield Finding(
             rule="failed",
-            weight=0.5,
+            weight=0.002,
             what=f"{point.engine} on {point.num_ranks} ranks was not measured: {point.failure}",
             attempt="Start the same sweep again: it measures what is missing.",
         )

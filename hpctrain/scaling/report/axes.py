@@ -55,6 +55,8 @@ def make_axis(
         low, high = min(low, 0.0), max(high, 0.0)
     if low == high:
         low, high = (low - 0.5, high + 0.5) if low else (0.0, 1.0)
+    if is_percent and from_zero and 1 < high <= 1.1:  # just above: nothing is written there
+        return Axis(low=0.0, high=1.1, ticks=tuple((k / 5, f"{20 * k} %") for k in range(6)))
     step = _nice((high - low) / max(1, most - 1))
     first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)
     texts = [
@@ -70,6 +72,9 @@ def _log2(values: list[float], most: int, write: Callable[[float], str]) -> Axis
         low, high = low / 2, high * 2
     margin = (high / low) ** 0.04
     written = values
+    if not all(float(value).is_integer() for value in values):  # measured: powers of two will do
+        written = [2.0**k for k in range(floor(log2(low) + 1e-9), ceil(log2(high) - 1e-9) + 1)]
+        low, high, margin = written[0], max(high, written[-1]), 1.0
     while len(written) > most:
         written = written[::-2][::-1]
     ticks = tuple((value, write(value)) for value in written)

@@ -63,7 +63,7 @@ class LineChart:
     x_scale: str = "linear"
     """`linear`, `log2` for numbers of ranks, or `bytes`."""
     y_scale: str = "linear"
-    """`linear`, from 0, `free`, from where the data begin, or `log10`."""
+    """`linear`, from 0, `free`, from where the data begin, `log2` or `log10`."""
     is_percent: bool = False
     marks: tuple[Mark, ...] = ()
 

@@ -18,6 +18,8 @@ class Table:
     title: str
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    data: tuple[tuple[str, ...], ...] = ()
+    """Headers and rows of bare numbers, for programs; empty: those above."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

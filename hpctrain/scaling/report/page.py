@@ -12,6 +12,7 @@ from hpctrain.scaling.report.svg import draw
 __all__ = ["render_page"]
 
 _NUMBER = re.compile(r"[-+\d.,\s\[\]%xXkMGTiBshmin]*\d[-+\d.,\s\[\]%xXkMGTiBshmin]*")
+_GAPS = ("", "failed")
 _CODE = re.compile(r"`([^`]+)`")
 
 
@@ -87,7 +88,7 @@ def _words(text: str) -> str:
 
 def _table(table: Table) -> str:
     columns = list(zip(*table.rows, strict=True)) if table.rows else []
-    right = [all(not cell or _NUMBER.fullmatch(cell) for cell in column) for column in columns]
+    right = [all(cell in _GAPS or _NUMBER.fullmatch(cell) for cell in column) for column in columns]
     if len(table.headers) == 1:
         lines = "\n".join(escape(row[0]) for row in table.rows)
         return f'<pre tabindex="0"><code>{lines}</code></pre>'

@@ -37,10 +37,11 @@ nav ol { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 20px; paddin
 .findings p { margin: 0 0 2px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr));
   gap: 20px; margin: 16px 0 20px; }
+.charts figure:only-child { max-width: 660px; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: 14px 12px 10px;
   background: #fff; min-width: 0; }
 figcaption { font-size: 14px; color: var(--soft); text-align: center; padding: 4px 8px 0; }
-svg.chart { display: block; width: 100%; height: auto; font: 12.5px system-ui, -apple-system,
+svg.chart { display: block; width: 100%; height: auto; font: 12px system-ui, -apple-system,
   "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 svg text { fill: #333; font-variant-numeric: tabular-nums; }
 svg text.name { fill: var(--soft); font-size: 13px; }

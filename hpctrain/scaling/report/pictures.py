@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.report.axes import make_axis, number_text
+from hpctrain.scaling.report.axes import Axis, make_axis, number_text
 from hpctrain.scaling.report.charts import (
     COLOURS,
     DASHES,
@@ -119,10 +119,20 @@ def _scales(axes: Any, chart: LineChart) -> None:
         axes.minorticks_off()
     if chart.y_scale == "log10":
         axes.set_yscale("log")
+    elif chart.y_scale == "log2":
+        axes.set_yscale("log", base=2)
+        y = _y_axis(chart)
+        axes.set_yticks([v for v, _ in y.ticks], [text for _, text in y.ticks])
+        axes.minorticks_off()
     elif chart.y_scale == "linear":
         axes.set_ylim(bottom=0)
     if chart.is_percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+
+
+def _y_axis(chart: LineChart) -> Axis:
+    heights = [v for line in chart.lines for v in (*line.y, *line.low, *line.high)]
+    return make_axis(heights, "log2")
 
 
 def _bars(axes: Any, chart: Bars) -> None:

@@ -68,11 +68,10 @@ def _cell(text: str) -> str:
 
 
 def render_csv(table: Table) -> str:
-    """A table as CSV, as spreadsheets read it."""
+    """A table as CSV: bare numbers where the table has them."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(table.headers)
-    writer.writerows(table.rows)
+    writer.writerows(table.data or (table.headers, *table.rows))
     return out.getvalue()
 
 

@@ -9,9 +9,9 @@ from hpctrain.scaling.report.charts import COLOURS, DASHES, MARKERS
 
 __all__ = ["HEIGHT", "LEFT", "RIGHT", "WIDTH", "hatch", "legend", "marker", "text"]
 
-WIDTH = 720
-HEIGHT = 380
-LEFT = 72
+WIDTH = 540
+HEIGHT = 340
+LEFT = 66
 RIGHT = WIDTH - 18
 _LETTER = 6.7
 """About the width of a letter in the page's small type."""

@@ -39,6 +39,7 @@ def scaling_charts(study: Study, key: str) -> list[Chart]:
             y_label="speed-up",
             lines=(*_lines(study, study.speed_up), slope),
             x_scale="log2",
+            y_scale="log2",
         ),
     ]
 

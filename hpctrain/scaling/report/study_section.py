@@ -6,7 +6,7 @@ from hpctrain.scaling.report.advice import advise, describe_scaling
 from hpctrain.scaling.report.asking import Wish, hours_text, price
 from hpctrain.scaling.report.axes import bytes_text, number_text
 from hpctrain.scaling.report.document import Section, Table
-from hpctrain.scaling.report.points import Estimate, Point, Study
+from hpctrain.scaling.report.points import PARTS, Estimate, Point, Study
 from hpctrain.scaling.report.study_charts import (
     breakdown_chart,
     layout_chart,
@@ -90,11 +90,8 @@ def _points_table(study: Study, key: str) -> Table:
         ("ranks x threads", [p.layout for p in every]),
         ("nodes", [str(p.num_nodes) for p in every]),
         ("global batch", [str(p.global_batch or "") for p in every]),
-        (
-            f"ms a {study.unit}",
-            [_interval(p.step_s, 1000) if p.step_s else "failed" for p in every],
-        ),
-        ("samples/s", [number_text(p.samples_per_s) if p.samples_per_s else "" for p in every]),
+        (f"ms a {study.unit}", [_milliseconds(p) for p in every]),
+        ("samples/s", [f"{p.samples_per_s:.0f}" if p.samples_per_s else "" for p in every]),
         ("speed-up", [_plain(study, p) for p in every]),
         ("efficiency", [_percents(study, p) for p in every]),
         ("Karp-Flatt", [_fraction(study, p) for p in every]),
@@ -109,11 +106,38 @@ def _points_table(study: Study, key: str) -> Table:
         title=f"{study.title}: all points",
         headers=tuple(name for name, _ in kept),
         rows=tuple(zip(*(values for _, values in kept), strict=True)),
+        data=_numbers(study, every),
     )
 
 
-def _interval(value: Estimate, factor: float) -> str:
-    low, middle, high = (number_text(factor * v) for v in (value.low, value.median, value.high))
+def _numbers(study: Study, points: list[Point]) -> tuple[tuple[str, ...], ...]:
+    """The same in bare numbers, with intervals and parts in columns of their own."""
+    headers = ["engine", "num_ranks", "num_threads", "num_nodes", "global_batch"]
+    headers += [f"{study.unit}_s{tail}" for tail in ("", "_low", "_high")]
+    headers += ["samples_per_s"]
+    headers += [f"efficiency{tail}" for tail in ("", "_low", "_high")]
+    headers += [f"{part}_s" for part in PARTS]
+    headers += ["bytes_sent", "memory_bytes", "failure"]
+    rows = []
+    for point in points:
+        found = None if _is_aside(study, point) else study.efficiency(point)
+        numbers: list[object] = [point.global_batch, *_three(point.step_s), point.samples_per_s]
+        numbers += [*_three(found), *(point.split_s.get(part) for part in PARTS)]
+        numbers += [point.bytes_sent, point.memory_bytes, point.failure]
+        place = [point.engine, point.num_ranks, point.num_threads, point.num_nodes]
+        rows.append(tuple("" if v is None else str(v) for v in [*place, *numbers]))
+    return (tuple(headers), *rows)
+
+
+def _three(value: Estimate | None) -> tuple[float | None, ...]:
+    return (None,) * 3 if value is None else (value.median, value.low, value.high)
+
+
+def _milliseconds(point: Point) -> str:
+    if point.step_s is None:
+        return "failed"
+    step = point.step_s.scaled(1000)
+    low, middle, high = (number_text(value) for value in (step.low, step.median, step.high))
     return f"{middle} [{low}, {high}]"
 
 

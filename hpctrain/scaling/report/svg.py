@@ -80,7 +80,7 @@ def _draw_lines(chart: LineChart) -> list[str]:
     heights = [v for line in chart.lines for v in (*line.y, *line.low, *line.high)]
     y = make_axis(
         heights,
-        "log10" if chart.y_scale == "log10" else "linear",
+        chart.y_scale if chart.y_scale.startswith("log") else "linear",
         is_percent=chart.is_percent,
         from_zero=chart.y_scale != "free",
     )
