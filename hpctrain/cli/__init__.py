@@ -24,6 +24,8 @@ VERBS = {
     "bench": "measure how a script scales, the best layout of a node, collectives, data",
     "job": "write, submit, watch and lint job scripts",
     "sweep": "run a command over many settings, here or as a job array, and rank the results",
+    "report": "make a page, pictures and tables of benchmark results and run directories",
+    "trace": "merge what the ranks of a traced run recorded into one timeline",
     "pack": "put an environment into one archive that jobs unpack on every node's own disk",
     "horovod": "build Horovod against this torch and this MPI, or check the one that is here",
 }

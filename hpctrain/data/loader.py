@@ -19,6 +19,7 @@ from hpctrain.data.source import Batch
 from hpctrain.data.transfer import Sent, Transfer
 from hpctrain.errors import ConfigError
 from hpctrain.world import World, agree
+from hpctrain.world.observing import observed
 
 __all__ = ["Loader"]
 
@@ -178,7 +179,7 @@ class Loader:
         return self._loop(where, self._loops)
 
     def _loop(self, where: Where, number: int) -> Iterator[Batch]:
-        for part, batch in self._arrivals(where):
+        for part, batch in self._observed(self._arrivals(where)):
             if number != self._loops:
                 break
             self._part = part
@@ -191,6 +192,11 @@ class Loader:
                 "time, or a loader for each"
             )
         self._next_epoch()
+
+    def _observed(self, arrivals: Iterator[tuple[Part, Batch]]) -> Iterator[tuple[Part, Batch]]:
+        """The same; waiting for each batch is a phase where somebody observes the world."""
+        observers = self.world.observers
+        return observed(arrivals, observers, "input") if observers else arrivals
 
     def _arrivals(self, where: Where) -> Iterator[tuple[Part, Batch]]:
         """Batches on the device, by as few steps as there must be: each costs every batch."""

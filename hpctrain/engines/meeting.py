@@ -70,6 +70,8 @@ class Meeting:
         self.device = device
         self.members: tuple[int, ...] = tuple(range(self.size))
         """The ranks of the world that this engine is over, in the order of its own."""
+        self.on_post: Callable[[str], None] | None = None
+        """Who is told of collectives that are started now and waited for later."""
 
     @property
     def watchdog(self) -> Watchdog | None:

@@ -162,6 +162,8 @@ class Launch:
     """When the allocation ends (Unix time), where a variable says so."""
     bench: Asked | None = None
     """What a sweep asks for; None outside one."""
+    trace_dir: str | None = None
+    """Where `hpctrain run --trace` wants every rank's events."""
 
     @property
     def title(self) -> str:
@@ -195,6 +197,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         job_index=(_number(environ, "LSB_JOBINDEX") or None) if batch == "LSF" else None,
         end_time=_end_time(environ, batch),
         bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
+        trace_dir=environ.get("HPCTRAIN_TRACE") or None,
     )
 
 
