@@ -1,7 +1,7 @@
-"""Layers of three image classifiers, computed from their papers: weights and multiplications. Pure.
+"""Layers of three image classifiers, from their papers: weights and multiplications. Pure.
 
-VGG-16: arXiv 1409.1556, table 1, column D. ResNet-101: arXiv 1512.03385, table 1. Inception V3: arXiv
-1512.00567 and the network of TF-slim that is named so; without the auxiliary head, which
+VGG-16: arXiv 1409.1556, table 1, column D. ResNet-101: arXiv 1512.03385, table 1. Inception V3:
+arXiv 1512.00567 and the network of TF-slim that is named so; without the auxiliary head, which
 tf_cnn_benchmarks leaves out too. Batch normalisation counts as two weights a channel.
 """
 

@@ -1,7 +1,7 @@
 """Horovod's published scaling efficiencies, predicted from one of them. Simulated.
 
-`python -m benchmarks.published.horovod [--save]`. The machine's bandwidth is fitted to VGG-16 on 16 GPUs,
-one number; all others are predicted. docs/plan.md has the table.
+`python -m benchmarks.published.horovod [--save]`. The machine's bandwidth is fitted to VGG-16 on 16
+GPUs, one number; all others are predicted. docs/plan.md has the table.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["CALIBRATION", "PUBLISHED", "calibrate", "exchange", "main", "predict
 
 BATCH = 64
 IMAGES_PER_S = {"Inception V3": 134.4, "ResNet-101": 119.4, "VGG-16": 130.9}
-"""One GPU of that cluster, batch 64: Horovod's README of 2017-09, in github.com/horovod/horovod/pull/44."""
+"""One GPU of that cluster: Horovod's README of 2017-09, in github.com/horovod/horovod/pull/44."""
 
 PUBLISHED = {
-    # 4 servers of 4 Pascal GPUs, 25 Gbit/s RoCE, RDMA with NCCL: images a second of that README over 16
-    # times those of one GPU: 2022.6, 1746.2 and 1787.4.
+    # 4 servers of 4 Pascal GPUs, 25 Gbit/s RoCE, RDMA with NCCL: that README's 2022.6, 1746.2 and
+    # 1787.4 images a second over 16 times those of one GPU.
     16: {"Inception V3": 0.941, "ResNet-101": 0.914, "VGG-16": 0.853},
-    # 32 servers of 4: README of 2017-10 to 2018 ("90 % ... and 79 % for VGG-16"); arXiv 1802.05799 has the
+    # 32 servers of 4: README of 2017-10 to 2018 ("90 %" twice, "79 %"); arXiv 1802.05799 has the
     # same curve, "over 90 percent" with RDMA for the first two.
     128: {"Inception V3": 0.90, "ResNet-101": 0.90, "VGG-16": 0.79},
     # 128 servers of 4: horovod/docs/benchmarks.rst ("90 % ... and 68 % for VGG-16").

@@ -23,6 +23,7 @@ VERBS = {
     "doctor": "check MPI, torch, Horovod and the machine, with the cure for what is broken",
     "job": "write, submit, watch and lint job scripts",
     "sweep": "run a command over many settings, here or as a job array, and rank the results",
+    "plan": "predict a training step at N ranks, and what to ask a machine for; all simulated",
     "pack": "put an environment into one archive that jobs unpack on every node's own disk",
     "horovod": "build Horovod against this torch and this MPI, or check the one that is here",
 }

@@ -1,4 +1,4 @@
-"""What happens at N ranks: a step replayed from a profile and a machine file. Pure, no torch, no MPI.
+"""What happens at N ranks: a step replayed from a profile and a machine file, without torch or MPI.
 
 `Profile` says what one rank computes and what it has to send, `Machine` how ranks are connected,
 `Exchange` how gradients travel; `predict` replays the step. Everything it says is simulated.
@@ -7,7 +7,8 @@
 from hpctrain.scaling.plan.advice import Advice, advise
 from hpctrain.scaling.plan.collectives import Layout
 from hpctrain.scaling.plan.exchange import Exchange, default_exchange
-from hpctrain.scaling.plan.machine import Costs, Link, Machine, find_machine, machine_names
+from hpctrain.scaling.plan.machine import Costs, Link, Machine
+from hpctrain.scaling.plan.machine_files import find_machine, machine_names, write_machine
 from hpctrain.scaling.plan.prediction import Prediction, predict
 from hpctrain.scaling.plan.profile import Layer, Profile, read_profile, write_profile
 
@@ -27,5 +28,6 @@ __all__ = [
     "machine_names",
     "predict",
     "read_profile",
+    "write_machine",
     "write_profile",
 ]

@@ -8,7 +8,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan.checks import count_of, number_of, positive
 from hpctrain.scaling.plan.collectives import Layout
 
-__all__ = ["ENGINES", "Exchange", "default_exchange"]
+__all__ = ["ENGINES", "Exchange", "default_exchange", "horovod_fusion"]
 
 ENGINES = ("mpi", "torch", "horovod")
 _SMALLEST_BYTES = 4 << 20
@@ -58,13 +58,13 @@ def default_exchange(
 ) -> Exchange:
     """What `hpctrain.distribute` does with this engine where nothing else is asked for.
 
-    On CPUs with several ranks a node the `mpi` engine adds up in shared memory after backward and
-    divides the update; elsewhere pieces of an eighth of the gradients, 4 to 25 MiB, travel while
-    backward runs (`hpctrain.replica.overlapping`).
+    No engine is `auto`. On CPUs with several ranks a node the `mpi` engine adds up in shared memory
+    after backward and divides the update; elsewhere pieces of an eighth of the gradients, 4 to 25
+    MiB, travel while backward runs (`hpctrain.replica.overlapping`).
     """
     if engine is not None and engine not in ENGINES:
         raise ConfigError(f"engine={engine!r}; choose one of {', '.join(ENGINES)}")
-    if engine == "mpi" and not on_gpu and layout.local_ranks > 1:
+    if engine in (None, "mpi") and not on_gpu and layout.local_ranks > 1:
         return Exchange(engine=engine, overlap=False, divided_update=True)
     hides = on_gpu or layout.num_nodes > 1 or engine in ("horovod", "torch")
     if layout.num_ranks == 1 or not hides or gradient_bytes < 2 * _SMALLEST_BYTES:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from importlib import resources
+from dataclasses import dataclass, field
 from math import log2
-from pathlib import Path
-from typing import Any
 
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan.checks import check_keys, count_of, number_of, positive, text_of
+from hpctrain.scaling.plan.checks import count_of, number_of, positive
 
-__all__ = ["SCHEMA", "TOPOLOGIES", "Costs", "Link", "Machine", "find_machine", "machine_names"]
+__all__ = ["TOPOLOGIES", "Costs", "Link", "Machine"]
 
-SCHEMA = "hpctrain.machine/1"
 TOPOLOGIES = ("ring", "halving", "tree", "hierarchical")
 
 
@@ -119,119 +114,3 @@ class Machine:
         """The slope over all points: two noisy ones at the end alone would say too much."""
         pairs = [(log2(n), slow - 1.0) for n, slow in self.contention]
         return sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs)
-
-
-def machine_names() -> list[str]:
-    """The machines that come with the package."""
-    folder = resources.files("hpctrain.scaling.plan") / "machines"
-    names = (entry.name for entry in folder.iterdir())
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
-
-
-def find_machine(name: str | Path) -> Machine:
-    """A machine by its name, or from a file that ends in `.toml`.
-
-    Raises:
-        ConfigError: there is none, or it is not as the schema says.
-    """
-    if str(name).endswith(".toml"):
-        path = Path(name)
-        try:
-            return parse_machine(path.read_text(encoding="utf-8"), path.stem)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-    if name not in (names := machine_names()):
-        raise ConfigError(
-            f"no machine {str(name)!r}; there are {', '.join(names)}, or give a file that ends in "
-            ".toml (`hpctrain bench fit` writes one)"
-        )
-    entry = resources.files("hpctrain.scaling.plan") / "machines" / f"{name}.toml"
-    return parse_machine(entry.read_text(encoding="utf-8"), str(name))
-
-
-_COSTS = {"topology", "reduce_s_per_byte", "intra", "inter"}
-_LINK = set(Link.__dataclass_fields__)
-_TOP = {
-    *("schema", "title", "ranks_per_node", "jitter", "jitter_error", "contention", "measured"),
-    *("memory_bytes_per_node", "memory_bytes_per_device", "as_of", "sources", "engines"),
-    *_COSTS,
-}
-
-
-def parse_machine(text: str, name: str) -> Machine:
-    """Read a machine from TOML.
-
-    Raises:
-        ConfigError: it is not as the schema says.
-    """
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"machine {name} is no TOML: {error}") from error
-    where = f"machine {name}"
-    needed = {"schema", "title", "ranks_per_node", "topology", "intra", "inter"}
-    table = dict(check_keys(data, where, needed=needed, known=_TOP))
-    if (schema := table.pop("schema")) != SCHEMA:
-        raise ConfigError(f"{where} has schema {schema!r}; this version reads {SCHEMA!r}")
-    costs = _costs({key: table.pop(key) for key in _COSTS & set(table)}, where)
-    engines = {
-        engine: _costs(part, f"engines.{engine} of {where}", costs)
-        for engine, part in table.pop("engines", {}).items()
-    }
-    points, error = _contention(table.pop("contention", {}), where)
-    sources = check_keys(table.pop("sources", {}), where, needed=(), known=table_keys(data))
-    return Machine(
-        name=name,
-        title=text_of(table.pop("title"), "title"),
-        costs=costs,
-        engines=engines,
-        contention=points,
-        contention_error=error,
-        sources={key: text_of(value, f"sources.{key}") for key, value in sources.items()},
-        **table,
-    )
-
-
-def table_keys(data: Mapping[str, Any], before: str = "") -> set[str]:
-    """The dotted keys of all numbers and the topology: what a source can be given for."""
-    keys: set[str] = set()
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            if key != "sources":
-                keys |= table_keys(value, f"{before}{key}.")
-        elif key not in ("schema", "title", "as_of", "measured"):
-            keys.add(f"{before}{key}")
-    return keys
-
-
-def _costs(part: object, where: str, base: Costs | None = None) -> Costs:
-    needed = () if base else ("topology", "intra", "inter")
-    table = dict(check_keys(part, where, needed=needed, known=_COSTS))
-    links = {
-        key: Link(
-            **check_keys(
-                table.pop(key),
-                f"{key} of {where}",
-                needed=("latency_s", "bytes_per_s"),
-                known=_LINK,
-            )
-        )
-        for key in ("intra", "inter")
-        if key in table
-    }
-    return replace(base, **links, **table) if base else Costs(**links, **table)
-
-
-def _contention(part: object, where: str) -> tuple[tuple[tuple[int, float], ...], float]:
-    table = check_keys(part, f"contention of {where}", needed=(), known=_CONTENTION)
-    ranks, slow = table.get("ranks", [1]), table.get("slowdown", [1.0])
-    if not isinstance(ranks, list) or not isinstance(slow, list) or len(ranks) != len(slow):
-        raise ConfigError(f"contention of {where} needs lists ranks and slowdown of one length")
-    pairs = tuple(
-        (count_of(n, "contention.ranks"), number_of(s, "contention.slowdown"))
-        for n, s in zip(ranks, slow, strict=True)
-    )
-    return pairs, number_of(table.get("error", 0.0), "contention.error")
-
-
-_CONTENTION = ("ranks", "slowdown", "error")

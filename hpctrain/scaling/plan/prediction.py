@@ -8,7 +8,7 @@ from math import sqrt
 
 from hpctrain.scaling.plan.collectives import Layout, allreduce_s
 from hpctrain.scaling.plan.exchange import Exchange, default_exchange
-from hpctrain.scaling.plan.machine import Link, Machine
+from hpctrain.scaling.plan.machine import Costs, Link, Machine
 from hpctrain.scaling.plan.profile import Profile
 from hpctrain.scaling.plan.replay import replay
 from hpctrain.scaling.plan.stragglers import slowest_of
@@ -82,19 +82,17 @@ def predict(
         on_gpu=machine.memory_bytes_per_device > 0,
     )
     best = simulate(profile, machine, layout, chosen)
-    below, above = [], []
-    for low, high in _perturbed(profile, machine):
-        ends = [simulate(*pair, layout, chosen) for pair in (low, high)]
-        below.append(min(ends, key=lambda end: end.efficiency.value))
-        above.append(max(ends, key=lambda end: end.efficiency.value))
-    ranges = {}
-    for name in ("step_s", "efficiency", "exposed_s"):
-        value = getattr(best, name).value
-        others = [getattr(end, name).value for end in (*below, *above)]
-        down = sqrt(sum(min(0.0, other - value) ** 2 for other in others))
-        up = sqrt(sum(max(0.0, other - value) ** 2 for other in others))
-        ranges[name] = Range(value, max(0.0, value - down), value + up)
-    return replace(best, **ranges)
+    ends = [
+        simulate(*inputs, layout, chosen)
+        for pair in _perturbed(profile, machine)
+        for inputs in pair
+    ]
+    return replace(
+        best,
+        step_s=_spread(best.step_s, [end.step_s for end in ends]),
+        efficiency=_spread(best.efficiency, [end.efficiency for end in ends]),
+        exposed_s=_spread(best.exposed_s, [end.exposed_s for end in ends]),
+    )
 
 
 def simulate(profile: Profile, machine: Machine, layout: Layout, exchange: Exchange) -> Prediction:
@@ -136,6 +134,14 @@ def simulate(profile: Profile, machine: Machine, layout: Layout, exchange: Excha
         samples_per_s=samples * layout.num_ranks / step,
         exchange=exchange,
     )
+
+
+def _spread(best: Range, others: list[Range]) -> Range:
+    """Effects of independent inputs add up in squares, those that raise and those that lower."""
+    changes = [other.value - best.value for other in others]
+    down = sqrt(sum(change**2 for change in changes if change < 0))
+    up = sqrt(sum(change**2 for change in changes if change > 0))
+    return Range(best.value, max(0.0, best.value - down), best.value + up)
 
 
 def _exact(value: float) -> Range:
@@ -187,9 +193,10 @@ def _link(machine: Machine, where: str, what: str, sign: int) -> Machine:
         # An error of the bandwidth is one of the time that a byte takes.
         return replace(link, bytes_per_s=link.bytes_per_s * (1 + link.bandwidth_error) ** -sign)
 
-    costs = replace(machine.costs, **{where: change(getattr(machine.costs, where))})
-    engines = {
-        name: replace(each, **{where: change(getattr(each, where))})
-        for name, each in machine.engines.items()
-    }
-    return replace(machine, costs=costs, engines=engines)
+    def change_in(costs: Costs) -> Costs:
+        if where == "intra":
+            return replace(costs, intra=change(costs.intra))
+        return replace(costs, inter=change(costs.inter))
+
+    engines = {name: change_in(costs) for name, costs in machine.engines.items()}
+    return replace(machine, costs=change_in(machine.costs), engines=engines)

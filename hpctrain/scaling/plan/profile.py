@@ -29,7 +29,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """A step of one rank with nobody else on its node, gradients in the order backward makes them."""
+    """A step of one rank that has its node to itself; layers in the order of backward."""
 
     machine: str
     """What it was measured on, in words."""
