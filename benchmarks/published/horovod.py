@@ -129,7 +129,9 @@ def main() -> int:
     print(log.table(list(rows[0]), [list(row.values()) for row in rows]))
     print(f"bandwidth of a node, fitted: {machine.costs.inter.bytes_per_s / 1e9:.2f} GB/s")
     if args.save:
-        path = ROOT / "benchmarks" / "results" / f"published_horovod-{today}.json"
+        folder = ROOT / "benchmarks" / "results" / "plan"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"published_horovod-{today}.json"
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -156,9 +156,10 @@ def _exchange(
 def _measure(args: argparse.Namespace) -> int:
     if not args.subject:
         raise ConfigError("--measure-profile needs --subject FILE.py:NAME")
+    subject = load_subject(args.subject)
     from hpctrain.scaling.plan.profiling import measure_profile
 
-    profile = measure_profile(load_subject(args.subject), repeats=args.repeats)
+    profile = measure_profile(subject, repeats=args.repeats)
     write_profile(profile, args.measure_profile)
     log.notice(
         f"{profile.model}: {len(profile.layers)} gradients, {profile.gradient_bytes / 1e6:.1f} MB, "
