@@ -1,8 +1,8 @@
 """Predicted against measured step times: on this machine, or on several hosts made of namespaces.
 
-`python -m benchmarks.predict --fit 1,2,4 --ranks 8,16` fits the machine at the first numbers of ranks and
-predicts the others; `--hosts 2,4 --rates 100mbit,1gbit` makes hosts with limited links (needs root), fits the
-network at the fewest, and predicts all. docs/plan.md says what goes into a prediction.
+`python -m benchmarks.predict --fit 1,2,4 --ranks 8,16` fits the machine at the first numbers of
+ranks and predicts the others; `--hosts 2,4 --rates 100mbit,1gbit` makes hosts with limited links
+(needs root), fits the network at the fewest, and predicts all. docs/plan.md has what goes in.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -83,15 +84,13 @@ def predict_here(
     )
     profile = launches[1].profile
     return [
-        row(workload, machine, launches[count], profile, engine=engine, fitted=count in fit)
+        row(machine, launches[count], profile, count, fitted=count in fit)
         for count in sorted(launches)
         if count > 1
     ]
 
 
 def _launch_here(count: int, workload: str, engine: str, steps: int) -> Launched:
-    import subprocess
-
     with tempfile.TemporaryDirectory(prefix="hpctrain-predict-") as directory:
         out = Path(directory) / "out.json"
         command = [sys.executable, "-m", "hpctrain", "run", "-n", str(count), "--quiet"]
@@ -130,11 +129,9 @@ def predict_hosts(
             fit_machine([fewest.measurement], title=f"hosts at {rate}", ranks_per_node=1),
             jitter=0.0,
         )
-        # Hosts share this machine's cores, so each profile is taken with all of them computing; what
-        # they wait for each other is in its median already.
+        # Hosts share this machine's cores, so each profile is taken with all of them computing.
         rows += [
-            row(workload, machine, each, each.profile, engine=engine, rate=rate, num_ranks=count)
-            for count, each in launches.items()
+            row(machine, each, each.profile, count, rate=rate) for count, each in launches.items()
         ]
     return rows
 

@@ -1,10 +1,11 @@
-"""A rank's side of `predict`: profile, collectives, and the training step that is to be predicted."""
+"""A rank's side of `predict`: profile, collectives, and the steps that are to be predicted."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -90,8 +91,6 @@ def main(arguments: list[str]) -> int:
         profile = profile_together(world, part, int(steps))
         trained = train(world, part, engine, int(steps))
         if world.rank == 0:
-            from dataclasses import asdict
-
             data = {
                 "measurement": measured.as_json(),
                 "profile": {"schema": "hpctrain.profile/1", **asdict(profile)},
