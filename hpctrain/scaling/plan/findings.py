@@ -159,7 +159,8 @@ def _of_batches(training: Training, loading: Loading, num_ranks: int) -> Iterato
         yield _warning(
             "batch",
             f"a batch of {full.global_samples} does not divide over {num_ranks} ranks: some "
-            f"compute {full.most} samples, others {full.fewest}, and {lost:.0%} of the time is waiting",
+            f"compute {full.most} samples, others {full.fewest}, and {lost:.0%} of the time is "
+            "waiting",
         )
     if last.num_empty and not full.num_empty:
         yield _warning(
