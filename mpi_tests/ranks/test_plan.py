@@ -10,7 +10,9 @@ import pytest
 import hpctrain as hpc
 from hpctrain.checkpoint import Store
 from hpctrain.checkpoint.layout import LEAST_PART_BYTES, Item
+from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan import Layout
+from hpctrain.scaling.plan.findings import rehearse
 from hpctrain.scaling.plan.fit import fit_costs
 from hpctrain.scaling.plan.measuring import measure
 from hpctrain.scaling.plan.rehearsal import Files, Loading, State, Training, samples_of
@@ -18,7 +20,7 @@ from hpctrain.scaling.plan.rehearsal import Files, Loading, State, Training, sam
 
 @pytest.mark.parametrize(
     ("samples", "batch", "drop_last"),
-    [(64, 16, False), (61, 10, False), (23, 3, True), (3, 7, False)],
+    [(64, 16, False), (61, 10, False), (23, 6, True), (3, 7, False)],
 )
 def test_batches(world, samples, batch, drop_last):
     training = Training(num_samples=samples, global_batch=batch, drop_last=drop_last)
@@ -32,6 +34,18 @@ def test_batches(world, samples, batch, drop_last):
         counts = [each[place] for each in every]
         assert (share.fewest, share.most) == (min(counts), max(counts))
         assert (share.num_empty, share.global_samples) == (counts.count(0), sum(counts))
+
+
+def test_the_loader_refuses_what_a_rehearsal_calls_an_error(world):
+    training = Training(num_samples=20, global_batch=3)
+    layout = Layout(num_ranks=world.size, ranks_per_node=world.local_size)
+    state = State(weights=(Item(name="w", num_elements=1, element_bytes=4),))
+    if rehearse(training, state, layout).is_sound:
+        assert len(hpc.Loader(world, np.arange(20), global_batch=3)) == 7
+    else:
+        assert world.size > 3
+        with pytest.raises(ConfigError, match="without samples in every step"):
+            hpc.Loader(world, np.arange(20), global_batch=3)
 
 
 def test_parts_of_a_checkpoint(world, tmp_path):

@@ -71,7 +71,6 @@ def test_a_sound_job_has_no_findings():
         ({"accumulate": 3}, ("error", "batch")),
         ({"num_samples": 500}, ("error", "partition")),
         ({"num_samples": 1023, "drop_last": True}, ("error", "batch")),
-        ({"num_samples": 1024 + 600}, ("warning", "batch")),
         ({"warmup_steps": 99}, ("error", "schedule")),
     ],
 )
