@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.machine import ROOT, describe_machine
 from hpctrain import log
 from hpctrain.errors import ConfigError, LaunchError
 from hpctrain.scaling.plan import Machine, Profile, predict
@@ -29,6 +29,7 @@ from hpctrain.scaling.plan.samples import Measurement
 
 __all__ = ["Launched", "main", "predict_here", "predict_hosts", "row"]
 
+ROOT = Path(__file__).resolve().parents[1]
 _LIMIT_S = 170.0
 _LARGEST = 16 << 20
 
@@ -162,7 +163,7 @@ def main() -> int:
     parser.add_argument(
         "--rates", default="100mbit,1gbit", metavar="A,B", help="of the hosts' links"
     )
-    parser.add_argument("--workload", default="256-sgd", help="see benchmarks/workloads.py")
+    parser.add_argument("--workload", default="mlp-256", help="or mlp-512; see predict_subjects.py")
     parser.add_argument("--engine", default="mpi", help="default: mpi")
     parser.add_argument("--steps", type=int, default=20, metavar="S", help="default: 20")
     parser.add_argument("--save", action="store_true", help="keep it in benchmarks/results/plan")
@@ -178,12 +179,12 @@ def main() -> int:
         rows = predict_here(fit, [*ranks, 1], args.workload, args.engine, args.steps)
     print(log.table(list(rows[0]), [list(each.values()) for each in rows]))
     if args.save:
-        machine = describe_machine(mpi="")
+        machine = f"{platform.machine()}-{os.cpu_count()}cores"
         today = datetime.now(UTC).date().isoformat()
         result = {"benchmark": f"predict_{name}", "date": today, "machine": machine, "rows": rows}
         folder = ROOT / "benchmarks" / "results" / "plan"
         folder.mkdir(exist_ok=True)
-        path = folder / f"{name}-{args.workload}-{today}-{machine['id']}.json"
+        path = folder / f"{name}-{args.workload}-{today}-{machine}.json"
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 

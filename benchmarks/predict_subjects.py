@@ -13,27 +13,36 @@ import torch
 from torch import Tensor, nn
 
 import hpctrain as hpc
-from benchmarks.workloads import Workload, find
 from hpctrain.scaling.plan.measuring import SIZES, measure
 from hpctrain.scaling.plan.profile import Profile
 from hpctrain.scaling.plan.profiling import Subject, measure_profile
 from hpctrain.world import World
 
-__all__ = ["main"]
+__all__ = ["WORKLOADS", "main"]
 
 _WARMUP = 3
 _SEED = 11
+_LAYERS = 20
+WORKLOADS = {"mlp-256": (256, 64), "mlp-512": (512, 16)}
+"""By name, width and batch of a rank: twenty linear layers, 5 and 21 MB of gradients, plain SGD."""
 
 
 class Part:
     """A workload's model, optimizer and batch on one rank."""
 
     def __init__(self, name: str, world: World) -> None:
-        self.name, self.workload = name, find(name)
+        width, self.batch = WORKLOADS[name]
+        self.name = name
         torch.manual_seed(_SEED)
-        self.model = self.workload.model()
-        self.optimizer = self.workload.optimizer(self.model)
-        self.x, self.y = self.workload.data(world.rank, world.size)
+        layers: list[nn.Module] = []
+        for _ in range(_LAYERS):
+            linear = nn.Linear(width, width)
+            nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+            layers += [linear, nn.ReLU()]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        torch.manual_seed(_SEED + 1 + world.rank)
+        self.x, self.y = torch.randn(self.batch, width), torch.randn(self.batch, width)
 
     def loss(self) -> Tensor:
         """The mean over this rank's batch."""
@@ -48,12 +57,11 @@ class Part:
 
 def profile_together(world: World, part: Part, repeats: int) -> Profile:
     """Collective: every rank measures a profile at the same time; rank 0's with the median step."""
-    workload: Workload = part.workload
     subject = Subject(
         model=part.model,
         optimizer=part.optimizer,
         loss=part.loss,
-        batch=workload.batch,
+        batch=part.batch,
         name=part.name,
     )
     world.comm.Barrier()

@@ -11,14 +11,15 @@ import json
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
-from benchmarks.harness.machine import ROOT
 from benchmarks.published.architectures import MODELS
 from hpctrain import log
 from hpctrain.scaling.plan import Exchange, Layer, Machine, Profile, find_machine, predict
 
 __all__ = ["CALIBRATION", "PUBLISHED", "calibrate", "exchange", "main", "predictions", "profile_of"]
 
+ROOT = Path(__file__).resolve().parents[2]
 BATCH = 64
 IMAGES_PER_S = {"Inception V3": 134.4, "ResNet-101": 119.4, "VGG-16": 130.9}
 """One GPU of that cluster: Horovod's README of 2017-09, in github.com/horovod/horovod/pull/44."""

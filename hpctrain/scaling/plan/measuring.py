@@ -22,10 +22,12 @@ import hpctrain as hpc
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import CollectiveError, ConfigError, LaunchError
 from hpctrain.scaling.plan.checks import count_of
+from hpctrain.scaling.plan.fit import fit_machine
+from hpctrain.scaling.plan.machine import Machine
 from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
 from hpctrain.world import World
 
-__all__ = ["SIZES", "measure", "measure_collectives", "measure_compute", "measure_here"]
+__all__ = ["SIZES", "fit_here", "measure", "measure_collectives", "measure_compute", "measure_here"]
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 _SOME_BYTES = 64 << 20
@@ -164,6 +166,13 @@ def measure_here(
                 raise LaunchError(f"measuring {count} ranks failed:\n{done.stdout}{done.stderr}")
             found.append(Measurement.from_json(json.loads(out.read_text(encoding="utf-8"))))
     return found
+
+
+def fit_here(
+    ranks: Sequence[int], engines: Sequence[str] = ("mpi",), *, title: str = "this machine"
+) -> Machine:
+    """Measure this machine at these numbers of ranks, and fit it: what `bench fit` writes."""
+    return fit_machine(measure_here(ranks, engines), title=title)
 
 
 def main(arguments: Sequence[str]) -> int:
