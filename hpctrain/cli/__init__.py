@@ -26,6 +26,7 @@ VERBS = {
     "sweep": "run a command over many settings, here or as a job array, and rank the results",
     "report": "make a page, pictures and tables of benchmark results and run directories",
     "trace": "merge what the ranks of a traced run recorded into one timeline",
+    "plan": "predict a training step at N ranks, and what to ask a machine for; all simulated",
     "pack": "put an environment into one archive that jobs unpack on every node's own disk",
     "horovod": "build Horovod against this torch and this MPI, or check the one that is here",
 }

@@ -27,6 +27,13 @@ FLAGS = {
     "horovod": "--help -h",
     "job": "--help -h",
     "sweep": "--help -h",
+    "plan": (
+        "--accumulate --activation-mib --bucket-mib --cycle-ms --drop-last --efficiency "
+        "--engine --epochs --global-batch --help --json --keep --machine --machines "
+        "--measure-profile --profile --ranks --ranks-per-node --rehearse --repeats --requeue "
+        "--samples --save-dir --site --state-copies --subject --time --topology "
+        "--train-samples --warmup-steps --wire-bits -h"
+    ),
     "pack": "--help --output --prefix -h -o",
 }
 
