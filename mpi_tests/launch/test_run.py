@@ -79,6 +79,7 @@ def test_what_cannot_start_is_told_in_our_words(tmp_path, words, code, told):
     assert "Traceback" not in done.text
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
@@ -135,6 +136,7 @@ def test_a_rank_that_exits_well_does_not_end_the_others(script):
     assert done.out == "done\n"
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_cleanly_and_leaves_nothing(script):
     path = script("print('pid', os.getpid(), flush=True)\ntime.sleep(60)")
     with subprocess.Popen(
@@ -326,6 +328,7 @@ def test_ranks_start_on_several_hosts(nodes, tmp_path):
     ], done.stdout + done.stderr
 
 
+@pytest.mark.alone
 def test_help_is_quick_and_loads_neither_torch_nor_mpi():
     watch = "import sys; from hpctrain.cli import main\n"
     watch += "try: main(['--help'])\nexcept SystemExit: pass\n"
