@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
+    from hpctrain.train.trainer import Trainer
     from hpctrain.world import World, agree, init
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ __all__ = [
     "Recipe",
     "Replica",
     "Shard",
+    "Trainer",
     "World",
     "__version__",
     "agree",
@@ -92,6 +94,7 @@ _HOME = {
     "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
     "Shard": "hpctrain.data",
+    "Trainer": "hpctrain.train.trainer",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",

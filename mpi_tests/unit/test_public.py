@@ -15,12 +15,17 @@ from hpctrain.cli import VERBS, main
 
 NAMES = """
 CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError JobError LAMB
-LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard World __version__ agree
-average_batchnorm checkpoint_activations connect distribute files gather init metrics
+LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard Trainer World __version__
+agree average_batchnorm checkpoint_activations connect distribute files gather init metrics
 quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
+    "train": (
+        "--dry-run --fresh --help --hosts --json --ranks --ranks-per-node --resume --set -h -n"
+    ),
+    "config": "--help -h",
+    "watch": "--every --help --json --once -h",
     "data": "--help -h",
     "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
