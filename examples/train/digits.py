@@ -14,7 +14,7 @@ def train(flat: bool = True) -> tuple[Tensor, Tensor]:
     return _digits(flat, test=False)
 
 
-def test(flat: bool = True) -> tuple[Tensor, Tensor]:
+def held_out(flat: bool = True) -> tuple[Tensor, Tensor]:
     """The fifth that is kept for testing."""
     return _digits(flat, test=True)
 

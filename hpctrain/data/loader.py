@@ -223,6 +223,11 @@ class Loader:
         self._consumed = 0
         self._begun = False
 
+    def end_epoch(self) -> None:
+        """Leave out what is left of this epoch: the next loop is over the next one."""
+        self._loops += 1
+        self._next_epoch()
+
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain data; the same on every rank and for any number of them.
 

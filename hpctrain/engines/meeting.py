@@ -71,6 +71,11 @@ class Meeting:
         self.members: tuple[int, ...] = tuple(range(self.size))
         """The ranks of the world that this engine is over, in the order of its own."""
 
+    @property
+    def watchdog(self) -> Watchdog | None:
+        """Who watches over its collectives, for others who make calls of their own."""
+        return self._watchdog
+
     def watch_among(self, watchdog: Watchdog | None, members: Sequence[int]) -> None:
         """Collective over a part of the ranks: count its calls apart from everybody's."""
         self.members = tuple(members)

@@ -17,6 +17,7 @@ from hpctrain.errors import ConfigError, LaunchError
 from hpctrain.launch import relay, tee
 from hpctrain.world import Launch, roll_call
 from hpctrain.world.guard import (
+    AgreedExit,
     end_all_ranks,
     exit_code_of,
     install_hook,
@@ -129,6 +130,8 @@ def run_here(
         roll_call(MPI.COMM_WORLD, "hpctrain run", timeout_s=300.0)
         _export(*_rendezvous(MPI.COMM_WORLD))
         program.run()
+    except AgreedExit as error:  # each rank has said so when it left its world
+        return exit_code_of(error)
     except BaseException as error:  # whatever it is, no rank may be left waiting
         if exit_code_of(error) != 0:
             end_all_ranks(launch, error)

@@ -80,9 +80,11 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], key: str, *
     except TypeError as error:
         takes = list(signature.parameters)
         strange = [name for name in arguments if name not in takes]
-        hint = _hint(strange[0], takes) if strange else ""
         shown = getattr(function, "__name__", str(function))
-        raise ConfigError(f"{key}: {shown}() {error}{hint}; it takes {signature}") from None
+        why = str(error)
+        if strange:
+            why = f"has no argument {strange[0]!r}{_hint(strange[0], takes)}"
+        raise ConfigError(f"{key}: {shown}() {why}; it takes {signature}") from None
     return function(*given, **arguments)
 
 

@@ -14,10 +14,10 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError JobError LAMB
-LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard Trainer World __version__
-agree average_batchnorm checkpoint_activations connect distribute files gather init metrics
-quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
+CheckpointError CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError
+JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Saver Shard Store
+Trainer World __version__ agree average_batchnorm checkpoint_activations connect distribute files gather
+init metrics quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",

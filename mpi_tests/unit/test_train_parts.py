@@ -131,7 +131,11 @@ def test_what_is_named_and_not_there():
         find_metric("acuracy")
     with pytest.raises(ConfigError, match="did you mean AdamW"):
         find_optimizer("AdmW")
-    with pytest.raises(ConfigError, match=r"unexpected keyword.*did you mean out_features"):
+    with pytest.raises(ConfigError, match=r"missing a required argument: 'out_features'"):
+        call(torch.nn.Linear, {"in_features": 1}, "model.args")
+    with pytest.raises(
+        ConfigError, match=r"has no argument 'outfeatures'; did you mean out_features"
+    ):
         call(torch.nn.Linear, {"in_features": 1, "outfeatures": 2}, "model.args")
     assert find_optimizer("LAMB").__name__ == "LAMB"
 

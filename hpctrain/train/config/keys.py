@@ -104,8 +104,17 @@ def table(meaning: str) -> Mapping[str, Any]:
     return {"meaning": meaning}
 
 
-def keys_of(section: type) -> Iterator[Key]:
+def keys_of(section: type) -> tuple[Key, ...]:
     """The keys of a section, in the order of their declaration."""
+    if section not in _KNOWN:
+        _KNOWN[section] = tuple(_read_keys(section))
+    return _KNOWN[section]
+
+
+_KNOWN: dict[type, tuple[Key, ...]] = {}
+
+
+def _read_keys(section: type) -> Iterator[Key]:
     hints = get_type_hints(section)
     for field in dataclasses.fields(section):
         factory = field.default_factory

@@ -17,7 +17,7 @@ def json_schema() -> dict[str, Any]:
     sections: dict[str, Any] = {}
     needed = []
     for title, cls in SECTIONS.items():
-        keys = list(keys_of(cls))
+        keys = keys_of(cls)
         required = [key.name for key in keys if key.is_required]
         sections[title] = {
             "type": "object",
