@@ -19,6 +19,9 @@ __all__ = ["VERBS", "main"]
 VERBS = {
     # verb: its line in the overview; the module hpctrain.cli.VERB has the rest
     "run": "run a script on all ranks, starting mpirun where nothing has",
+    "train": "train from a TOML file: evaluation, checkpoints, logs, a run directory",
+    "config": "explain, check and list what such a file may say",
+    "watch": "follow a run from its directory, on a login node too",
     "data": "write a data set as shards, say what is in one, or check it",
     "doctor": "check MPI, torch, Horovod and the machine, with the cure for what is broken",
     "bench": "measure how a script scales, the best layout of a node, collectives, data",

@@ -157,6 +157,14 @@ class Loader:
         """How many samples the current batch has over all ranks."""
         return 0 if self._part is None else self._part.global_samples
 
+    @property
+    def num_left(self) -> int | None:
+        """Batches of this epoch that were not handed out yet; None for a stream."""
+        num_samples = self._settled.feed.num_samples
+        if num_samples is None:
+            return None
+        return self._settled.batching.count(num_samples - self._consumed)
+
     def __len__(self) -> int:
         """Steps in a whole epoch; the same on every rank."""
         num_samples = self._settled.feed.num_samples
