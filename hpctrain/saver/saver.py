@@ -116,6 +116,7 @@ class Saver:
         self._governor = Governor(self._timing.pace, now_s=time.monotonic())
         self._began = self._at = time.monotonic()
         self._num_saves = 0
+        self._writing: tuple[float, float] | None = None
         world.at_exit(self.close)
 
     @property
@@ -235,8 +236,14 @@ class Saver:
         return self._parts.loader
 
     def _begin(self) -> None:
+        """Collective: restore, once; a new run saves what it begins with.
+
+        So a disk that is full or not writable is known at once and not after hours, and so is what
+        a save costs.
+        """
         if not self._begun:
-            self.restore()
+            if self.restore() is None and self._timing.by_time:
+                self.save()
             self._at = time.monotonic()
 
     def boundary(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -252,6 +259,7 @@ class Saver:
         self._step += 1
         now = time.monotonic()
         took_s, self._at = now - self._at, now
+        self._note_end_of_save(now)
         self._agreed = agreed = self._boundary.meet(self._word(now, took_s))
         if agreed.step_s is not None:
             self._governor.step_took(agreed.step_s)
@@ -321,7 +329,16 @@ class Saver:
         self._saved_step = self._step
         self._num_saves += 1
         self._at = time.monotonic()
+        self._writing = (began, self._at - began)
+        self._note_end_of_save(self._at)
         self._tell("saved", self._step)
+
+    def _note_end_of_save(self, now: float) -> None:
+        """Tell the governor what a save took, once it is complete; rank 0 knows when."""
+        if self._writing is not None and not self._store.is_saving:
+            began, blocked_s = self._writing
+            self._governor.save_took(now - began, blocked_s=blocked_s)
+            self._writing = None
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to save and leave at the next boundary, as a signal would."""
