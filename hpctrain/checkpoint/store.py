@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +22,7 @@ __all__ = ["Loaded", "Store"]
 
 _GRACE_S = 60.0
 """What rank 0 may need longer than the others before all learn how a save ended."""
+_MARGIN_S = 5.0
 
 
 class Store:
@@ -177,8 +177,8 @@ class Store:
                     saving.records.tell(record)
                 if why is not None:
                     saving.records.give_up(why)
-            saving.errand.wait(self._left_s(saving))
-            trouble = saving.errand.trouble(0.0)
+            # A little longer than its own deadline: it knows whom it waits for.
+            trouble = saving.errand.outcome(self.timeout_s + _MARGIN_S)
         self._saving = None
         if saving.errand is not None and saving.errand.is_running:
             # It hangs in the file system and holds its memory: the next save has others.
@@ -234,12 +234,7 @@ class Store:
         """Wait for this rank's part; rank 0 also has the end to wait for, later."""
         if saving.errand is None or saving.records is not None:
             return None
-        saving.errand.wait(self._left_s(saving))
-        return saving.errand.trouble(0.0)
-
-    def _left_s(self, saving: Saving) -> float:
-        begun = time.monotonic() if saving.errand is None else saving.errand.started
-        return max(0.0, begun + self.timeout_s - time.monotonic())
+        return saving.errand.outcome(self.timeout_s)
 
     def _open(self) -> str | None:
         """Rank 0's part: the directory, without what killed saves have left."""

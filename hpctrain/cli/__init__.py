@@ -20,6 +20,7 @@ VERBS = {
     # verb: its line in the overview; the module hpctrain.cli.VERB has the rest
     "run": "run a script on all ranks, starting mpirun where nothing has",
     "data": "write a data set as shards, say what is in one, or check it",
+    "checkpoint": "list checkpoints, check them, export the model, or import a torch file",
     "doctor": "check MPI, torch, Horovod and the machine, with the cure for what is broken",
     "job": "write, submit, watch and lint job scripts",
     "sweep": "run a command over many settings, here or as a job array, and rank the results",

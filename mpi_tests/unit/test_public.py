@@ -21,6 +21,7 @@ init metrics quantize_int8 reshuffle scatter share split_parameters stage sync_b
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
+    "checkpoint": "--help -h",
     "data": "--help -h",
     "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
@@ -52,6 +53,10 @@ JOB = """--account --after --after-kind --array --array-limit --constraint --cpu
 --signal-lead --site --source --stage --template --time --venv -h"""
 SWEEP = "--dir --grid --help --list --num --random --seed -h"
 ACTIONS = {
+    ("checkpoint", "list"): "--help --json -h",
+    ("checkpoint", "verify"): "--help --json -h",
+    ("checkpoint", "export"): "--all --help --key -h",
+    ("checkpoint", "import"): "--help --key --step --to -h",
     ("job", "render"): f"{JOB} --output -o",
     ("job", "submit"): f"{JOB} --chain --json --quiet -q",
     ("job", "status"): "--help --json -h",
@@ -66,7 +71,7 @@ ACTIONS = {
 
 
 def test_flags_of_actions():
-    for verb in ("job", "sweep"):
+    for verb in ("checkpoint", "job", "sweep"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
         (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]
