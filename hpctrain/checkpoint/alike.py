@@ -60,9 +60,12 @@ def heads_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
                 elsewhere.setdefault(tensor.device, []).append(name)
     for names in elsewhere.values():
         together = torch.cat([found[name] for name in names]).cpu()
-        pieces = together.split([len(found[name]) for name in names])
-        found |= dict(zip(names, pieces, strict=True))
-    return {name: zlib.crc32(head.numpy()) for name, head in found.items()}
+        start = 0
+        for name in names:
+            stop = start + len(found[name])
+            found[name] = together[start:stop]
+            start = stop
+    return {name: zlib.crc32(head.numpy().data) for name, head in found.items()}
 
 
 def _head(tensor: Tensor) -> Tensor:
