@@ -65,13 +65,15 @@ class Errand:
 class Background:
     """One thread, started at the first errand, that runs one errand after the other."""
 
-    def __init__(self, cpus: Iterable[int] = ()) -> None:
+    def __init__(self, cpus: Iterable[int] = (), *, is_polite: bool = True) -> None:
         """Make it.
 
         Args:
             cpus: Cores it may use; none leaves it those of the process.
+            is_polite: Whether training goes first; not where training waits for it.
         """
         self._cpus = frozenset(cpus)
+        self._is_polite = is_polite
         self._todo: list[Errand | None] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -111,8 +113,9 @@ class Background:
 
     def _step_back(self) -> None:
         """Leave the cores to training, as far as the system lets a thread choose for itself."""
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        if self._is_polite:
+            with contextlib.suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         if self._cpus:
             with contextlib.suppress(OSError, AttributeError):
                 os.sched_setaffinity(threading.get_native_id(), self._cpus)

@@ -108,6 +108,7 @@ def test_damaged_ones_are_refused_by_name(world, directory, kind, capfd):
     newest = store.last_path
     names = sorted(p.name for p in newest.iterdir() if p.name != "owner.json")
     assert len(names) == 2 + min(2, world.size)
+    world.comm.Barrier()
     for name in names:
         if world.rank == 0:
             shutil.copytree(newest, directory / "copy")
