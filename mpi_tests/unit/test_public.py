@@ -30,6 +30,7 @@ FLAGS = {
     ),
     "config": "--help -h",
     "watch": "--every --help --json --once -h",
+    "checkpoint": "--help -h",
     "data": "--help -h",
     "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
@@ -74,6 +75,10 @@ OUTPUT = "--compare --json"
 HARNESS = """--bind --blocks --help --json --load-limit --quick --ranks --retries --save --seed
 --variants --worker -h"""
 ACTIONS = {
+    ("checkpoint", "list"): "--help --json -h",
+    ("checkpoint", "verify"): "--help --json -h",
+    ("checkpoint", "export"): "--all --help --key -h",
+    ("checkpoint", "import"): "--help --key --step --to -h",
     ("job", "render"): f"{JOB} --output -o",
     ("job", "submit"): f"{JOB} --chain --json --quiet -q",
     ("job", "status"): "--help --json -h",
@@ -98,6 +103,7 @@ ACTIONS = {
 
 def test_flags_of_actions():
     for verb in ("bench", "job", "sweep"):
+    for verb in ("checkpoint", "job", "sweep"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
         (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]
