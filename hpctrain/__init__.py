@@ -17,12 +17,14 @@ if TYPE_CHECKING:
         CollectiveError,
         ConfigError,
         DataError,
+        DriftError,
         HpcTrainError,
         InstallError,
         JobError,
         LaunchError,
         NonFiniteError,
     )
+    from hpctrain.faults.sentinel import Sentinel
     from hpctrain.inference import quantize_int8
     from hpctrain.optim import (
         EMA,
@@ -48,6 +50,7 @@ __all__ = [
     "ConfigError",
     "Connection",
     "DataError",
+    "DriftError",
     "HpcTrainError",
     "InstallError",
     "JobError",
@@ -57,6 +60,7 @@ __all__ = [
     "NonFiniteError",
     "Recipe",
     "Replica",
+    "Sentinel",
     "Shard",
     "World",
     "__version__",
@@ -82,6 +86,7 @@ _HOME = {
     "CollectiveError": "hpctrain.errors",
     "ConfigError": "hpctrain.errors",
     "DataError": "hpctrain.errors",
+    "DriftError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "JobError": "hpctrain.errors",
@@ -91,6 +96,7 @@ _HOME = {
     "Connection": "hpctrain.connection",
     "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
+    "Sentinel": "hpctrain.faults.sentinel",
     "Shard": "hpctrain.data",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hpctrain as hpc
 from hpctrain.data.shuffle import Order
+from hpctrain.errors import DataError
 from mpi_tests.datasets import Counting, Fragile, Noisy, Shares
 
 
@@ -271,7 +272,7 @@ def test_a_worker_that_is_killed_is_told_in_the_loop(world):
     data = Fragile(16, "kill")
     loader = hpc.Loader(world, data, global_batch=16, num_workers=1, shuffle=False)
     if 8 % world.size == world.rank:
-        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        with pytest.raises(DataError, match=r"worker 0 of the loader .* ended by SIGKILL"):
             list(loader)
     else:
         assert sum(loader.num_samples for _ in loader) > 0

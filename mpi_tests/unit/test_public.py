@@ -14,10 +14,10 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError JobError LAMB
-LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard World __version__ agree
-average_batchnorm checkpoint_activations connect distribute files gather init metrics
-quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
+CollectiveError ConfigError Connection DataError DriftError EMA HpcTrainError InstallError
+JobError LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Sentinel Shard
+World __version__ agree average_batchnorm checkpoint_activations connect distribute files gather
+init metrics quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
