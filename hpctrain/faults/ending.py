@@ -8,16 +8,13 @@ import os
 import sys
 from typing import NoReturn
 
+from hpctrain.exit_codes import DIED, TIMED_OUT
 from hpctrain.world import Launch
 from hpctrain.world.guard import leave, report_exit, say_farewell
 
 __all__ = ["DIED", "EXIT_CODE", "end_all_ranks"]
 
-EXIT_CODE = 124
-"""How a job ends whose collective did not: as after `timeout`, a time limit has passed."""
-
-DIED = 137
-"""How a job ends one of whose ranks was killed or crashed: as a shell says it of SIGKILL."""
+EXIT_CODE = TIMED_OUT
 
 _ABORT_S = 5
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.exit_codes import REQUEUE
 from hpctrain.launch import relay, tee
 from hpctrain.world import Launch, roll_call
 from hpctrain.world.guard import (
@@ -130,7 +131,11 @@ def run_here(
         _export(*_rendezvous(MPI.COMM_WORLD))
         program.run()
     except BaseException as error:  # whatever it is, no rank may be left waiting
-        if exit_code_of(error) != 0:
+        code = exit_code_of(error)
+        if code == REQUEUE:  # on all ranks, which have agreed
+            report_exit(launch, code, "saved, to be run again")
+            return code
+        if code != 0:
             end_all_ranks(launch, error)
     report_exit(launch, 0, "finished")
     return 0

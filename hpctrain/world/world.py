@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hpctrain import log
+from hpctrain.exit_codes import REQUEUE
 from hpctrain.world import guard
 from hpctrain.world.cores import parse_cpus
 from hpctrain.world.devices import DeviceInfo
@@ -166,9 +167,13 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Collective when the block ended well: all ranks leave together."""
+        """Collective when the block ended well, or on all ranks with exit code 75: all leave.
+
+        Exit code 75 (`exit_codes.REQUEUE`) is agreed upon before: nobody is left waiting, and a
+        rank that was aborted would hide it under another code.
+        """
         not_alone = guard.whereabouts(self.launch)[1] > 1
-        if not_alone and error is not None and guard.exit_code_of(error) != 0:
+        if not_alone and error is not None and guard.exit_code_of(error) not in (0, REQUEUE):
             guard.end_all_ranks(self.launch, error)
         self._ended.set()
         self._undo.close()

@@ -110,3 +110,33 @@ def test_hpctrain_run_passes_warnings_on_and_lets_the_ranks_finish(tmp_path, nam
     assert lines == ["ready\n"] * 2
     assert (process.returncode, out) == (0, f"saved at {name}\n" * 2), err
     assert f"{name} passed on to 2 ranks" in err
+
+
+LEAVE = """
+from hpctrain.faults.boundary import Boundary, Word
+from hpctrain.faults.preemption import Preemption
+with world, Preemption() as asked:
+    boundary = Boundary(world, timeout_s=30, watchdog=dog)
+    world.at_exit(dog.stop)
+    for step in range(1000):
+        if step == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        agreed = boundary.meet(Word(signal=asked.requested))
+        if agreed.signal is not None:
+            print("step", step, agreed.signal, "of rank", agreed.signal_by.rank, flush=True)
+            comm.Barrier()
+            sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("how", ["hpctrain run", "mpirun"])
+def test_a_signal_to_one_rank_lets_all_leave_with_75(tmp_path, how):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD.replace("TIMEOUT_S", "30") + LEAVE)
+    command = (
+        [*HPCTRAIN, "run", "-n", "3"] if how == "hpctrain run" else [*mpirun(3), sys.executable]
+    )
+    done = run(*command, path, timeout_s=30)
+    assert done.code == 75, done.text
+    assert done.out.count("step 6 SIGUSR2 of rank 1\n") == 3, done.text
+    assert "hpctrain:" not in done.err, done.text
