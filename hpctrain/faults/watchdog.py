@@ -17,12 +17,12 @@ from typing import NoReturn
 
 from hpctrain import log
 from hpctrain.errors import ConfigError, LaunchError
-from hpctrain.faults import meeting, report, survey
+from hpctrain.faults import meeting, report
 from hpctrain.faults.answer import Answer, Call, Silence, Standing
 from hpctrain.faults.calls import Lane
 from hpctrain.faults.channel import Message, Responder
 from hpctrain.faults.ending import DIED, EXIT_CODE, end_all_ranks
-from hpctrain.faults.ledger import Page, find_divergence, render_calls
+from hpctrain.faults.inquiry import ANSWER_S, Inquiry
 from hpctrain.faults.neighbour import Neighbour
 from hpctrain.faults.stacks import THREAD_PREFIX, format_stacks, users_place
 from hpctrain.faults.verdict import Kind, Verdict, judge
@@ -32,9 +32,6 @@ from hpctrain.world.oom import count_oom_kills
 
 __all__ = ["Watchdog", "start"]
 
-_ANSWER_S = 2.0
-_STACKS_S = 1.5
-_LEDGER_S = 0.5
 _MOST_STACKS = 4
 # A rank that has been asked leaves the report to the one that asked, for this long.
 _DEFER_S = 10.0
@@ -95,6 +92,7 @@ class Watchdog(Lane):
         except LaunchError:
             self.stop()
             raise
+        self._inquiry = Inquiry(world, self._peers)
         self._thread = threading.Thread(target=self._watch, name=THREAD_PREFIX, daemon=True)
         self._thread.start()
         self._neighbour = self._meet_neighbour()
@@ -148,7 +146,7 @@ class Watchdog(Lane):
         """
         self._stopping.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2 * _ANSWER_S)
+            self._thread.join(2 * ANSWER_S)
             self._thread = None
         if self._neighbour is not None:
             self._neighbour.close()
@@ -244,22 +242,7 @@ class Watchdog(Lane):
         self._speak(lane, call, verdict, max(told), answers)
 
     def _survey(self, lane: Lane) -> dict[int, Answer | Silence]:
-        rank = self._world.rank
-        peers = {r: self._peers[r] for r in lane.ranks if r != rank}
-        question = {"ask": "where", "lane": lane.key, "by": rank}
-        answers: dict[int, Answer | Silence] = {rank: self._own_answer(lane.key)}
-        for r, told in survey.ask_all(peers, question, timeout_s=_ANSWER_S).items():
-            answers[r] = (
-                Silence(reason=self._why(r, told)) if isinstance(told, str) else Answer.read(told)
-            )
-        return answers
-
-    def _why(self, rank: int, reason: str) -> str:
-        """Add to why a rank does not answer what the kernel knows, where it is on this node."""
-        if self._world.ranks[rank].node_rank != self._world.node_rank:
-            return f"{reason}; it has ended, is stopped, or its node is out of reach"
-        listens = not reason.startswith(survey.UNREACHED)
-        return f"{reason}; {survey.describe_process(self._peers[rank], listens=listens)}"
+        return self._inquiry.where(lane, self._own_answer(lane.key))
 
     def _answer(self, question: Message) -> Message:
         """Answer another rank; runs in the channel's thread."""
@@ -304,45 +287,15 @@ class Watchdog(Lane):
         rank = self._world.rank
         witness = rank if rank in verdict.waiting else verdict.waiting[0]
         named = [one.rank for one in verdict.missing if one.kind is not Kind.SILENT][:_MOST_STACKS]
-        ask = {r: self._peers[r] for r in (*named, witness) if r != rank}
-        told = survey.ask_all(ask, {"ask": "stacks"}, timeout_s=_STACKS_S)
-        stacks = {}
-        for r in (*named, witness):
-            answer = {"stacks": format_stacks()} if r == rank else told[r]
-            stacks[r] = answer if isinstance(answer, str) else str(answer["stacks"])
         text = report.render(
             verdict,
             timeout_s=timeout_s,
             hosts={
                 r: f"{self._world.ranks[r].host} (process {self._peers[r].pid})" for r in lane.ranks
             },
-            stacks=stacks,
+            stacks=self._inquiry.stacks([*named, witness]),
             speaker=(rank, call),
             code=EXIT_CODE,
-            calls=self._compare(lane, verdict, answers, [*named, witness]),
+            calls=self._inquiry.compare(lane, verdict, answers, [*named, witness]),
         )
         end_all_ranks(self._world.launch, text, report.summarize(verdict, timeout_s=timeout_s))
-
-    def _compare(
-        self,
-        lane: Lane,
-        verdict: Verdict,
-        answers: Mapping[int, Answer | Silence],
-        named: list[int],
-    ) -> list[str]:
-        """What the ledgers say: where calls differ first, and where they were made."""
-        standings = {r: a.standing for r, a in answers.items() if isinstance(a, Answer)}
-        # Threads of one rank may enter in another order than those of another.
-        ordered = all(standing.num_threads <= 1 for standing in standings.values())
-        found = None
-        if ordered:
-            found = find_divergence({r: standing.recent for r, standing in standings.items()})
-        ranks = {*named, *(group.ranks[0] for group in (found.groups[:4] if found else ()))}
-        rank = self._world.rank
-        question = {"ask": "ledger", "lane": lane.key}
-        peers = {r: self._peers[r] for r in ranks if r != rank}
-        told = survey.ask_all(peers, question, timeout_s=_LEDGER_S)
-        pages = {r: Page.read(page) for r, page in told.items() if isinstance(page, dict) and page}
-        if rank in ranks:
-            pages[rank] = lane.page()
-        return render_calls(verdict.number, found, pages, waiting=named[-1], places=ordered)

@@ -101,7 +101,7 @@ def test_every_rank_can_say_where_the_calls_differ(world, make):
     world.comm.Barrier()
     if world.size > 1:
         answers = dog._survey(dog)
-        lines = dog._compare(dog, judge(answers), answers, [odd, 0])
+        lines = dog._inquiry.compare(dog, judge(answers), answers, [odd, 0])
         assert lines[0] == "  the ranks' calls differ first at #2:"
         assert "'allreduce w float32 (3, 4)'" in lines[1]
         assert f"    rank {odd}: 'allreduce w float32 (4, 3)' (another shape)" in lines
