@@ -86,7 +86,7 @@ class Workers:
     def fetch(self, jobs: Iterable[Job] = ()) -> Iterator[Batch]:
         """The batches of these jobs, in order; a stream's own batches need none."""
         self._jobs.now = jobs
-        with _without_mpi():
+        with _without_mpi(), _without_warnings():
             batches = iter(self._loader)
         try:
             yield from batches
@@ -147,3 +147,17 @@ def _without_mpi() -> Iterator[None]:
             del os.environ[_NO_MPI]
         else:
             os.environ[_NO_MPI] = before
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Processes started here do not get SIGUSR1 and SIGUSR2, by which workers would die.
+
+    Batch systems send them to every process of a job, to warn the ranks. Those that come meanwhile
+    wait for the end of the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
