@@ -1,4 +1,4 @@
-"""Floor 2: what goes wrong in a running job: hangs, deaths, signals, the end of the walltime, drift.
+"""Floor 2: what goes wrong in a running job: hangs, deaths, signals, walltime, weights that drift.
 
 What needs torch is imported where it is used: `faults.sentinel`, `faults.nonfinite`.
 """

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from mpi4py import MPI
 from torch import nn
 
 import hpctrain as hpc
@@ -13,6 +14,8 @@ from hpctrain import faults
 from hpctrain.errors import ConfigError, DriftError, NonFiniteError
 from hpctrain.faults.boundary import Boundary, Word
 from hpctrain.faults.nonfinite import FiniteWatch, raise_nonfinite
+
+ENGINE = "mpi" if MPI.COMM_WORLD.Get_size() > 1 else "local"
 
 
 def make_model():
@@ -97,3 +100,31 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_of_them(world):
         raise_nonfinite(boundary, agreed, watch.finding)
     assert f"rank {bad} on {world.ranks[bad].host}: step 4: the loss is nan;" in str(caught.value)
     boundary.close()
+
+
+def test_a_training_has_equal_weights_and_a_nan_is_named_where_it_began(world):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    replica = hpc.distribute(world, model, torch.optim.AdamW(model.parameters()), engine=ENGINE)
+    boundary = Boundary(world, timeout_s=60, watchdog=replica.engine.watchdog)
+    sentinel = hpc.Sentinel(world, model, every=1)
+    watch = FiniteWatch(model, gradients_every=1)
+    bad = world.size - 1
+    for step in range(5):
+        x = torch.full((3, 4), float(world.rank + step))
+        if step == 3 and world.rank == bad:
+            x[1, 2] = torch.nan
+        replica.backward(replica(x).square().mean())
+        replica.step()
+        assert step >= 3 or sentinel.step()
+        watch.step_ended(step + 1)
+        agreed = boundary.meet(Word(nonfinite=watch.finding is not None))
+        if agreed.nonfinite is not None:
+            break
+    assert (step, agreed.nonfinite.rank) == (4, bad)
+    with pytest.raises(NonFiniteError, match=rf"rank {bad} on .*: step 3: the gradient of 2\.b"):
+        raise_nonfinite(boundary, agreed, watch.finding)
+    watch.close()
+    sentinel.close()
+    boundary.close()
+    replica.close()
