@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.faults.stragglers import Finding, Stragglers, Tally
 from hpctrain.faults.watchdog import Watchdog, start
 from hpctrain.faults.word import NUM_SLOTS, Agreed, Said, Word, decode, encode, merge
 from hpctrain.world import World
@@ -40,6 +42,8 @@ class _Watch(Protocol):
 
 class _Watchdog(Protocol):
     def among(self, ranks: Sequence[int]) -> _Watch: ...
+    @property
+    def all_waited_s(self) -> float: ...
 
 
 class Boundary:
@@ -59,6 +63,9 @@ class Boundary:
         self._rank, self._size = world.rank, world.size
         self._closed = False
         self._nothing = Agreed()
+        self._tally = Tally()
+        self._hosts = [info.host for info in world.ranks]
+        self._judge = Stragglers(self._hosts)
         self._request: Request | None = None
         self._comm: Comm | None = None
         self._own: Watchdog | None = None
@@ -67,20 +74,21 @@ class Boundary:
             return
         if watchdog is None:
             watchdog = self._own = start(world, timeout_s=timeout_s)
+        self._watchdog = watchdog
         self._watch: _Watch = watchdog.among(range(world.size))
         # The watchdog speaks first: it knows names.
         self._limit_s = 2 * timeout_s + 60.0
         self._comm = world.comm.Dup()
         self._send = np.zeros(NUM_SLOTS)
         self._came = np.zeros(NUM_SLOTS)
-        self._blank = encode(Word(), self._rank, self._size)
         world.at_exit(self.close)
 
     def meet(self, said: Word = _SILENT, *, now: bool = False) -> Agreed:
         """Collective: say something, and hear what was said; `now` must match.
 
         Args:
-            said: What this rank has to say.
+            said: What this rank has to say. Its `step_s`, where it gives none, is the time since
+                the last boundary less the time in collectives that the watchdog knows of.
             now: Wait until all have come, and hear also what they say at this boundary.
 
         Returns:
@@ -93,10 +101,13 @@ class Boundary:
             raise ConfigError("this step boundary is closed; make another one in the world's block")
         if self._comm is None:
             return self._meet_alone(said, now)
+        worked_s = self._tally.passed(time.monotonic(), self._watchdog.all_waited_s)
+        if said.step_s is None and worked_s is not None:
+            said = replace(said, step_s=worked_s)
         self._watch.enter(_CALL)
         try:
             before = self._complete()
-            self._send[:] = self._blank if said == _SILENT else encode(said, self._rank, self._size)
+            self._send[:] = encode(said, self._rank, self._size)
             self._request = self._post(self._comm)
             if not now:
                 return self._nothing if before is None else decode(before, self._size)
@@ -117,6 +128,27 @@ class Boundary:
             self._watch.leave()
         return heard
 
+    def host_of(self, said: Said) -> str:
+        """The host of the rank that said it."""
+        return self._hosts[said.rank]
+
+    def compare_ranks(self, *, step: int) -> Finding:
+        """Collective: which ranks work longest since the last time it was asked; `step` must match.
+
+        What a rank waits for others in collectives does not count. Where collectives end on a GPU,
+        the host does not see that wait, and ranks look more alike than they are.
+        """
+        mine = self._tally.take()
+        if self._comm is None:
+            return self._judge.compare([mine], step=step)
+        table = np.empty(self._size)
+        self._watch.enter("comparison of step times")
+        try:
+            self._comm.Allgather(np.array([mine]), table)
+        finally:
+            self._watch.leave()
+        return self._judge.compare(table.tolist(), step=step)
+
     def close(self) -> None:
         """Collective: complete what is under way and give everything back. May be called again."""
         if self._closed:
@@ -133,6 +165,9 @@ class Boundary:
             self._own.stop()
 
     def _meet_alone(self, said: Word, now: bool) -> Agreed:
+        worked_s = self._tally.passed(time.monotonic(), 0.0)
+        if said.step_s is None and worked_s is not None:
+            said = replace(said, step_s=worked_s)
         before, self._pending = self._pending, encode(said, 0, 1)
         words = [before] if before is not None else []
         if now:

@@ -14,11 +14,11 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CheckpointError CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError
-JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Saver Shard
-Store Trainer World __version__ agree average_batchnorm checkpoint_activations connect distribute
-files gather init metrics quantize_int8 reshuffle scatter share split_parameters stage
-sync_batchnorm
+CheckpointError CollectiveError ConfigError Connection DataError DriftError EMA HpcTrainError
+InstallError JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica
+Saver Sentinel Shard Store Trainer World __version__ agree average_batchnorm
+checkpoint_activations connect distribute files gather init metrics quantize_int8 reshuffle
+scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks --trace -h -m -n -np -q",
@@ -102,8 +102,7 @@ ACTIONS = {
 
 
 def test_flags_of_actions():
-    for verb in ("bench", "job", "sweep"):
-    for verb in ("checkpoint", "job", "sweep"):
+    for verb in ("bench", "checkpoint", "job", "sweep"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
         (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]
