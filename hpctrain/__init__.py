@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
     from hpctrain.saver import Saver
+    from hpctrain.train.trainer import Trainer
     from hpctrain.world import World, agree, init
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ __all__ = [
     "Saver",
     "Shard",
     "Store",
+    "Trainer",
     "World",
     "__version__",
     "agree",
@@ -103,6 +105,7 @@ _HOME = {
     "Replica": "hpctrain.replica",
     "Saver": "hpctrain.saver",
     "Shard": "hpctrain.data",
+    "Trainer": "hpctrain.train.trainer",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",

@@ -1,1 +1,1 @@
-"""Floor 7: how a model scales: sweeps, reports, and the prediction for machines not there yet."""
+"""Floor 7: how a training scales, why, and how many nodes to ask for."""
