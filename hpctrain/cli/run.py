@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also keep each rank's output, in D/rank-00000.log",
     )
     parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="D",
+        help="record what every rank does when, in D/trace.json.gz for ui.perfetto.dev",
+    )
+    parser.add_argument(
         "-q", "--quiet", action="store_true", help="show the output of rank 0 alone"
     )
     parser.add_argument(
@@ -73,6 +79,8 @@ def main(args: argparse.Namespace) -> int:
     if not words:
         raise ConfigError("no script was given; write `hpctrain run [-n N] SCRIPT [ARGS ...]`")
     program = Program(target=words[0], is_module=is_module, arguments=tuple(words[1:]))
+    if args.trace is not None:  # the ranks read it from their environment, however they start
+        os.environ["HPCTRAIN_TRACE"] = str(args.trace.resolve())
     environ = dict(os.environ)
     launch = detect(environ)
     if launch.row is not None and launch.row.starts_mpi:

@@ -27,6 +27,7 @@ from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import named_parameters
+from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.overlapping import bucket_size, can_hide
 from hpctrain.replica.precision import choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
@@ -185,7 +186,8 @@ def distribute(
     for what, text in own_statistics(model, link.size) if world.rank == 0 else ():
         log.notice(f"{what}: {text}")
     timed = asked is not None and world.bench.take_replica()
-    replica = (TimedReplica if timed else Replica)(
+    kind = TimedReplica if timed else ObservedReplica if world.observers else Replica
+    replica = kind(
         world,
         model,
         optimizer,

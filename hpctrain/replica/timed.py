@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.replica.core import Replica
+from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.step_clock import StepClock, StepTime
 from hpctrain.replica.step_report import RankTimes, summarize
@@ -31,7 +31,7 @@ _MEET_S = 600.0
 _MOST_STEPS = 100_000
 
 
-class TimedReplica(Replica):
+class TimedReplica(ObservedReplica):
     """Times steps, reports them at the end, and ends the script when enough were seen."""
 
     _asked: Asked

@@ -16,17 +16,22 @@ from hpctrain.scaling.harness.control import Launch
 from hpctrain.scaling.harness.schema import validate
 from hpctrain.scaling.sweeps.comparing import compare_counts
 from mpi_tests.built import BUILT
+from mpi_tests.full import FULL
 from mpi_tests.launch.benchmark_results import LIMIT_S, PYTHON, result_of
 from mpi_tests.launch.commands import ROOT, clean_environment, run
 
 
-def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
-    result = result_of("step_overhead", tmp_path / "result.json")
-    series = {item["variant"]: item for item in result["series"]}
-    engines = {f"hpctrain-{name}" for name in BUILT} | {"hpctrain-mpi-replicated"}
-    peers = {"ddp", "ddp-zero"} | ({"horovod"} if "horovod" in BUILT else set())
-    plain = {"compute", "compute-again", "compute-beside-idle"}
+def test_step_overhead_runs_its_variants_and_counts_exactly(tmp_path):
+    """Each variant has a launch of its own; every day one of each sort, and all with FULL."""
     fusion = {"hpctrain-horovod-fusion"} if "horovod" in BUILT else set()
+    engines, peers, plain = {"hpctrain-mpi"}, {"ddp"}, {"compute", "compute-beside-idle"}
+    if FULL:
+        engines = {f"hpctrain-{name}" for name in BUILT} | {"hpctrain-mpi-replicated"}
+        peers = {"ddp", "ddp-zero"} | ({"horovod"} if "horovod" in BUILT else set())
+        plain |= {"compute-again"}
+    chosen = [] if FULL else ["--variants", ",".join(engines | fusion | peers | plain)]
+    result = result_of("step_overhead", tmp_path / "result.json", *chosen)
+    series = {item["variant"]: item for item in result["series"]}
     assert set(series) == engines | fusion | peers | plain
     assert len(result["blocks"]) == 2
     assert all(sorted(block["order"]) == sorted(series) for block in result["blocks"])
@@ -54,12 +59,12 @@ def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
     }
 
 
-def test_collectives_run_on_every_engine(tmp_path):
-    result = result_of("collectives", tmp_path / "result.json", "--sizes", "1 KiB,1 MiB")
+def test_collectives_run_on_the_engines(tmp_path):
+    variants = ["memcpy", "mpi-allocated", *(BUILT if FULL else ["mpi"])]
+    words = ["--sizes", "1 KiB,1 MiB", "--variants", ",".join(variants)]
+    result = result_of("collectives", tmp_path / "result.json", *words)
     found = {(item["case"], item["variant"]) for item in result["series"]}
-    assert found == {
-        (s, v) for s in ("1 KiB", "1 MiB") for v in ["memcpy", "mpi-allocated", *BUILT]
-    }
+    assert found == {(s, v) for s in ("1 KiB", "1 MiB") for v in variants}
     for item in result["series"]:
         if item["variant"] != "memcpy":
             metrics = item["metrics"]

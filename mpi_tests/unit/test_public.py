@@ -14,19 +14,34 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError JobError LAMB
-LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard World __version__ agree
-average_batchnorm checkpoint_activations connect distribute files gather init metrics
-quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
+CheckpointError CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError
+JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Saver Shard
+Store Trainer World __version__ agree average_batchnorm checkpoint_activations connect distribute
+files gather init metrics quantize_int8 reshuffle scatter share split_parameters stage
+sync_batchnorm
 """
 FLAGS = {
-    "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
+    "run": "--help --hostfile --hosts --log-dir --quiet --ranks --trace -h -m -n -np -q",
     "bench": "--help -h",
+    "report": "--format --help --json --reserve --runs --samples --title -h -o",
+    "trace": "--help -h",
+    "train": (
+        "--dry-run --fresh --help --hosts --json --ranks --ranks-per-node --resume --set -h -n"
+    ),
+    "config": "--help -h",
+    "watch": "--every --help --json --once -h",
     "data": "--help -h",
     "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
     "job": "--help -h",
     "sweep": "--help -h",
+    "plan": (
+        "--accumulate --activation-mib --bucket-mib --cycle-ms --drop-last --efficiency "
+        "--engine --epochs --global-batch --help --json --keep --machine --machines "
+        "--measure-profile --profile --ranks --ranks-per-node --rehearse --repeats --requeue "
+        "--samples --save-dir --site --state-copies --subject --time --topology "
+        "--train-samples --warmup-steps --wire-bits -h"
+    ),
     "pack": "--help --output --prefix -h -o",
 }
 

@@ -1,0 +1,167 @@
+"""The step boundary: where all ranks learn at the same step what any of them has to say.
+
+A signal reaches one rank, a disk fills up under another: all must act at the same step. One small
+non-blocking allreduce is posted at each boundary and completed at the next, when it has long
+arrived: nobody waits for it, and what was said is known one step later.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.faults.watchdog import Watchdog, start
+from hpctrain.faults.word import NUM_SLOTS, Agreed, Said, Word, decode, encode, merge
+from hpctrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
+
+__all__ = ["Agreed", "Boundary", "Said", "Word"]
+
+_CALL = "the step boundary"
+_LOOKS = 200
+_YIELDS_S = 2e-3
+_NAP_S = 50e-6
+
+
+_SILENT = Word()
+
+
+class _Watch(Protocol):
+    def enter(self, call: str) -> None: ...
+    def leave(self) -> None: ...
+
+
+class _Watchdog(Protocol):
+    def among(self, ranks: Sequence[int]) -> _Watch: ...
+
+
+class Boundary:
+    """Collective: where ranks meet once per step; `timeout_s` must match.
+
+    Args:
+        world: The ranks. One rank alone uses no MPI.
+        timeout_s: How long a rank may be late before the watchdog names it and ends the job.
+        watchdog: Whose lanes to use; None starts one of the boundary's own.
+    """
+
+    def __init__(
+        self, world: World, *, timeout_s: float = 600.0, watchdog: _Watchdog | None = None
+    ) -> None:
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s:g} must be more than 0")
+        self._rank, self._size = world.rank, world.size
+        self._closed = False
+        self._nothing = Agreed()
+        self._request: Request | None = None
+        self._comm: Comm | None = None
+        self._own: Watchdog | None = None
+        if self._size == 1:
+            self._pending: list[float] | None = None
+            return
+        if watchdog is None:
+            watchdog = self._own = start(world, timeout_s=timeout_s)
+        self._watch: _Watch = watchdog.among(range(world.size))
+        # The watchdog speaks first: it knows names.
+        self._limit_s = 2 * timeout_s + 60.0
+        self._comm = world.comm.Dup()
+        self._send = np.zeros(NUM_SLOTS)
+        self._came = np.zeros(NUM_SLOTS)
+        self._blank = encode(Word(), self._rank, self._size)
+        world.at_exit(self.close)
+
+    def meet(self, said: Word = _SILENT, *, now: bool = False) -> Agreed:
+        """Collective: say something, and hear what was said; `now` must match.
+
+        Args:
+            said: What this rank has to say.
+            now: Wait until all have come, and hear also what they say at this boundary.
+
+        Returns:
+            What all ranks said at the boundary before; nothing at the first one.
+
+        Raises:
+            CollectiveError: a rank did not come, and the watchdog could not end the job.
+        """
+        if self._closed:
+            raise ConfigError("this step boundary is closed; make another one in the world's block")
+        if self._comm is None:
+            return self._meet_alone(said, now)
+        self._watch.enter(_CALL)
+        try:
+            before = self._complete()
+            self._send[:] = self._blank if said == _SILENT else encode(said, self._rank, self._size)
+            self._request = self._post(self._comm)
+            if not now:
+                return self._nothing if before is None else decode(before, self._size)
+            at_once = self._complete()
+        finally:
+            self._watch.leave()
+        both = [one for one in (before, at_once) if one is not None]
+        return decode(merge(both), self._size)
+
+    def hear(self, said: Said, text: str) -> str:
+        """Collective: the text of the rank that said it; each rank gives its own, and `said`."""
+        if self._comm is None:
+            return text
+        self._watch.enter(f"what rank {said.rank} says at {_CALL}")
+        try:
+            heard: str = self._comm.bcast(text if self._rank == said.rank else None, root=said.rank)
+        finally:
+            self._watch.leave()
+        return heard
+
+    def close(self) -> None:
+        """Collective: complete what is under way and give everything back. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._comm is not None:
+            self._watch.enter(f"the end of {_CALL}")
+            try:
+                self._complete()
+                self._comm.Free()
+            finally:
+                self._watch.leave()
+        if self._own is not None:
+            self._own.stop()
+
+    def _meet_alone(self, said: Word, now: bool) -> Agreed:
+        before, self._pending = self._pending, encode(said, 0, 1)
+        words = [before] if before is not None else []
+        if now:
+            words, self._pending = [*words, self._pending], None
+        return decode(merge(words), 1) if words else self._nothing
+
+    def _post(self, comm: Comm) -> Request:
+        from mpi4py import MPI
+
+        return comm.Iallreduce(self._send, self._came, op=MPI.MAX)
+
+    def _complete(self) -> list[float] | None:
+        """What came of the last post; None where there was none."""
+        request, self._request = self._request, None
+        if request is None:
+            return None
+        for _ in range(_LOOKS):
+            if request.Test():
+                return self._came.tolist()
+        began = time.monotonic()
+        while not request.Test():
+            waited_s = time.monotonic() - began
+            if waited_s > self._limit_s:
+                raise CollectiveError(
+                    f"{_CALL}: a rank did not come within {self._limit_s:g} s; see what the others "
+                    "do (an exception, another code path, a stopped node)"
+                )
+            if waited_s < _YIELDS_S:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_S)
+        return self._came.tolist()

@@ -1,0 +1,132 @@
+"""What a rank says at a step boundary, and what all ranks then know. Pure.
+
+Everything becomes a few float64 whose maximum over the ranks says it all, so that one small
+allreduce carries it. Who said something travels in the same number: the lowest rank wins.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.errors import ConfigError
+
+__all__ = ["NUM_SLOTS", "Agreed", "Said", "Word", "decode", "encode", "merge"]
+
+_VALUES = 256  # room for a value beside the rank
+_RANKS = 1 << 20
+_TICKS = 1e6  # microseconds
+_MOST_TICKS = (1 << 32) - 1
+
+_FLAGS = ("signal", "save", "stop", "failure", "nonfinite")
+NUM_SLOTS = len(_FLAGS) + 3
+"""How many numbers a word takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Word:
+    """What one rank says about itself at a step boundary."""
+
+    signal: str | None = None
+    """The name of a signal that came, as `Preemption.requested` has it."""
+    save: bool = False
+    """A checkpoint is due."""
+    stop: bool = False
+    """The training must stop."""
+    failure: bool = False
+    """Something failed that all must know of, such as a write in the background."""
+    nonfinite: bool = False
+    """A loss or gradient is inf or NaN."""
+    step_s: float | None = None
+    """How long the last step took here."""
+    left_s: float | None = None
+    """How much time the allocation has left, where this rank knows it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """That somebody said something: the lowest of those ranks."""
+
+    rank: int
+    value: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """What all ranks know after a step boundary; the same everywhere."""
+
+    signal: str | None = None
+    signal_by: Said | None = None
+    save: Said | None = None
+    stop: Said | None = None
+    failure: Said | None = None
+    nonfinite: Said | None = None
+    slowest: Said | None = None
+    """The rank whose last step took longest."""
+    step_s: float | None = None
+    """Its time."""
+    shortest_s: float | None = None
+    """The time of the rank whose last step was the shortest."""
+    left_s: float | None = None
+    """The least time left that a rank knew of."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody said anything that must be acted on."""
+        return not (self.signal_by or self.save or self.stop or self.failure or self.nonfinite)
+
+
+def encode(word: Word, rank: int, size: int) -> list[float]:
+    """Write a rank's word as numbers of which the ranks take the maximum.
+
+    Raises:
+        ConfigError: the signal is no signal's name.
+    """
+    code = 0
+    if word.signal is not None:
+        try:
+            code = int(signal.Signals[word.signal])
+        except KeyError:
+            raise ConfigError(f"signal={word.signal!r} is no signal; give SIGUSR2 or so") from None
+    mine = (size - rank) * _VALUES
+    flags = [mine + code if word.signal is not None else 0]
+    flags += [mine if getattr(word, name) else 0 for name in _FLAGS[1:]]
+    slow = short = -math.inf
+    if word.step_s is not None:
+        ticks = min(max(round(word.step_s * _TICKS), 0), _MOST_TICKS)
+        slow, short = float(ticks * _RANKS + (_RANKS - 1 - rank)), -word.step_s
+    left = -math.inf if word.left_s is None else -word.left_s
+    return [*map(float, flags), slow, short, left]
+
+
+def decode(slots: Sequence[float], size: int) -> Agreed:
+    """Read the maximum over all ranks' words."""
+    said: dict[str, Said | None] = {}
+    for name, slot in zip(_FLAGS, slots, strict=False):
+        high, value = divmod(int(slot), _VALUES)
+        said[name] = Said(rank=size - high, value=value) if slot > 0 else None
+    slow, short, left = slots[len(_FLAGS) :]
+    slowest = step_s = None
+    if slow >= 0:
+        ticks, behind = divmod(int(slow), _RANKS)
+        slowest, step_s = Said(rank=_RANKS - 1 - behind, value=ticks), ticks / _TICKS
+    by = said["signal"]
+    return Agreed(
+        signal=None if by is None else signal.Signals(by.value).name,
+        signal_by=by,
+        save=said["save"],
+        stop=said["stop"],
+        failure=said["failure"],
+        nonfinite=said["nonfinite"],
+        slowest=slowest,
+        step_s=step_s,
+        shortest_s=None if math.isinf(short) else -short,
+        left_s=None if math.isinf(left) and left < 0 else -left,
+    )
+
+
+def merge(words: Sequence[Sequence[float]]) -> list[float]:
+    """What the ranks' allreduce does, slot by slot."""
+    return [max(column) for column in zip(*words, strict=True)]
