@@ -11,8 +11,10 @@ import psutil
 import pytest
 
 from hpctrain.errors import LaunchError
+from hpctrain.scaling.harness.command import RESULTS
 from hpctrain.scaling.harness.control import Launch
 from hpctrain.scaling.harness.schema import validate
+from hpctrain.scaling.sweeps.comparing import compare_counts
 from mpi_tests.built import BUILT
 from mpi_tests.full import FULL
 from mpi_tests.launch.benchmark_results import LIMIT_S, PYTHON, result_of
@@ -43,6 +45,10 @@ def test_step_overhead_runs_its_variants_and_counts_exactly(tmp_path):
     for name in fusion:  # each of the 40 parameters travels on its own until Horovod fuses it
         assert series[name]["counts"]["messages"] >= 40
     assert all(series[name]["counts"] == {} for name in plain | peers)
+    # and what is committed is what a step costs: no more messages, hooks or bytes than that
+    compared = compare_counts(json.loads((RESULTS / "counts.json").read_text()), result)
+    assert {row.variant for row in compared if row.verdict == "same"} == engines | fusion
+    assert {row for row in compared if row.verdict in ("more", "less")} == set()
     # all of them did train together: equal weights on the ranks, and the same loss everywhere
     losses = [series[name]["outcome"]["loss"] for name in engines | fusion | peers]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
