@@ -246,7 +246,11 @@ def test_a_failed_load_or_step_leaves_bfloat16(world, engines):
     with pytest.raises(hpc.ConfigError, match=r"optimizer\.step\(closure\) would run the model"):
         optimizer.step(lambda: None)
     assert dtypes(model) == {torch.bfloat16}
-    hook = optimizer.register_step_pre_hook(lambda *_: replica(x.float(), world.rank))
+
+    def run_the_model(*_):
+        replica(x.float(), world.rank)
+
+    hook = optimizer.register_step_pre_hook(run_the_model)
     replica.backward(replica(x.float(), world.rank).sum())
     with pytest.raises(hpc.ConfigError, match="called inside the optimizer's step"):
         replica.step()
