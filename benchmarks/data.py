@@ -1,6 +1,6 @@
-"""Data for all ranks: how fast batches come, and whether a step ever waits for one.
+"""Data for all ranks: how fast batches come, whether a step waits for one, how fast data move.
 
-`python -m benchmarks.data --help`; docs/data.md says what is measured.
+`python -m benchmarks.data --help`; docs/data.md and docs/data-movement.md say what is measured.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks import data_movement
 from benchmarks.harness import command
 from benchmarks.harness.session import Case, Plan, Variant, run_plan
 
@@ -74,6 +75,10 @@ PARTS = {
 }
 
 
+MOVEMENT = "movement"
+"""The part that `benchmarks.data_movement` measures."""
+
+
 def part_of(variants: Sequence[str]) -> Part:
     """The part that these variants belong to. Pure."""
     return next(part for part in PARTS.values() if set(variants) <= set(part.variants))
@@ -83,7 +88,8 @@ def main() -> int:
     """Measure, or be a rank that is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
     command.add_arguments(parser, blocks=11)
-    parser.add_argument("--parts", metavar="A,B", help=f"from {', '.join(PARTS)} (default: all)")
+    known = [*PARTS, MOVEMENT]
+    parser.add_argument("--parts", metavar="A,B", help=f"from {', '.join(known)} (default: all)")
     args = parser.parse_args()
     if args.worker:
         from benchmarks.harness.worker import serve
@@ -93,8 +99,11 @@ def main() -> int:
         return 0
     codes = []
     out: Path | None = args.json
-    for name in command.choose("part", args.parts or ",".join(PARTS), list(PARTS)):
+    for name in command.choose("part", args.parts or ",".join(known), known):
         args.json = None if out is None else out.with_stem(f"{out.stem}_{name}")
+        if name == MOVEMENT:
+            codes.append(data_movement.measure(args))
+            continue
         result: dict[str, Any] = run_plan(_plan(name, args))
         for item in result["series"]:
             item["metrics"] = dict(item["outcome"])

@@ -85,7 +85,12 @@ class Run:
         tensors = [*self.model.state_dict().values(), *tensors_of(self.optimizer)]
         tensors += list(self.average.averages.values())
         draws = (random.random(), float(np.random.rand()), torch.rand(1).item())
-        return digest(tensors), draws, self.optimizer.param_groups[0]["lr"], self.loader.state_dict()
+        return (
+            digest(tensors),
+            draws,
+            self.optimizer.param_groups[0]["lr"],
+            self.loader.state_dict(),
+        )
 
     def close(self):
         self.saver.close()
