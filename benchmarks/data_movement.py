@@ -14,7 +14,7 @@ from hpctrain.scaling.benches.collectives import parse_size
 from hpctrain.scaling.harness import command
 from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
-__all__ = ["CASES", "COMPARISONS", "VARIANTS", "main", "make_plan"]
+__all__ = ["CASES", "COMPARISONS", "VARIANTS", "main", "make_plan", "measure"]
 
 CASES = ("16 MiB", "1024 MiB")
 _NAMES = (
@@ -69,6 +69,11 @@ def main() -> int:
 
         serve(args.worker, args.variants.split(","), make)
         return 0
+    return measure(args)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure and report; also as a part of `benchmarks.data`."""
     result: dict[str, Any] = run_plan(make_plan(args))
     for item in result["series"]:
         moved = parse_size(item["case"]) * (args.ranks - 1) / args.ranks
