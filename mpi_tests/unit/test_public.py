@@ -15,9 +15,10 @@ from hpctrain.cli import VERBS, main
 
 NAMES = """
 CheckpointError CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError
-JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Saver Shard Store
-Trainer World __version__ agree average_batchnorm checkpoint_activations connect distribute files gather
-init metrics quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
+JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Saver Shard
+Store Trainer World __version__ agree average_batchnorm checkpoint_activations connect distribute
+files gather init metrics quantize_int8 reshuffle scatter share split_parameters stage
+sync_batchnorm
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
