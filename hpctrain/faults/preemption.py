@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -71,7 +71,7 @@ class Preemption:
         ConfigError: not in the main thread, a name is unknown or given twice, or none is left.
     """
 
-    def __init__(self, signals: tuple[str, ...] = SIGNALS) -> None:
+    def __init__(self, signals: Sequence[str] = SIGNALS) -> None:
         if isinstance(signals, str):
             raise ConfigError(f"signals={signals!r} is one text; give a tuple, ({signals!r},)")
         numbers = [signal_number(name) for name in signals]

@@ -25,6 +25,7 @@ from hpctrain.world.guard import (
     report_hard_exits,
 )
 from hpctrain.world.library import load_mpi
+from hpctrain.world.output import write_whole_lines
 from hpctrain.world.topology import Place, split
 
 __all__ = ["Program", "make_log_dir", "run_here", "tee_output"]
@@ -122,6 +123,8 @@ def run_here(
     launch = relay.attach(launch, environ)
     if log_dir is not None:
         tee_output(log_dir, launch.rank)
+    if launch.size != 1:
+        write_whole_lines()
     install_hook(launch)
     report_hard_exits(launch)
     try:

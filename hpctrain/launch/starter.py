@@ -27,12 +27,17 @@ from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import Program, make_log_dir
 from hpctrain.world import detect
+from hpctrain.world.launcher import BENCH_VARIABLE
 
 __all__ = ["start"]
 
 # After one rank has failed, MPI ends the others; if it does not within this time, we do.
 _GRACE_S = 3.0
-_PASS_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+_PASS_ON = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"),
+    BENCH_VARIABLE,
+    "HPCTRAIN_TRACE",
+)
 
 
 def start(

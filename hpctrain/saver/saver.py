@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain import log
@@ -80,7 +81,7 @@ class Saver:
         every_steps: int | None = None,
         mtbf_hours: float = 24.0,
         lead_s: float = 60.0,
-        signals: tuple[str, ...] = SIGNALS,
+        signals: Sequence[str] = SIGNALS,
         writers_per_node: int | None = None,
         asynchronous: bool = True,
         note: Mapping[str, Any] | None = None,
@@ -98,7 +99,7 @@ class Saver:
         agree(world.comm, trouble, error=ConfigError)
         self._store = Store(
             world,
-            directory,
+            Path(directory),
             keep=keep or Keep(),
             writers_per_node=writers_per_node,
             asynchronous=asynchronous,

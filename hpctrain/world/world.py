@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain import log
 from hpctrain.world import guard
+from hpctrain.world.bench import Bench
 from hpctrain.world.cores import parse_cpus
 from hpctrain.world.devices import DeviceInfo
 from hpctrain.world.launcher import Launch
@@ -55,6 +56,8 @@ class World:
     ranks: tuple[RankInfo, ...]
     streams: Streams
     """Random streams by the stated rule; see `hpctrain.world.seeding`."""
+    bench: Bench = field(default_factory=Bench, repr=False)
+    """What a sweep asks of this script; outside one, the script's own defaults."""
     observers: list[Observer] = field(default_factory=list, repr=False)
     """Who is told what this rank is doing, from `distribute` on; see `hpctrain.world.observing`."""
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
