@@ -32,11 +32,11 @@ def data(num=40):
     return x, x.sum(1, keepdim=True).sin()
 
 
-def make(world, engines, *, dropout=0.1, accumulate=1, batch=12):
+def make(world, engines, *, accumulate=1, batch=12):
+    """With dropout and BatchNorm: random numbers and statistics of each rank's own."""
     torch.manual_seed(5)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(16, 1)
-    )
+    layers = (torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh())
+    model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     world.streams.bind_equal()
@@ -51,7 +51,7 @@ def held_out(world):
 
 
 def bits(replica):
-    return [p.detach().clone() for p in replica.model.parameters()]
+    return [value.detach().clone() for value in replica.model.state_dict().values()]
 
 
 def same(ours, theirs):
@@ -66,6 +66,8 @@ def test_a_trainer_does_what_a_loop_of_ones_own_does(world, engines, shared):
             replica.backward(loss, num_samples=loader.num_samples)
             if replica.step():
                 schedule.step()
+        if world.size > 1:
+            hpc.average_batchnorm(world, replica.model)  # as before every evaluation
     wanted, rate = bits(replica), replica.optimizer.param_groups[0]["lr"]
     replica.close()
 
@@ -105,13 +107,48 @@ def test_a_trainer_does_what_a_loop_of_ones_own_does(world, engines, shared):
 
 
 def test_accumulation_windows_end_with_the_epoch(world, engines):
-    replica, loader, _ = make(world, engines, accumulate=2, batch=12)
+    replica, loader, _ = make(world, engines, accumulate=2, batch=24)
     trainer = hpc.Trainer(world, replica, loader, loss=mse_loss, epochs=3, logging=QUIET)
-    # 40 samples in parts of 6: seven batches, so four steps, the last of one part alone
-    assert trainer.num_steps == 12
+    # 40 samples in parts of 12: four parts, the last two of eight, so two steps an epoch
+    assert trainer.num_steps == 6
     trainer.fit()
-    assert trainer.step == replica.num_steps == 12
+    assert trainer.step == replica.num_steps == 6
     assert not replica.is_mid_step
+    replica.close()
+
+
+def test_a_window_that_is_open_when_the_epoch_ends_is_stepped(world, engines):
+    replica, loader, _ = make(world, engines, accumulate=3, batch=36)
+    steps = []
+    trainer = hpc.Trainer(world, replica, loader, loss=mse_loss, epochs=2, logging=QUIET)
+    trainer.on("step", lambda trainer, facts: steps.append(trainer.loader.consumed))
+    assert trainer.num_steps == 4
+    trainer.fit()
+    assert steps == [32, 40, 32, 40]  # of 12, 12, 8 and 8 samples
+    replica.close()
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    """A stream: nobody knows where it ends."""
+
+    def __iter__(self):
+        x, y = data(30)
+        yield from zip(x, y, strict=True)
+
+
+def test_a_stream_has_epochs_too(world, engines):
+    replica, _, _ = make(world, engines)
+    happened = []
+    loader = hpc.Loader(world, Numbers(), global_batch=10)
+    trainer = hpc.Trainer(
+        world, replica, loader, loss=mse_loss, epochs=2, evaluation=held_out(world), logging=QUIET
+    )
+    assert trainer.num_steps is None
+    trainer.on("step", lambda _, facts: happened.append(facts["step"]))
+    trainer.on("evaluated", lambda *_: happened.append("evaluated"))
+    summary = trainer.fit()
+    assert happened == [1, 2, 3, "evaluated", 4, 5, 6, "evaluated"]
+    assert summary["samples"] == 60
     replica.close()
 
 
