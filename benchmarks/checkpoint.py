@@ -13,12 +13,13 @@ from typing import Any
 from benchmarks.harness import command
 from benchmarks.harness.session import Case, Plan, Variant, run_plan
 
-__all__ = ["BLOCKED", "COMPARISONS", "TRAINING", "WRITING", "main"]
+__all__ = ["BLOCKED", "CHECKSUMS", "COMPARISONS", "TRAINING", "WRITING", "main"]
 
 BLOCKED = "blocked"
 TRAINING = "training"
 WRITING = "writing"
-_CASES = (BLOCKED, TRAINING, WRITING)
+CHECKSUMS = "checksums"
+_CASES = (BLOCKED, TRAINING, WRITING, CHECKSUMS)
 _OF = {
     "memcpy": BLOCKED,
     "save": BLOCKED,
@@ -29,6 +30,9 @@ _OF = {
     "steps-torch-save": TRAINING,
     "disk": WRITING,
     "save-and-wait": WRITING,
+    "crc32": CHECKSUMS,
+    "sha256": CHECKSUMS,
+    "blake2b": CHECKSUMS,
 }
 # One launch: a variant's thread sleeps while the others are measured.
 VARIANTS = tuple(Variant(name=name, launch="checkpoint") for name in _OF)
@@ -39,6 +43,8 @@ COMPARISONS = (
     ("steps-waiting", "steps"),
     ("steps-torch-save", "steps"),
     ("save-and-wait", "disk"),
+    ("sha256", "crc32"),
+    ("blake2b", "crc32"),
 )
 _STEPS = 100
 
@@ -74,11 +80,15 @@ def main() -> int:
         variants=[v for v in VARIANTS if v.name in names and _OF[v.name] in cases],
         comparisons=COMPARISONS,
         rules=command.rules_of(args),
-        settings={"steps": steps, "workload": "512-adamw-fused", "widened state": "256 MiB"},
+        settings={
+            "steps": steps,
+            "workload": "512-adamw-fused",
+            "state of the other cases": "256 MiB",
+        },
     )
     result: dict[str, Any] = run_plan(plan)
     for item in result["series"]:
-        num_bytes = item["counts"]["state_bytes"]
+        num_bytes = item["counts"].pop("state_bytes")
         seconds = median(item["seconds"])
         item["metrics"] = {"state MiB": num_bytes / 2**20}
         if item["case"] != TRAINING:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ __all__ = ["make"]
 
 _NUM_TENSORS = 64
 _TENSOR_BYTES = 4 << 20
+_CHUNK_BYTES = 2 << 20
 _WORKLOAD = "512-adamw-fused"
 
 
@@ -71,6 +75,32 @@ class Memcpy(_Uncounted):
     def finish(self) -> dict[str, object]:
         """Let both go."""
         del self.source, self.target
+        return {}
+
+
+class Checksum(_Uncounted):
+    """Each rank computes the checksum of its share of the state, block by block."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        hashes = {"sha256": hashlib.sha256, "blake2b": hashlib.blake2b}
+        self.compute: Callable[[Any], object] = hashes.get(name, zlib.crc32)
+
+    def prepare(self, case: str) -> dict[str, object]:
+        """Make the bytes."""
+        self.data = torch.ones(_NUM_TENSORS * _TENSOR_BYTES // self.world.size, dtype=torch.uint8)
+        return {"state_bytes": _NUM_TENSORS * _TENSOR_BYTES}
+
+    def run(self, repeats: int) -> None:
+        """Compute."""
+        view = memoryview(self.data.numpy())
+        for _ in range(repeats):
+            for start in range(0, len(view), _CHUNK_BYTES):
+                self.compute(view[start : start + _CHUNK_BYTES])
+
+    def finish(self) -> dict[str, object]:
+        """Let the bytes go."""
+        del self.data
         return {}
 
 
@@ -136,8 +166,8 @@ class Disk(_Uncounted):
             path.unlink(missing_ok=True)
             with path.open("wb", buffering=0) as file:
                 view = memoryview(self.data.numpy())
-                for start in range(0, len(view), 2 << 20):
-                    file.write(view[start : start + (2 << 20)])
+                for start in range(0, len(view), _CHUNK_BYTES):
+                    file.write(view[start : start + _CHUNK_BYTES])
                 os.fsync(file.fileno())
         self.world.comm.Barrier()
 
@@ -232,6 +262,8 @@ def make(world: World, variant: str) -> Subject:
         "save-and-wait": SaveAndWait,
         "disk": Disk,
     }
+    if variant in ("crc32", "sha256", "blake2b"):
+        return Checksum(world, variant)
     if variant in kinds:
         made: Subject = kinds[variant](world)
         return made

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.part import Staging, lay_out
 from hpctrain.checkpoint.preparing import Prepared, versions
 from hpctrain.checkpoint.removing import describe_owner, retain, sweep
 from hpctrain.checkpoint.retention import Keep
-from hpctrain.checkpoint.tree_file import items_of, render_tree
+from hpctrain.checkpoint.tree_file import describe, items_of, render_tree
 from hpctrain.errors import CheckpointError
 from hpctrain.world import World, agree, roll_call
 
@@ -154,18 +154,19 @@ def _copy(
     image = lay_out(parts[part], flat.tensors, own)
     data = staging.fill(image, parts[part], flat.tensors, own)
     places = {rank: (image.own_starts[rank], len(own[rank])) for rank in own}
-
+    outline = _outline(world, settings, prepared, folder, number, writers)
+    described = describe(flat)
     deadline = time.monotonic() + settings.timeout_s
 
     def write() -> None:
+        """Runs in the thread; the tensors themselves are none of its business."""
         record = write_own_part(
             folder, part, len(parts), data, data_start=len(image.header), own=places
         )
         saving.written.append(record)
         if records is not None:
             records.tell(record)
-            outline = _outline(world, settings, prepared, folder, number, writers, parts)
-            finish(outline, records, deadline=deadline)
+            finish(outline, render_tree(described, parts), records, deadline=deadline)
             retain(settings.directory, settings.keep)
             sweep(settings.directory, describe_owner(world.launch.job_id))
 
@@ -185,7 +186,6 @@ def _outline(
     folder: Path,
     number: int,
     writers: tuple[int, ...],
-    parts: tuple[tuple[Piece, ...], ...],
 ) -> Outline:
     return Outline(
         directory=settings.directory,
@@ -193,7 +193,6 @@ def _outline(
         number=number,
         step=prepared.step,
         writers=writers,
-        tree=render_tree(prepared.flat, parts),
         num_ranks=world.size,
         has_own=prepared.own is not None,
         versions=versions(),

@@ -225,4 +225,6 @@ def test_whose_leftovers_may_go():
     assert not abandoned({**me, "host": "b", "process": 6, "job": "78"})
     assert not abandoned({**me, "host": "b", "process": 6, "job": None})
     assert not abandoned(None)
-    assert abandoned(None, age_s=1e6)
+    assert abandoned(None, age_s=700)
+    assert not abandoned({**me, "host": "b", "job": "78"}, age_s=700)
+    assert abandoned({**me, "host": "b", "job": "78"}, age_s=1e6)
