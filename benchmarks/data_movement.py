@@ -10,9 +10,9 @@ import sys
 from statistics import median
 from typing import Any
 
-from benchmarks.collectives import parse_size
-from benchmarks.harness import command
-from benchmarks.harness.session import Case, Plan, Variant, run_plan
+from hpctrain.scaling.benches.collectives import parse_size
+from hpctrain.scaling.harness import command
+from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
 __all__ = ["CASES", "COMPARISONS", "VARIANTS", "main", "make_plan"]
 
@@ -65,7 +65,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         from benchmarks.data_movement_subjects import make
-        from benchmarks.harness.worker import serve
+        from hpctrain.scaling.harness.worker import serve
 
         serve(args.worker, args.variants.split(","), make)
         return 0

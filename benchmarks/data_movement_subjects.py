@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 import hpctrain as hpc
-from benchmarks.collectives import parse_size
-from benchmarks.harness.worker import Subject
 from hpctrain.data.chunks import split_bytes
 from hpctrain.data.scattering import CHUNK_BYTES
 from hpctrain.errors import CollectiveError
+from hpctrain.scaling.benches.collectives import parse_size
+from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
 
 __all__ = ["make"]

@@ -7,6 +7,7 @@ ranks raises the same text on all of them (see `hpctrain.world.agreement`).
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "DataError",
@@ -53,3 +54,7 @@ class DriftError(HpcTrainError):
 
 class DataError(HpcTrainError):
     """A file of a data set is missing, truncated or not what it says; the message names it."""
+
+
+class CheckpointError(HpcTrainError):
+    """A checkpoint is damaged, does not fit, or could not be written; the message names it."""

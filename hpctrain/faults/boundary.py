@@ -87,7 +87,7 @@ class Boundary:
         """Collective: say something, and hear what was said; `now` must match.
 
         Args:
-            said: What this rank has to say. Its `step_s`, where it gives none, is the time since
+            said: What this rank has to say. Its `worked_s`, where it gives none, is the time since
                 the last boundary less the time in collectives that the watchdog knows of.
             now: Wait until all have come, and hear also what they say at this boundary.
 
@@ -102,8 +102,8 @@ class Boundary:
         if self._comm is None:
             return self._meet_alone(said, now)
         worked_s = self._tally.passed(time.monotonic(), self._watchdog.all_waited_s)
-        if said.step_s is None and worked_s is not None:
-            said = replace(said, step_s=worked_s)
+        if said.worked_s is None and worked_s is not None:
+            said = replace(said, worked_s=worked_s)
         self._watch.enter(_CALL)
         try:
             before = self._complete()
@@ -166,8 +166,8 @@ class Boundary:
 
     def _meet_alone(self, said: Word, now: bool) -> Agreed:
         worked_s = self._tally.passed(time.monotonic(), 0.0)
-        if said.step_s is None and worked_s is not None:
-            said = replace(said, step_s=worked_s)
+        if said.worked_s is None and worked_s is not None:
+            said = replace(said, worked_s=worked_s)
         before, self._pending = self._pending, encode(said, 0, 1)
         words = [before] if before is not None else []
         if now:

@@ -21,7 +21,7 @@ _TICKS = 1e6  # microseconds
 _MOST_TICKS = (1 << 32) - 1
 
 _FLAGS = ("signal", "save", "stop", "failure", "nonfinite")
-NUM_SLOTS = len(_FLAGS) + 3
+NUM_SLOTS = len(_FLAGS) + 4
 """How many numbers a word takes."""
 
 
@@ -40,7 +40,9 @@ class Word:
     nonfinite: bool = False
     """A loss or gradient is inf or NaN."""
     step_s: float | None = None
-    """How long the last step took here."""
+    """How long the last step took here, from boundary to boundary."""
+    worked_s: float | None = None
+    """The same without waiting for other ranks; the boundary measures it where none is given."""
     left_s: float | None = None
     """How much time the allocation has left, where this rank knows it."""
 
@@ -63,12 +65,14 @@ class Agreed:
     stop: Said | None = None
     failure: Said | None = None
     nonfinite: Said | None = None
-    slowest: Said | None = None
-    """The rank whose last step took longest."""
     step_s: float | None = None
-    """Its time."""
+    """The longest step that a rank spoke of."""
+    slowest: Said | None = None
+    """The rank that worked longest at the last step."""
+    longest_s: float | None = None
+    """How long it worked."""
     shortest_s: float | None = None
-    """The time of the rank whose last step was the shortest."""
+    """How long the rank worked that did so the shortest time."""
     left_s: float | None = None
     """The least time left that a rank knew of."""
 
@@ -94,11 +98,12 @@ def encode(word: Word, rank: int, size: int) -> list[float]:
     flags = [mine + code if word.signal is not None else 0]
     flags += [mine if getattr(word, name) else 0 for name in _FLAGS[1:]]
     slow = short = -math.inf
-    if word.step_s is not None:
-        ticks = min(max(round(word.step_s * _TICKS), 0), _MOST_TICKS)
-        slow, short = float(ticks * _RANKS + (_RANKS - 1 - rank)), -word.step_s
+    if word.worked_s is not None:
+        ticks = min(max(round(word.worked_s * _TICKS), 0), _MOST_TICKS)
+        slow, short = float(ticks * _RANKS + (_RANKS - 1 - rank)), -word.worked_s
     left = -math.inf if word.left_s is None else -word.left_s
-    return [*map(float, flags), slow, short, left]
+    step = -math.inf if word.step_s is None else word.step_s
+    return [*map(float, flags), slow, short, left, step]
 
 
 def decode(slots: Sequence[float], size: int) -> Agreed:
@@ -107,11 +112,11 @@ def decode(slots: Sequence[float], size: int) -> Agreed:
     for name, slot in zip(_FLAGS, slots, strict=False):
         high, value = divmod(int(slot), _VALUES)
         said[name] = Said(rank=size - high, value=value) if slot > 0 else None
-    slow, short, left = slots[len(_FLAGS) :]
-    slowest = step_s = None
+    slow, short, left, step = slots[len(_FLAGS) :]
+    slowest = longest_s = None
     if slow >= 0:
         ticks, behind = divmod(int(slow), _RANKS)
-        slowest, step_s = Said(rank=_RANKS - 1 - behind, value=ticks), ticks / _TICKS
+        slowest, longest_s = Said(rank=_RANKS - 1 - behind, value=ticks), ticks / _TICKS
     by = said["signal"]
     return Agreed(
         signal=None if by is None else signal.Signals(by.value).name,
@@ -120,8 +125,9 @@ def decode(slots: Sequence[float], size: int) -> Agreed:
         stop=said["stop"],
         failure=said["failure"],
         nonfinite=said["nonfinite"],
+        step_s=step if step >= 0 else None,
         slowest=slowest,
-        step_s=step_s,
+        longest_s=longest_s,
         shortest_s=None if math.isinf(short) else -short,
         left_s=None if math.isinf(left) and left < 0 else -left,
     )

@@ -27,6 +27,7 @@ from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import Program, make_log_dir
 from hpctrain.world import detect
+from hpctrain.world.launcher import BENCH_VARIABLE
 from hpctrain.world.oom import count_oom_kills
 
 __all__ = ["start"]
@@ -35,7 +36,11 @@ __all__ = ["start"]
 _GRACE_S = 3.0
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What a batch system sends to say that the time is nearly over."""
-_PASS_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+_PASS_ON = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"),
+    BENCH_VARIABLE,
+    "HPCTRAIN_TRACE",
+)
 
 
 def start(

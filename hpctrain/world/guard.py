@@ -17,11 +17,13 @@ from hpctrain.errors import LaunchError
 from hpctrain.world.launcher import Launch
 
 __all__ = [
+    "AgreedExit",
     "end_all_ranks",
     "exit_code_of",
     "farewells",
     "install_hook",
     "leave",
+    "leave_together",
     "report_exit",
     "report_hard_exits",
     "say_farewell",
@@ -34,6 +36,10 @@ _LONGEST_HEAD_START_S = 1.5
 
 # For those who have said why already; `report_hard_exits` makes the user's own calls speak.
 leave = os._exit
+
+
+class AgreedExit(SystemExit):
+    """All ranks leave with this code and have agreed to: nobody waits, and no work is lost."""
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -59,6 +65,12 @@ def report_exit(launch: Launch, code: int, cause: str) -> None:
         os.write(launch.control_fd, line.encode())
     except OSError:
         return  # the starter is gone: nobody left to tell
+
+
+def leave_together(launch: Launch, error: AgreedExit) -> None:
+    """Say that this rank leaves as all have agreed, before the launcher blames somebody."""
+    _flush()
+    report_exit(launch, exit_code_of(error), "as all ranks agreed")
 
 
 def report_hard_exits(launch: Launch) -> None:

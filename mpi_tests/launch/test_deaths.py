@@ -115,6 +115,7 @@ def test_hpctrain_run_passes_warnings_on_and_lets_the_ranks_finish(tmp_path, nam
 LEAVE = """
 from hpctrain.faults.boundary import Boundary, Word
 from hpctrain.faults.preemption import Preemption
+from hpctrain.world.guard import AgreedExit
 with world, Preemption() as asked:
     boundary = Boundary(world, timeout_s=30, watchdog=dog)
     world.at_exit(dog.stop)
@@ -125,7 +126,7 @@ with world, Preemption() as asked:
         if agreed.signal is not None:
             print("step", step, agreed.signal, "of rank", agreed.signal_by.rank, flush=True)
             comm.Barrier()
-            sys.exit(75)
+            raise AgreedExit(75)
 """
 
 

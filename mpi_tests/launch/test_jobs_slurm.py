@@ -48,33 +48,41 @@ with hpc.init() as world:
         raise RuntimeError("rank one had enough")
     time.sleep(60)
 """
-AGAIN = """
-import os, sys
-print("start", os.environ.get("SLURM_RESTART_COUNT", "0"), flush=True)
+# Ranks that share a log without hpctrain write a line in one piece: mpirun mixes the pieces.
+SAY = """
+import sys
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+"""
+AGAIN = f"""{SAY}
+import os
+say("start", os.environ.get("SLURM_RESTART_COUNT", "0"))
 sys.exit(75)
 """
-WARNED = """
-import os, signal, sys, time
+WARNED = f"""{SAY}
+import os, signal, time
 got = []
 for name in ("SIGUSR2", "SIGTERM"):
     signal.signal(getattr(signal, name), lambda number, frame: got.append(number))
 if os.environ.get("SLURM_RESTART_COUNT", "0") == "1":
-    print("restarted", flush=True)
+    say("restarted")
     sys.exit(0)
-print("ready", flush=True)
+say("ready")
 deadline = time.monotonic() + 60
 while not got and time.monotonic() < deadline:
     time.sleep(0.05)
-print("warned", len(got), flush=True)
+say("warned", len(got))
 sys.exit(75)
 """
 # Each node of the fixture has a /dev/shm of its own, and nothing else of its own.
 SITE = 'inherits = "slurm"\ntitle = "the fixture"\nnode_local = "/dev/shm"\n'
-STAGED = """
-import os, socket, sys
+STAGED = f"""{SAY}
+import os, socket
 stage = os.environ["HPCTRAIN_STAGE"]
-print("on", socket.gethostname(), sys.prefix == f"{stage}/env", open(f"{stage}/data.txt").read())
-print([name for name in os.listdir("/dev/shm") if name.startswith("hpctrain-")])
+say("on", socket.gethostname(), sys.prefix == stage + "/env", open(stage + "/data.txt").read())
+say([name for name in os.listdir("/dev/shm") if name.startswith("hpctrain-")])
 """
 
 
@@ -117,7 +125,7 @@ class Desk:
         pytest.fail(f"job {job} is not over: {rows}\n{self.log(job)}")
 
     def wait_for(self, job: str, word: str, count: int) -> None:
-        """Wait until the log has so many of a word; mpirun does not keep lines whole."""
+        """Wait until the log has so many of a word."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             log = self.log(job)

@@ -110,7 +110,9 @@ def test_a_job_from_submission_to_its_log(slurm):
     assert submit in COMMANDS
     folder = slurm.directory / "readme"
     folder.mkdir()
-    (folder / "train.py").write_text("import os\nprint('rank', os.environ['SLURM_PROCID'])\n")
+    # One piece, as ranks that share a log must write it (hpctrain.init would see to it).
+    write = "import os\nprint('rank ' + os.environ['SLURM_PROCID'] + '\\n', end='')\n"
+    (folder / "train.py").write_text(write)
     env = {**tools(), "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder)}
     for line in (submit.replace("pmix", mpi_of_this_python().srun_plugin), "hpctrain job logs -f"):
         done = slurm.run(shlex.split(line), cwd=folder, timeout_s=120, env=env)

@@ -305,7 +305,44 @@ def test_a_stream_is_dealt_out_and_goes_on(world, workers):
             hpc.Loader(world, Counting(29), global_batch=8, **options)
 
 
+class Dicing(Counting):
+    """A stream whose collate draws, too."""
+
+    @staticmethod
+    def collate(samples):
+        return torch.cat([torch.stack(samples), torch.rand(len(samples), 1)], dim=1)
+
+
+def test_a_collate_that_draws_leaves_the_stream_alone(world):
+    def read(state=None):
+        loader = hpc.Loader(world, Dicing(29), global_batch=8, collate=Dicing.collate)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader, [batch.tolist() for batch in loader]
+
+    loader, drawing = read()
+    plain = [batch.tolist() for batch in hpc.Loader(world, Counting(29), global_batch=8)]
+    assert [[row[:2] for row in batch] for batch in drawing] == plain
+    state = loader.state_dict() | {"epoch": 0, "consumed": 16, "total": 16}
+    assert read(state)[1] == drawing[2:]  # what collate draws goes on bit-exactly, too
+    drawn = [row[2] for batch in world.comm.allgather(drawing) for part in batch for row in part]
+    assert len(set(drawn)) == 29
+    short = hpc.Loader(world, Counting(11), global_batch=8)
+    short.load_state_dict(state)
+    with pytest.raises(hpc.DataError, match="ended after 11 samples, and 16 are consumed"):
+        list(short)
+
+
 # Scattered data
+
+
+def test_shares_in_their_own_order_are_never_exchanged(world):
+    shares = Shares(world.comm, 41, Order(kind="stored", num_samples=41, seed=3, epoch=0))
+    loader = hpc.Loader(world, shares, global_batch=8, seed=5)
+    first, second = (gathered(world, loader) for _ in range(2))
+    assert flat(first) == [10 * i for i in range(41)]
+    assert first == second
+    assert shares.num_exchanges == 0
 
 
 def test_scattered_shares_follow_the_global_order(world):
