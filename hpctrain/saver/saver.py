@@ -20,7 +20,7 @@ from hpctrain.faults.governor import Governor, format_seconds
 from hpctrain.faults.preemption import SIGNALS, Preemption
 from hpctrain.saver import randomness
 from hpctrain.saver.parts import Parts
-from hpctrain.saver.timing import settle_timing
+from hpctrain.saver.timing import SaveClock, settle_timing
 from hpctrain.world import World, agree
 from hpctrain.world.guard import AgreedExit
 
@@ -114,10 +114,10 @@ class Saver:
         self._stop_reason: str | None = None
         self._agreed = Agreed()
         self._governor = Governor(self._timing.pace, now_s=time.monotonic())
+        self._clock = SaveClock(self._governor)
         self._began = self._at = time.monotonic()
         self._num_saves = 0
         self._slow: tuple[int, ...] = ()
-        self._writing: tuple[float, float] | None = None
         world.at_exit(self.close)
 
     @property
@@ -260,7 +260,7 @@ class Saver:
         self._step += 1
         now = time.monotonic()
         took_s, self._at = now - self._at, now
-        self._note_end_of_save(now)
+        self._clock.look(now, is_saving=self._store.is_saving)
         self._governor.step_took(took_s)
         self._agreed = self._boundary.meet(self._word(now))
         self._act(metrics)
@@ -328,17 +328,10 @@ class Saver:
         self._saved_step = self._step
         self._num_saves += 1
         self._at = time.monotonic()
-        self._writing = (began, self._at - began)
-        self._note_end_of_save(self._at)
+        self._clock.began(began, self._at)
+        self._clock.look(self._at, is_saving=self._store.is_saving)
         self._name_stragglers()
         self._tell("saved", self._step)
-
-    def _note_end_of_save(self, now: float) -> None:
-        """Tell the governor what a save took, once it is complete; rank 0 knows when."""
-        if self._writing is not None and not self._store.is_saving:
-            began, blocked_s = self._writing
-            self._governor.save_took(now - began, blocked_s=blocked_s)
-            self._writing = None
 
     def _name_stragglers(self) -> None:
         """Collective: say which ranks hold the others up, when that changes."""
