@@ -94,6 +94,7 @@ ACTIONS = {
     ("bench", "overhead"): f"{HARNESS} --steps --workloads",
     ("bench", "collectives"): f"{HARNESS} --sizes",
     ("bench", "data"): f"{HARNESS} --parts",
+    ("bench", "checkpoint"): "--help -h",
     ("bench", "fit"): "--engines --help --ranks --title -h",
     ("bench", "measure"): "--help -h",
     ("sweep", "run"): SWEEP,
