@@ -13,7 +13,8 @@ from mpi_tests.launch.commands import HPCTRAIN, ROOT
 # What can differ between nodes, with the engine of our own; `make test-all` adds the other engines
 # and the habits.
 FULL = bool(os.environ.get("MPI_TESTS_FULL"))
-SUITES = ["engines", "equivalence", *(["habits", "uneven", "travel", "sharded"] if FULL else [])]
+MORE = ["habits", "uneven", "travel", "sharded", "checkpoint"]
+SUITES = ["engines", "equivalence", *(MORE if FULL else [])]
 CHOICE = [] if FULL else ["-k", "not torch and not horovod"]
 
 
