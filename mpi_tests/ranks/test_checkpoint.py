@@ -234,6 +234,7 @@ def test_retention_and_leftovers(world, directory):
     keep = hpc.Keep(last=2, best="min:loss")
     store = hpc.Store(world, directory, keep=keep, asynchronous=False)
     assert [p.name for p in directory.iterdir()] == []
+    world.comm.Barrier()
     for step, loss in enumerate([0.9, 0.1, 0.5, 0.3, 0.4]):
         store.save({"x": torch.ones(3)}, step=step, metrics={"loss": loss})
     world.comm.Barrier()
