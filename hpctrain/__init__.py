@@ -19,12 +19,14 @@ if TYPE_CHECKING:
         CollectiveError,
         ConfigError,
         DataError,
+        DriftError,
         HpcTrainError,
         InstallError,
         JobError,
         LaunchError,
         NonFiniteError,
     )
+    from hpctrain.faults.sentinel import Sentinel
     from hpctrain.inference import quantize_int8
     from hpctrain.optim import (
         EMA,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     )
     from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
+    from hpctrain.saver import Saver
+    from hpctrain.train.trainer import Trainer
     from hpctrain.world import World, agree, init
 
 __version__ = "0.1.0"
@@ -51,6 +55,7 @@ __all__ = [
     "ConfigError",
     "Connection",
     "DataError",
+    "DriftError",
     "HpcTrainError",
     "InstallError",
     "JobError",
@@ -61,8 +66,11 @@ __all__ = [
     "NonFiniteError",
     "Recipe",
     "Replica",
+    "Saver",
+    "Sentinel",
     "Shard",
     "Store",
+    "Trainer",
     "World",
     "__version__",
     "agree",
@@ -88,6 +96,7 @@ _HOME = {
     "CollectiveError": "hpctrain.errors",
     "ConfigError": "hpctrain.errors",
     "DataError": "hpctrain.errors",
+    "DriftError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "JobError": "hpctrain.errors",
@@ -99,7 +108,10 @@ _HOME = {
     "Connection": "hpctrain.connection",
     "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
+    "Saver": "hpctrain.saver",
+    "Sentinel": "hpctrain.faults.sentinel",
     "Shard": "hpctrain.data",
+    "Trainer": "hpctrain.train.trainer",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",
