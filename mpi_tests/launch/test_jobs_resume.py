@@ -18,13 +18,14 @@ from mpi_tests.launch.desk import LIMIT_S, Desk
 
 SAMPLES, BATCH, EPOCHS = 64, 8, 8
 STEPS = SAMPLES // BATCH * EPOCHS
+NAP_S = 1.5
 TRAIN = f"""
 import os, sys, time
 from pathlib import Path
 import torch
 import hpctrain as hpc
 
-folder, lead_s, nap_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+folder, lead_s = Path(sys.argv[1]), float(sys.argv[2])
 with hpc.init(seed=1) as world:
     x = torch.randn({SAMPLES}, 4, generator=torch.Generator().manual_seed(1))
     loader = hpc.Loader(world, (torch.arange({SAMPLES}), x), global_batch={BATCH})
@@ -33,6 +34,7 @@ with hpc.init(seed=1) as world:
     saver = hpc.Saver(world, folder / "checkpoints", replica, loader, every_steps=4, lead_s=lead_s)
     seen = open(folder / f"seen-{{world.rank}}", "a")
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    first = saver.restore() is None
     for ids, inputs in saver.resume(num_epochs={EPOCHS}):
         loss = (replica(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         replica.backward(loss, num_samples=len(inputs))
@@ -42,7 +44,8 @@ with hpc.init(seed=1) as world:
         seen.flush()
         if saver.step == 6 and world.rank == 0:
             print(f"under way {{restart}}", flush=True)
-        time.sleep(nap_s)
+        if first and saver.step >= 6:
+            time.sleep({NAP_S})  # until somebody stops it
     if world.rank == 0:
         print(f"finished at step {{saver.step}}: {{model.weight.sum().item():.9f}}", flush=True)
 """
@@ -57,7 +60,7 @@ def desk(slurm_of_session: Slurm) -> Iterator[Desk]:
     slurm_of_session.clear()
 
 
-def words_for(name: str, *, template: str, lead_s: float, nap_s: float, time: str) -> list[str]:
+def words_for(name: str, *, template: str, lead_s: float, time: str) -> list[str]:
     """One job on one node of two ranks, which fill it."""
     mpi = mpi_of_this_python()
     how = ["--mpi", mpi.srun_plugin]
@@ -66,7 +69,7 @@ def words_for(name: str, *, template: str, lead_s: float, nap_s: float, time: st
         how += ["--env", "OMPI_ALLOW_RUN_AS_ROOT=1", "--env", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
     size = ["--nodes", "1", "--ranks-per-node", "2", "--cpus-per-rank", "2"]
     again = ["--requeue", "3", "--time", time]
-    script = ["--", *HPCTRAIN, "run", "train.py", name, str(lead_s), str(nap_s)]
+    script = ["--", *HPCTRAIN, "run", "train.py", name, str(lead_s)]
     return ["--name", name, *how, *size, *again, *script]
 
 
@@ -75,11 +78,11 @@ def jobs(desk: Desk) -> dict[str, str]:
     """One job for each way to be stopped; the first three fill the cluster."""
     ways = {
         # The time of the allocation is over half a minute after its start; no signal is sent.
-        "walltime": {"lead_s": 30.0, "nap_s": 1.0, "time": "1m"},
-        "signal": {"lead_s": 1.0, "nap_s": 0.1, "time": "10m", "template": "slurm-mpirun"},
-        "node": {"lead_s": 1.0, "nap_s": 0.2, "time": "10m"},
-        "cancel": {"lead_s": 1.0, "nap_s": 0.2, "time": "10m"},
-        "preempted": {"lead_s": 1.0, "nap_s": 0.2, "time": "10m"},
+        "walltime": {"lead_s": 30.0, "time": "1m"},
+        "signal": {"lead_s": 1.0, "time": "10m", "template": "slurm-mpirun"},
+        "node": {"lead_s": 1.0, "time": "10m"},
+        "cancel": {"lead_s": 1.0, "time": "10m"},
+        "preempted": {"lead_s": 1.0, "time": "10m"},
     }
     submitted = {}
     for name, how in ways.items():
@@ -142,12 +145,6 @@ def test_a_node_that_goes_down_costs_a_few_steps(desk: Desk, jobs: dict[str, str
     finished(desk, jobs, "node")
 
 
-def test_the_end_of_the_walltime_is_foreseen(desk: Desk, jobs: dict[str, str]) -> None:
-    log = finished(desk, jobs, "walltime")
-    assert "the walltime is nearly over" in log
-    assert "DUE TO TIME LIMIT" not in log
-
-
 def test_a_cancelled_job_has_saved_and_can_be_submitted_again(
     desk: Desk, jobs: dict[str, str]
 ) -> None:
@@ -156,7 +153,7 @@ def test_a_cancelled_job_has_saved_and_can_be_submitted_again(
     assert desk.ended(jobs["cancel"])[0]["state"] == "CANCELLED"
     log = desk.log(jobs["cancel"])
     assert "got SIGTERM; saved step" in log
-    words = words_for("cancel", template="slurm-srun", lead_s=1.0, nap_s=0.0, time="10m")
+    words = words_for("cancel", template="slurm-srun", lead_s=1.0, time="10m")
     (again,) = desk.submit(*words)
     desk.wait_for(again, f"finished at step {STEPS}", 1)
     assert desk.ended(again)[0]["state"] == "COMPLETED"
@@ -172,3 +169,9 @@ def test_a_preempted_job_comes_back(desk: Desk, jobs: dict[str, str]) -> None:
     assert desk.ended(first)[0]["state"] == "COMPLETED"
     log = finished(desk, jobs, "preempted")
     assert "saved step" in log
+
+
+def test_the_end_of_the_walltime_is_foreseen(desk: Desk, jobs: dict[str, str]) -> None:
+    log = finished(desk, jobs, "walltime")
+    assert "the walltime is nearly over" in log
+    assert "DUE TO TIME LIMIT" not in log
