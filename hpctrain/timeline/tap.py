@@ -27,6 +27,10 @@ class Watchdog(Watch, Protocol):
     def among(self, ranks: Sequence[int]) -> Watch:
         """A watch for the collectives of some ranks only."""
 
+    @property
+    def all_waited_s(self) -> float:
+        """Seconds that this thread has spent in collectives, in all."""
+
 
 class Tap:
     """What an engine takes for its watchdog while a trace is recorded."""
@@ -52,6 +56,11 @@ class Tap:
         who = f"{self._key}, ranks {format_ranges(sorted(ranks))}"
         nth = self._num_among[who] = self._num_among.get(who, 0) + 1
         return _Lane(self._recorder, self._watch.among(ranks), f"{who}/{nth}")
+
+    @property
+    def all_waited_s(self) -> float:
+        """Seconds that this thread has spent in collectives, in all."""
+        return self._watch.all_waited_s
 
 
 class _Lane:
