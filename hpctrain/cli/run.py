@@ -5,17 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hpctrain import log
+from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
 from hpctrain.errors import ConfigError
 
-if TYPE_CHECKING:
-    from hpctrain.launch import Program
-
 __all__ = ["add_arguments", "main"]
-
-_AUTO = "auto"
 
 _MORE = """\
 Outside a launcher, the mpirun that belongs to mpi4py's MPI is started; under mpirun, mpiexec or
@@ -39,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "-np",
         "--ranks",
-        type=_ranks,
+        type=ranks_or_auto,
         metavar="N",
         help="ranks to start (default: those of the hosts, or 1); auto: what `bench layout` found",
     )
@@ -90,8 +84,12 @@ def main(args: argparse.Namespace) -> int:
                 "leave -n, --hosts and --hostfile to the launcher"
             )
         return run_here(program, launch, environ, log_dir=args.log_dir)
-    if args.ranks == _AUTO:
-        return _start_best(args, program, environ)
+    if args.ranks == AUTO:
+        if args.hosts or args.hostfile:
+            raise ConfigError("-n auto is the best of this machine alone; with hosts, give numbers")
+        program.check()
+        key = program.target if program.is_module else str(Path(program.target).resolve())
+        args.ranks, environ = choose_layout(key, program.arguments, environ)
     hosts: Hosts | None = None
     if args.hosts:
         hosts = parse_hosts(args.hosts)
@@ -112,49 +110,6 @@ def main(args: argparse.Namespace) -> int:
         hosts=hosts,
         log_dir=args.log_dir,
         quiet=args.quiet,
-    )
-
-
-def _ranks(word: str) -> int | str:
-    return _AUTO if word == _AUTO else int(word)
-
-
-def _start_best(args: argparse.Namespace, program: Program, environ: dict[str, str]) -> int:
-    """Start the layout that `hpctrain bench layout` has found best for this program here."""
-    from hpctrain.launch import start
-    from hpctrain.scaling.sweeps.layouts import (
-        LayoutBook,
-        digest_script,
-        find_layout,
-        this_machine,
-    )
-    from hpctrain.submit.places import state_home
-
-    if args.hosts or args.hostfile:
-        raise ConfigError("-n auto is the best layout of this machine; with hosts, give numbers")
-    if environ.get("OMP_NUM_THREADS"):
-        raise ConfigError(
-            f"-n auto chooses threads as well as ranks, and OMP_NUM_THREADS is set to "
-            f"{environ['OMP_NUM_THREADS']}; unset it, or give -n a number"
-        )
-    program.check()
-    target = program.target if program.is_module else str(Path(program.target).resolve())
-    layout, differences = find_layout(
-        LayoutBook(state_home(environ)).read(),
-        target=target,
-        arguments=program.arguments,
-        machine=this_machine(),
-        digest=digest_script(program.target, is_module=program.is_module),
-    )
-    log.notice(
-        f"-n auto: {layout.num_ranks} x {layout.num_threads} (ranks x threads), {layout.why}; "
-        f"measured on {layout.date}"
-    )
-    for difference in differences:
-        log.warn(f"-n auto: {difference}; `hpctrain bench layout` measures it anew")
-    environ["OMP_NUM_THREADS"] = str(layout.num_threads)
-    return start(
-        program, environ, num_ranks=layout.num_ranks, log_dir=args.log_dir, quiet=args.quiet
     )
 
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]
@@ -40,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="replace a key of the file, as in train.epochs=3",
     )
-    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks to start (default: 1)")
+    parser.add_argument(
+        "-n",
+        "--ranks",
+        type=ranks_or_auto,
+        metavar="N",
+        help="ranks to start (default: 1); auto: what `bench layout` found",
+    )
     parser.add_argument("--hosts", metavar="A:4,B:4", help="hosts and their ranks")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
@@ -72,6 +79,13 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--ranks-per-node belongs to --dry-run; --hosts says where ranks start")
     launch = detect(os.environ)
     started = launch.row is not None and launch.row.starts_mpi
+    if args.ranks == AUTO:
+        if started or args.hosts:
+            raise ConfigError("-n auto is the best of this machine alone; leave it to the launcher")
+        words = [word for text in args.settings for word in ("--set", text)]
+        key = str(args.config.resolve())
+        args.ranks, chosen = choose_layout(key, words, os.environ)
+        os.environ.update(chosen)
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"-n {args.ranks} is not possible; start at least 1 rank")
     if args.dry_run:

@@ -34,13 +34,13 @@ __all__ = ["start"]
 
 # After one rank has failed, MPI ends the others; if it does not within this time, we do.
 _GRACE_S = 3.0
-_WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What a batch system sends to say that the time is nearly over."""
 _PASS_ON = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"),
     BENCH_VARIABLE,
     "HPCTRAIN_TRACE",
 )
+_WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What a batch system sends to say that the time is nearly over."""
 
 
 def start(

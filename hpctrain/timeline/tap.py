@@ -29,7 +29,7 @@ class Watchdog(Watch, Protocol):
 
     @property
     def all_waited_s(self) -> float:
-        """Seconds that this thread has spent in collectives, in all."""
+        """How long this rank has been inside collectives so far."""
 
 
 class Tap:
@@ -51,16 +51,16 @@ class Tap:
         """It has ended."""
         self._lane.leave()
 
+    @property
+    def all_waited_s(self) -> float:
+        """How long this rank has been inside collectives so far."""
+        return self._watch.all_waited_s
+
     def among(self, ranks: Sequence[int]) -> _Lane:
         """A watch for the collectives of some ranks only."""
         who = f"{self._key}, ranks {format_ranges(sorted(ranks))}"
         nth = self._num_among[who] = self._num_among.get(who, 0) + 1
         return _Lane(self._recorder, self._watch.among(ranks), f"{who}/{nth}")
-
-    @property
-    def all_waited_s(self) -> float:
-        """Seconds that this thread has spent in collectives, in all."""
-        return self._watch.all_waited_s
 
 
 class _Lane:

@@ -84,6 +84,7 @@ def test_a_killed_loader_worker_ends_the_job_and_leaves_no_memory(tmp_path):
 STOPPABLE = """
 import sys, time
 from hpctrain.faults.preemption import Preemption
+from hpctrain.world.guard import AgreedExit
 with Preemption() as asked:
     print("ready", flush=True)
     while asked.requested is None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-from pathlib import Path
 
 from hpctrain import log
 from hpctrain.cli.bench.options import (
     add_output,
     add_settings,
     conclude,
-    program_of,
     settings_of,
 )
+from hpctrain.cli.bench.program import subject_of
 from hpctrain.cli.bench.scale import run_here
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness.command import numbers
@@ -54,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure every layout, and remember the best."""
-    program = program_of(args)
+    subject = subject_of(args)
+    program = subject.program
     num_cores = args.cores or len(os.sched_getaffinity(0))
     if num_cores < 1:
         raise ConfigError(f"--cores {num_cores} is not possible; give at least 1")
@@ -69,7 +69,8 @@ def main(args: argparse.Namespace) -> int:
         target=program.target,
         is_module=program.is_module,
         arguments=program.arguments,
-        settings=settings_of(args, mode="strong"),
+        label=subject.label,
+        settings=settings_of(args, mode="strong", batch=subject.batch),
         points=tuple(points),
         kind="layout",
     )
@@ -83,13 +84,12 @@ def main(args: argparse.Namespace) -> int:
             "world.bench.global_batch(default), or put {batch} into the arguments"
         )
     best, why = best_layout(result["scale"]["points"])
-    target = program.target if program.is_module else str(Path(program.target).resolve())
     LayoutBook(state_home(os.environ)).add(
         Layout(
-            target=target,
-            arguments=program.arguments,
+            target=subject.key,
+            arguments=subject.given,
             machine=this_machine(),
-            digest=digest_script(program.target, is_module=program.is_module),
+            digest=digest_script(subject.key),
             num_ranks=best["num_ranks"],
             num_threads=best["num_threads"],
             why=why,

@@ -6,13 +6,11 @@ import argparse
 import datetime
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain import log
 from hpctrain.errors import ConfigError
-from hpctrain.launch import Program
 from hpctrain.scaling.harness.machine import describe_machine
 from hpctrain.scaling.harness.schema import validate
 from hpctrain.scaling.sweeps.folder import Folder, Sweep
@@ -20,7 +18,7 @@ from hpctrain.scaling.sweeps.outcome import make_result
 from hpctrain.scaling.sweeps.points import Settings
 from hpctrain.scaling.sweeps.table import describe_laws, point_rows, split_rows
 
-__all__ = ["add_output", "add_settings", "conclude", "program_of", "settings_of"]
+__all__ = ["add_output", "add_settings", "conclude", "settings_of"]
 
 
 def add_settings(parser: argparse.ArgumentParser, *, folder: str) -> None:
@@ -78,7 +76,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settings_of(args: argparse.Namespace, *, mode: str) -> Settings:
+def settings_of(args: argparse.Namespace, *, mode: str, batch: int | None) -> Settings:
     """How points are measured.
 
     Raises:
@@ -86,7 +84,7 @@ def settings_of(args: argparse.Namespace, *, mode: str) -> Settings:
     """
     return Settings(
         mode=mode,
-        batch=args.batch,
+        batch=batch,
         steps=args.steps,
         warmup=args.warmup,
         repeats=args.repeats,
@@ -95,23 +93,6 @@ def settings_of(args: argparse.Namespace, *, mode: str) -> Settings:
         seed=args.seed,
         timeout_s=args.timeout,
     )
-
-
-def program_of(args: argparse.Namespace) -> Program:
-    """What is to be measured.
-
-    Raises:
-        ConfigError: nothing was named, or it is not there.
-    """
-    words: Sequence[str] = args.program[1:] if args.program[:1] == ["--"] else args.program
-    is_module = args.is_module
-    if not is_module and words[:1] == ["-m"]:
-        is_module, words = True, words[1:]
-    if not words:
-        raise ConfigError("no script was given; name it after the options, with its arguments")
-    program = Program(target=words[0], is_module=is_module, arguments=tuple(words[1:]))
-    program.check()
-    return program
 
 
 def conclude(args: argparse.Namespace, folder: Folder, sweep: Sweep) -> tuple[int, dict[str, Any]]:
@@ -178,5 +159,7 @@ def _repeat(sweep: Sweep) -> str:
             axes.setdefault(key, {})[value] = None
     for key, values in axes.items():
         words += ["--vary", f"{key}={','.join(values)}"]
+    if sweep.label.endswith(".toml"):  # its arguments are what the sweep makes of it
+        return shlex.join([*words, sweep.label])
     target = sweep.target if sweep.is_module else Path(sweep.target).name
     return shlex.join([*words, *(["-m"] if sweep.is_module else []), target, *sweep.arguments])

@@ -10,9 +10,9 @@ from hpctrain.cli.bench.options import (
     add_output,
     add_settings,
     conclude,
-    program_of,
     settings_of,
 )
+from hpctrain.cli.bench.program import subject_of
 from hpctrain.scaling.harness.command import choose, numbers
 from hpctrain.scaling.harness.machine import describe_machine
 from hpctrain.scaling.sweeps.folder import Folder, Sweep
@@ -79,8 +79,9 @@ def add_scaling(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure what is missing, and show everything."""
-    program = program_of(args)
-    settings = settings_of(args, mode=args.mode)
+    subject = subject_of(args)
+    program = subject.program
+    settings = settings_of(args, mode=args.mode, batch=subject.batch)
     points = plan_points(
         mode=args.mode,
         ranks=numbers("--ranks", args.ranks),
@@ -93,6 +94,7 @@ def main(args: argparse.Namespace) -> int:
         target=program.target,
         is_module=program.is_module,
         arguments=program.arguments,
+        label=subject.label,
         settings=settings,
         points=tuple(points),
     )

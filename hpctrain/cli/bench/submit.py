@@ -7,7 +7,8 @@ import os
 from dataclasses import replace
 
 from hpctrain import log
-from hpctrain.cli.bench.options import add_settings, program_of, settings_of
+from hpctrain.cli.bench.options import add_settings, settings_of
+from hpctrain.cli.bench.program import subject_of
 from hpctrain.cli.bench.scale import ENGINES, add_scaling
 from hpctrain.cli.job.options import add_job_options, request_from, site_from
 from hpctrain.errors import ConfigError
@@ -45,7 +46,8 @@ def main(args: argparse.Namespace) -> int:
     """Write the sweep, hand its jobs over, and print their ids."""
     if args.array is not None or args.nodes != 1:
         raise ConfigError("the sweep itself decides --array and --nodes; give --node-counts")
-    program = program_of(args)
+    subject = subject_of(args)
+    program = subject.program
     site = site_from(args)
     request = request_from(args, (("python", "-m", "hpctrain"),))
     plan = make_plan(request, site)
@@ -64,7 +66,8 @@ def main(args: argparse.Namespace) -> int:
         target=program.target,
         is_module=program.is_module,
         arguments=program.arguments,
-        settings=settings_of(args, mode=args.mode),
+        label=subject.label,
+        settings=settings_of(args, mode=args.mode, batch=subject.batch),
         points=tuple(points),
     )
     folder = Folder(args.dir)

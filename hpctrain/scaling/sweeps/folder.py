@@ -16,7 +16,7 @@ from hpctrain.scaling.sweeps.points import Point, Settings, interleave
 __all__ = ["Folder", "Measured", "Sweep", "fill_arguments", "global_batch"]
 
 _VERSION = 1
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +30,14 @@ class Sweep:
     points: tuple[Point, ...]
     kind: str = "scale"
     """Or `layout`."""
+    label: str = ""
+    """What a user calls it; empty: as the target is called."""
 
     @property
     def title(self) -> str:
         """What is measured, in a few words; no path."""
         name = self.target if self.is_module else Path(self.target).name
-        return f"{name} {self.settings.mode}"
+        return f"{self.label or name} {self.settings.mode}"
 
     def point(self, name: str) -> Point:
         """The point of that name."""
@@ -75,7 +77,7 @@ def fill_arguments(sweep: Sweep, point: Point) -> tuple[tuple[str, ...], frozens
         ConfigError: `{batch}` is there, and the sweep names no batch.
     """
     batch = global_batch(point, sweep.settings)
-    known = {**point.values, "ranks": str(point.num_ranks)}
+    known = {**point.values, "ranks": str(point.num_ranks), "engine": point.engine}
     if batch is not None:
         known["batch"] = str(batch)
     used = {n for word in sweep.arguments for n in _PLACEHOLDER.findall(word)}
@@ -114,6 +116,7 @@ class Folder:
                 settings=Settings(**table["settings"]),
                 points=tuple(Point(**row) for row in table["points"]),
                 kind=table["kind"],
+                label=table["label"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.path} has no sweep ({error}); give --dir") from error

@@ -26,11 +26,11 @@ class Layout:
     """What was found best for a script on a machine."""
 
     target: str
-    """The script's whole path, or the module's name."""
+    """The whole path of a script or configuration, or a module's name."""
     arguments: tuple[str, ...]
     machine: str
     digest: str
-    """Of the script as it was measured; empty of a module."""
+    """Of the script or configuration as it was measured; empty of a module."""
     num_ranks: int
     num_threads: int
     why: str
@@ -43,9 +43,9 @@ def this_machine() -> str:
     return f"{cpu_name()} {machine_id(platform.machine(), cores)}"
 
 
-def digest_script(target: str, *, is_module: bool) -> str:
-    """Tells whether a script has changed."""
-    if is_module:
+def digest_script(target: str) -> str:
+    """Tells whether a script or a configuration has changed; empty of a module."""
+    if not Path(target).is_absolute():
         return ""
     return hashlib.sha256(Path(target).read_bytes()).hexdigest()[:16]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.scaling.harness.ratios import interval_ranks, paired_ratio
 from hpctrain.scaling.harness.schema import SCHEMA
-from hpctrain.scaling.sweeps.folder import Measured, Sweep
+from hpctrain.scaling.sweeps.folder import Measured, Sweep, fill_arguments
 from hpctrain.scaling.sweeps.laws import best_law, fall_below, fit_laws, karp_flatt, trend
 from hpctrain.scaling.sweeps.points import ALONE, NODE, RANKS, Point
 
@@ -317,7 +317,8 @@ def _notes(
             "start and end included; their work is taken to be that of the mode."
         )
     reports = [m.report for p in good for m in whole[p.name] if m.report is not None]
-    if by_steps and not all("batch" in report["reads"] for report in reports):
+    _, used = fill_arguments(sweep, sweep.points[0])
+    if by_steps and "batch" not in used and not all("batch" in r["reads"] for r in reports):
         notes.append(
             "The script does not read world.bench.global_batch, so it was measured with its own "
             "batches, whatever the mode says."

@@ -17,7 +17,7 @@ ALONE = "alone"
 NODE = "node"
 """One process with all cores of a node: what a user of one node has already."""
 RANKS = "ranks"
-_RESERVED = ("batch", "ranks")
+_RESERVED = ("batch", "engine", "ranks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +187,8 @@ def _combine(vary: Sequence[str]) -> list[dict[str, str]]:
     for axis in vary:
         key, equals, text = axis.partition("=")
         words = text.split(",")
-        if not equals or not key.isidentifier() or "" in words or key in axes or key in _RESERVED:
+        named = all(part.isidentifier() for part in key.split(".")) and key not in _RESERVED
+        if not equals or not named or "" in words or key in axes:
             raise ConfigError(
                 f"--vary {axis!r} is not understood; write key=a,b, each key once, and none of "
                 f"{', '.join(_RESERVED)}"
