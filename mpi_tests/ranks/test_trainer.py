@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import hpctrain as hpc
-from hpctrain.train.config import Checkpoint, Logging
+from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.directory import read_summary
 from hpctrain.train.journal import read_lines
 from hpctrain.train.monitor import Monitor
@@ -344,6 +344,40 @@ def test_what_is_wrong_is_refused(world, engines, shared):
     with pytest.raises(hpc.ConfigError, match=r"call trainer\.update"):
         hpc.Trainer(world, replica, loader, step=forgets, logging=QUIET).fit()
     replica.close()
+
+
+def test_nan_and_weights_that_drift_apart_name_the_rank(world, engines):
+    def train(spoil):
+        replica, loader, _ = make(world, engines)
+        trainer = hpc.Trainer(
+            world, replica, loader, loss=mse_loss, steps=6, logging=QUIET,
+            faults=Faults(sentinel_every_steps=2),
+        )  # fmt: skip
+        if world.rank == world.size - 1:
+            trainer.on("step", spoil)
+        try:
+            trainer.fit()
+        finally:
+            replica.close()
+
+    def drift(trainer, facts):
+        if facts["step"] == 4:
+            with torch.no_grad():
+                trainer.replica.model[0].bias[2] += 1e-6
+
+    last = world.size - 1
+    if world.size > 1:  # one rank alone has nothing to compare
+        with pytest.raises(hpc.DriftError, match=rf"0\.bias.* rank {last}\b"):
+            train(drift)
+
+    def poison(trainer, facts):
+        if facts["step"] == 2:
+            trainer.loss = lambda out, wanted: mse_loss(out, wanted) * float("nan")
+
+    with pytest.raises(
+        hpc.NonFiniteError, match=rf"loss was inf or NaN at step 3 on rank {last} of {world.size}"
+    ):
+        train(poison)
 
 
 def test_a_directory_in_use_is_refused_on_all_ranks(world, engines, shared):
