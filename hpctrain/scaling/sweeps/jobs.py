@@ -11,6 +11,7 @@ from typing import Any
 
 from hpctrain.errors import ConfigError, JobError
 from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep
+from hpctrain.scaling.sweeps.local import tell_end
 from hpctrain.submit.batch import JobState, find_system
 from hpctrain.submit.batch.system import Ask, ask_program
 from hpctrain.submit.following import last_lines, log_paths
@@ -22,7 +23,6 @@ from hpctrain.submit.submission import submit
 
 __all__ = ["Batch", "gather", "group_launches", "submit_sweep"]
 
-_TAIL_LINES = 6
 _TASK = re.compile(r"[_\[.](\d+)\]?(?:\.|$)")
 
 
@@ -173,7 +173,7 @@ def _is_over(row: Mapping[str, Any], ask: Ask) -> bool:
 
 def _tail(entry: Entry, task: int | None) -> str:
     try:
-        return last_lines(log_paths(entry, task)[0], _TAIL_LINES).strip() or "it said nothing"
+        return tell_end(last_lines(log_paths(entry, task)[0], None))
     except JobError as error:
         return str(error)
 
