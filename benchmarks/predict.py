@@ -50,16 +50,13 @@ def words(out: Path, workload: str, engine: str, steps: int, largest: int) -> li
 
 
 def row(
-    case: str, machine: Machine, launched: Launched, profile: Profile, **key: object
+    machine: Machine, launched: Launched, profile: Profile, num_ranks: int, **key: object
 ) -> dict[str, object]:
     """One predicted and measured step."""
-    count = launched.measurement.compute.ranks_on_node
-    engine = str(key.pop("engine"))
-    num_ranks = int(str(key.pop("num_ranks", count)))
-    found = predict(profile, machine, num_ranks, engine=engine)
+    found = predict(profile, machine, num_ranks, engine=next(iter(machine.engines)))
     return {
-        "case": case,
-        "engine": engine,
+        "case": profile.model,
+        "engine": found.exchange.engine,
         "ranks": num_ranks,
         **key,
         "simulated_ms": round(1000 * found.step_s.value, 3),

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
         CollectiveError,
         ConfigError,
         DataError,
+        DriftError,
         HpcTrainError,
         InstallError,
         JobError,
         LaunchError,
         NonFiniteError,
     )
+    from hpctrain.faults.sentinel import Sentinel
     from hpctrain.inference import quantize_int8
     from hpctrain.optim import (
         EMA,
@@ -53,6 +55,7 @@ __all__ = [
     "ConfigError",
     "Connection",
     "DataError",
+    "DriftError",
     "HpcTrainError",
     "InstallError",
     "JobError",
@@ -64,6 +67,7 @@ __all__ = [
     "Recipe",
     "Replica",
     "Saver",
+    "Sentinel",
     "Shard",
     "Store",
     "Trainer",
@@ -92,6 +96,7 @@ _HOME = {
     "CollectiveError": "hpctrain.errors",
     "ConfigError": "hpctrain.errors",
     "DataError": "hpctrain.errors",
+    "DriftError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "JobError": "hpctrain.errors",
@@ -104,6 +109,7 @@ _HOME = {
     "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
     "Saver": "hpctrain.saver",
+    "Sentinel": "hpctrain.faults.sentinel",
     "Shard": "hpctrain.data",
     "Trainer": "hpctrain.train.trainer",
     "World": "hpctrain.world",

@@ -45,6 +45,10 @@ class Watchdog(Watch, Protocol):
     def among(self, ranks: Sequence[int]) -> Watch:
         """A watch for the collectives of some ranks only."""
 
+    @property
+    def all_waited_s(self) -> float:
+        """Seconds that this thread has spent in collectives, in all."""
+
 
 class Meeting:
     """What engines share besides the collectives: ranks, device, checks, watch.

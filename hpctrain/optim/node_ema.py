@@ -162,5 +162,5 @@ def _digest(tensors: Mapping[str, Tensor]) -> bytes:
     for name, tensor in tensors.items():
         summed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.contiguous().reshape(-1)
-        summed.update(flat.view(torch.uint8).numpy().tobytes())
+        summed.update(flat.view(torch.uint8).numpy().data)
     return summed.digest()

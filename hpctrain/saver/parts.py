@@ -98,6 +98,11 @@ class Parts:
         return {_key(name, "model"): one.model.state_dict() for name, one in self.replicas.items()}
 
     @property
+    def watchdog(self) -> Any:
+        """Who watches over the replicas' collectives, if there are any."""
+        return next((replica.engine.watchdog for replica in self.replicas.values()), None)
+
+    @property
     def is_mid_step(self) -> bool:
         """Whether gradients of an unfinished step are waiting in a replica."""
         return any(replica.is_mid_step for replica in self.replicas.values())

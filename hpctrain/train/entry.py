@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hpctrain import log
 from hpctrain.connection import connect
@@ -24,6 +24,7 @@ from hpctrain.train.references import find_function, find_loss, find_metric, sea
 from hpctrain.train.timing import time_steps
 from hpctrain.train.trainer import Trainer
 from hpctrain.world import World, agree, init
+from hpctrain.world.guard import AgreedExit
 
 __all__ = ["main", "make_trainer", "run_directory"]
 
@@ -46,14 +47,27 @@ def main(words: Sequence[str]) -> None:
         config={"toml": to_toml(config)},
     ) as world:
         directory = run_directory(config, args.config)
-        _prepare(world, directory, resume=args.resume, fresh=args.fresh)
+        try:
+            _prepare(world, directory, resume=args.resume, fresh=args.fresh)
+        except ConfigError as error:  # on all ranks alike
+            _refuse(world, error)
         tee_output(directory.logs, world.rank, append=True)
         search_beside(args.config)
-        trainer = make_trainer(world, config, args.config.resolve().parent, directory.path)
+        try:
+            trainer = make_trainer(world, config, args.config.resolve().parent, directory.path)
+        except ConfigError as error:  # on all ranks alike
+            _refuse(world, error)
         if world.rank == 0:
             log.notice(f"run directory {directory.path}")
             print(world.describe(), trainer.replica.describe(), sep="\n\n", flush=True)
         trainer.fit()
+
+
+def _refuse(world: World, error: ConfigError) -> NoReturn:
+    """Collective: leave with exit code 2, with one message and no traceback."""
+    if world.rank == 0:
+        print(f"hpctrain train: {error}", file=sys.stderr, flush=True)
+    raise AgreedExit(2)
 
 
 def run_directory(config: Config, file: Path) -> RunDirectory:
@@ -92,21 +106,22 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
     loader = _loader(world, config, _together(world, lambda: build_data(config, world, folder)))
     held_out = _together(world, lambda: build_data(config, world, folder, evaluation=True))
     train = config.train
-    metrics = _together(world, lambda: dict(find_metric(name) for name in train.metrics))
+    named = _together(world, lambda: _find_functions(config))
     num_steps = _count_steps(config, loader)
-    schedules = {
-        name: schedule
-        for name, replica in replicas.items()
-        if (schedule := build_schedule(config, replica.optimizer, num_steps)) is not None
-    }
+    schedules = _together(
+        world,
+        lambda: {
+            name: schedule
+            for name, replica in replicas.items()
+            if (schedule := build_schedule(config, replica.optimizer, num_steps)) is not None
+        },
+    )
     by_epoch = config.schedule.every == "epoch"
     return Trainer(
         world,
         replicas,
         loader,
-        loss=None if train.loss is None else find_loss(train.loss),
-        step=None if train.step is None else find_function(train.step, "train.step"),
-        metrics=metrics,
+        **named,
         evaluation=None if held_out is None else _evaluation_loader(world, config, held_out),
         epochs=train.num_epochs,
         steps=train.steps,
@@ -122,6 +137,16 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
         timer=timer,
         config=to_toml(config),
     )
+
+
+def _find_functions(config: Config) -> dict[str, Any]:
+    """What a trainer computes with, by the names of its arguments."""
+    train = config.train
+    return {
+        "loss": None if train.loss is None else find_loss(train.loss),
+        "step": None if train.step is None else find_function(train.step, "train.step"),
+        "metrics": dict(find_metric(name) for name in train.metrics),
+    }
 
 
 def _together(world: World, make: Any) -> Any:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpctrain.data import metrics as exact
 from hpctrain.data.loader import Loader
 from hpctrain.errors import ConfigError
+from hpctrain.optim import SyncBatchNorm, average_batchnorm
 from hpctrain.replica import Replica
 
 __all__ = ["evaluate", "split_batch"]
@@ -52,6 +53,8 @@ def evaluate(
     """
     world, model = replica.world, replica.model
     sums = {name: exact.Mean() for name in ("loss", *metrics)}
+    if world.size > 1 and any(_has_own_statistics(layer) for layer in model.modules()):
+        average_batchnorm(world, model)  # all ranks must evaluate one and the same model
     was_training = model.training
     model.eval()
     try:
@@ -67,3 +70,10 @@ def evaluate(
     finally:
         model.train(was_training)
     return {name: total.value(world) for name, total in sums.items()}
+
+
+def _has_own_statistics(layer: nn.Module) -> bool:
+    """Whether it is a BatchNorm that each rank feeds with its own batches."""
+    batchnorms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    shared = isinstance(layer, SyncBatchNorm)
+    return isinstance(layer, batchnorms) and not shared and layer.running_mean is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -139,11 +138,6 @@ class Recorder:
 
 
 def _open_events(folder: Path) -> Any:
-    with contextlib.suppress(ImportError):
-        from torch.utils.tensorboard.writer import SummaryWriter
+    from torch.utils.tensorboard.writer import SummaryWriter
 
-        return SummaryWriter(str(folder))
-    raise ConfigError(
-        "logging.tensorboard=true needs the package tensorboard; `pip install tensorboard`, or "
-        "leave it out"
-    )
+    return SummaryWriter(str(folder))

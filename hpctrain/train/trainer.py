@@ -14,6 +14,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.replica import Replica, Step
 from hpctrain.replica.asking import accumulation_of
+from hpctrain.train.arguments import check_arguments
 from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.figures import Interval
@@ -21,6 +22,7 @@ from hpctrain.train.monitor import Monitor
 from hpctrain.train.progress import Progress
 from hpctrain.train.recording import Recorder, open_directory
 from hpctrain.train.saving import make_saver
+from hpctrain.train.state import RunState
 from hpctrain.train.stepping import supervised
 from hpctrain.train.summary import make_summary
 from hpctrain.train.timing import StepTimer
@@ -125,23 +127,18 @@ class Trainer:
         self._saved_step: int | None = None
         self._due = False
         self._mark = self._began = time.perf_counter()
-        self._check(step)
-
-    def _check(self, step: StepFunction | None) -> None:
-        if self.epochs is not None and self.steps is not None:
-            raise ConfigError("epochs and steps both say when to stop; give one of them")
-        if self.loss is None and (step is None or self.evaluation is not None):
-            raise ConfigError(
-                "Trainer needs a loss; without one, a step function and no evaluation"
-            )
-        if step is None and len(self.replicas) > 1:
-            raise ConfigError(f"{len(self.replicas)} replicas need a step function to train them")
-        if self._checkpoint is not None and self._directory is None:
-            raise ConfigError("checkpoint=... needs a directory to write to")
-        for name in (*self.schedules, *self.epoch_schedules):
-            if name not in self.replicas:
-                known = ", ".join(self.replicas)
-                raise ConfigError(f"there is no replica {name!r} for a schedule; there are {known}")
+        check_arguments(
+            has_loss=loss is not None,
+            has_step=step is not None,
+            evaluates=evaluation is not None,
+            epochs=epochs,
+            steps=steps,
+            replicas=self.replicas,
+            scheduled=(*self.schedules, *self.epoch_schedules),
+            saves=checkpoint is not None,
+            has_directory=directory is not None,
+            tensorboard=self._logging.tensorboard,
+        )
 
     def on(self, event: str, function: Listener) -> None:
         """Call `function(trainer, facts)` on all ranks at every such event.
@@ -232,12 +229,13 @@ class Trainer:
         """Collective: restore, and begin to write after what was restored."""
         recorder, restored = self._recording, None
         if self._checkpoint is not None and recorder.directory is not None:
+            state = RunState(self.progress, self.monitor, self._best)
             self._saver = make_saver(
                 self.world,
                 recorder.directory.checkpoints,
                 list(self.replicas.values()),
                 self.loader,
-                {"trainer": self} | self._named_schedules(),
+                {"trainer": state} | self._named_schedules(),
                 checkpoint=self._checkpoint,
                 faults=self._faults,
                 note={"config": self._config},
@@ -380,22 +378,6 @@ class Trainer:
         if self._recorder is None:
             raise ConfigError("this trainer is not running; call fit()")
         return self._recorder
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far the run is and what was best, as plain values; the same on every rank."""
-        best = None if self._best is None else self._best.state_dict()
-        return {
-            "progress": self.progress.state_dict(),
-            "monitor": self.monitor.state_dict(),
-            "best": best,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved values."""
-        self.progress.load_state_dict(state["progress"])
-        self.monitor.load_state_dict(state["monitor"])
-        if self._best is not None and state["best"] is not None:
-            self._best.load_state_dict(state["best"])
 
     def _summary(self, state: str, failure: str | None) -> dict[str, Any]:
         seconds = time.perf_counter() - self._began

@@ -13,7 +13,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.train.directory import read_summary
 from hpctrain.train.journal import NAME, read_lines
-from hpctrain.train.lock import holder_of, is_alive
+from hpctrain.train.lock import holder_of, is_held
 from hpctrain.train.showing import Standing, evaluation_line, status_line
 
 __all__ = ["Look", "follow", "look", "show_once"]
@@ -43,9 +43,8 @@ class Look:
     def _state(self, directory: Path) -> str:
         """`running`, `finished`, `stopped`, `failed`, or `lost`: killed without a last word."""
         said = str((self.summary or {}).get("state", "running"))
-        holder = holder_of(directory)
-        if holder is not None:
-            return "lost" if is_alive(holder) is False else "running"
+        if is_held(directory):
+            return "running"
         return said if said != "running" else "lost"
 
     @property

@@ -172,7 +172,10 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Collective when the block ended well: all ranks leave together."""
+        """Collective when the block ended well, or with an exit that all have agreed on.
+
+        Nobody is left waiting then, and a rank that was aborted would hide the code under another.
+        """
         not_alone = guard.whereabouts(self.launch)[1] > 1
         agreed = isinstance(error, guard.AgreedExit)
         if not_alone and error is not None and not agreed and guard.exit_code_of(error) != 0:

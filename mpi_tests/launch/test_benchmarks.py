@@ -105,6 +105,20 @@ def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
         assert found[width, "dataloader"] == {"handed out": num + 1, "different": num}
 
 
+def test_movement_is_a_part_of_the_data_benchmark(tmp_path):
+    """Times mean nothing here; what was moved, and what memory it took, does."""
+    variants = "memcpy,mpi-send,scatter,share"
+    words = ["--parts", "movement", "--variants", variants, "--json", tmp_path / "result.json"]
+    done = run(*PYTHON, "benchmarks.data", "--quick", *words, timeout_s=LIMIT_S)
+    assert done.code == 0, done.text
+    result = json.loads((tmp_path / "result_movement.json").read_text())
+    assert validate(result) == []
+    found = {item["variant"]: item["metrics"] for item in result["series"]}
+    assert list(found) == variants.split(",")
+    assert all(metrics["moved GB/s"] > 0 for metrics in found.values())
+    assert {(r["variant"], r["baseline"]) for r in result["ratios"]} >= {("scatter", "mpi-send")}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -279,10 +279,10 @@ def test_strong_scaling_divides_the_batch(files, capsys):
         (["--ranks", "0"], "give whole numbers from 1 on"),
         (["--ranks", "a"], "give whole numbers from 1 on"),
         (["--ranks", "3", "--global-batch", "64"], "does not divide over 3 ranks"),
-        ([], "needs --profile, --machine and --ranks"),
+        ([], "and --machine and --ranks"),
         (["--ranks", "1", "--machine", "nosuch"], "no machine 'nosuch'; there are cpu-"),
         (["--ranks", "1", "--profile", "nosuch.json"], "nosuch.json cannot be read"),
-        (["--measure-profile", "x"], "needs --subject"),
+        (["--measure-profile", "x"], "needs CONFIG.toml or --subject"),
         (["--measure-profile", "x", "--subject", "nosuch.py:a"], "no Python file nosuch.py"),
     ],
 )

@@ -160,7 +160,7 @@ def test_what_a_site_has_against_the_job_is_a_finding(words, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "needs --profile, --machine, --ranks and --global-batch"),
+        ([], "needs --global-batch"),
         (["--ranks", "8", "--global-batch", "8"], "needs --samples"),
         (["--ranks", "8", "--global-batch", "8", "--samples", "9", "--site", "slurm"], "--time"),
     ],

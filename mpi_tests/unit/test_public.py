@@ -14,11 +14,11 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CheckpointError CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError
-JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Saver Shard
-Store Trainer World __version__ agree average_batchnorm checkpoint_activations connect distribute
-files gather init metrics quantize_int8 reshuffle scatter share split_parameters stage
-sync_batchnorm
+CheckpointError CollectiveError ConfigError Connection DataError DriftError EMA HpcTrainError
+InstallError JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica
+Saver Sentinel Shard Store Trainer World __version__ agree average_batchnorm
+checkpoint_activations connect distribute files gather init metrics quantize_int8 reshuffle
+scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
     "run": "--help --hostfile --hosts --log-dir --quiet --ranks --trace -h -m -n -np -q",
@@ -30,6 +30,7 @@ FLAGS = {
     ),
     "config": "--help -h",
     "watch": "--every --help --json --once -h",
+    "checkpoint": "--help -h",
     "data": "--help -h",
     "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
@@ -74,6 +75,10 @@ OUTPUT = "--compare --json"
 HARNESS = """--bind --blocks --help --json --load-limit --quick --ranks --retries --save --seed
 --variants --worker -h"""
 ACTIONS = {
+    ("checkpoint", "list"): "--help --json -h",
+    ("checkpoint", "verify"): "--help --json -h",
+    ("checkpoint", "export"): "--all --help --key -h",
+    ("checkpoint", "import"): "--help --key --step --to -h",
     ("job", "render"): f"{JOB} --output -o",
     ("job", "submit"): f"{JOB} --chain --json --quiet -q",
     ("job", "status"): "--help --json -h",
@@ -99,7 +104,7 @@ ACTIONS = {
 
 
 def test_flags_of_actions():
-    for verb in ("bench", "job", "sweep"):
+    for verb in ("bench", "checkpoint", "job", "sweep"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
         (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]

@@ -201,19 +201,23 @@ def test_stale_locks_are_recognised(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     mine = {"host": socket.gethostname(), "pid": gone.pid, "started": 0.0, "job_id": None}
-    for holder, alive in (
-        (mine, False),
-        ({**mine, "pid": os.getpid()}, False),  # its number belongs to another process now
-        ({**mine, "host": "elsewhere", "job_id": "5"}, False),  # requeued: the same job
-        ({**mine, "host": "elsewhere", "job_id": "6"}, None),
-        ({}, None),
+    far = {**mine, "host": "elsewhere", "job_id": "6"}
+    for holder, silent_s, alive in (
+        (mine, 0, False),
+        ({**mine, "pid": os.getpid()}, 0, False),  # its number belongs to another process now
+        ({**far, "job_id": "5"}, 0, False),  # requeued: the same job
+        (far, 0, True),
+        (far, 1000, False),  # nobody has touched it for long
+        ({}, 0, True),
     ):
-        (tmp_path / "run.lock").write_text(json.dumps(holder))
-        assert is_alive(holder, job_id="5") is alive
-        if alive is False:
+        path = tmp_path / "run.lock"
+        path.write_text(json.dumps(holder))
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - silent_s))
+        assert is_alive(holder, silent_s=silent_s, job_id="5") is alive
+        if not alive:
             Lock(tmp_path, job_id="5").release()
             continue
-        with pytest.raises(ConfigError, match=r"remove .*run\.lock if that job is gone"):
+        with pytest.raises(ConfigError, match=r"wait 5 minutes or remove .*run\.lock"):
             Lock(tmp_path, job_id="5")
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
 

@@ -18,7 +18,7 @@ KINDS = {
     "collectives": "allreduce from 1 KiB to 256 MiB on each engine",
     "data": "batches of arrays, and whether a step waits for them",
     "checkpoint": "what saving costs a training, and the disk (in a checkout)",
-    "fit": "latency, bandwidth and contention of this machine, as a file for `hpctrain plan`",
+    "fit": "a machine file for `hpctrain plan` from what is measured here",
     "measure": "one launch of a sweep, as its batch jobs run it",
 }
 

@@ -99,6 +99,10 @@ def _exchange(
         on_gpu=machine.memory_bytes_per_device > 0,
     )
     chosen = replace(chosen, accumulate=args.accumulate, wire_ratio=args.wire_bits / 32)
+    if args.overlap is not None:
+        chosen = replace(
+            chosen, overlap=args.overlap, divided_update=chosen.divided_update and not args.overlap
+        )
     if args.bucket_mib is not None:
         size = round(args.bucket_mib * 2**20)
         chosen = replace(chosen, bucket_bytes=size or None, overlap=size > 0, divided_update=False)

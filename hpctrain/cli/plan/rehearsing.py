@@ -11,12 +11,13 @@ from pathlib import Path
 from hpctrain import log
 from hpctrain.checkpoint.layout import Item
 from hpctrain.cli.job.options import site_folders
+from hpctrain.cli.plan.asking import profile_from
 from hpctrain.cli.plan.predicting import machine_from, parse_ranks, predict_from
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan.collectives import Layout
 from hpctrain.scaling.plan.findings import Finding, Rehearsed, Room, rehearse
 from hpctrain.scaling.plan.machine import Machine
-from hpctrain.scaling.plan.profile import Profile, read_profile
+from hpctrain.scaling.plan.profile import Profile
 from hpctrain.scaling.plan.rehearsal import State, Training
 from hpctrain.submit.render import render
 from hpctrain.submit.request import Request
@@ -30,9 +31,15 @@ _ELEMENT_BYTES = 4
 
 def print_rehearsal(args: argparse.Namespace) -> int:
     """Rehearse and print; 1 if something would break."""
-    if not (args.profile and args.machine and args.ranks and args.global_batch):
-        raise ConfigError("a rehearsal needs --profile, --machine, --ranks and --global-batch")
-    profile, machine = read_profile(args.profile), machine_from(args)
+    if not args.global_batch:
+        raise ConfigError("a rehearsal needs --global-batch, or a configuration that has it")
+    profile, machine = profile_from(args), machine_from(args)
+    if args.state_copies is None:
+        args.state_copies = 2.0
+        if args.config:
+            from hpctrain.scaling.plan.configured import state_copies_of
+
+            args.state_copies = state_copies_of(args.config)
     found = [_rehearse(args, profile, machine, count) for count in parse_ranks(args.ranks)]
     scripts = ["" for _ in found]
     if args.site:
@@ -58,9 +65,11 @@ def _rehearse(
         num_samples=args.samples or profile.samples or _no_samples(),
         global_batch=args.global_batch,
         accumulate=args.accumulate,
-        epochs=args.epochs,
+        epochs=args.epochs or 1,
+        steps=args.steps,
         drop_last=args.drop_last,
-        warmup_steps=args.warmup_steps,
+        even_last=args.even_last,
+        warmup_steps=args.warmup_steps or 0,
     )
     weights = tuple(
         Item(
@@ -107,7 +116,9 @@ def _scripted(args: argparse.Namespace, each: Rehearsed, machine: Machine) -> tu
         raise ConfigError("--site needs --time, the walltime of the job")
     site = load_site(args.site, site_folders())
     request = Request(
-        commands=(("hpctrain", "run", "train.py"),),
+        commands=(
+            ("hpctrain", "train", str(args.config)) if args.config else ("python", "train.py"),
+        ),
         walltime_s=parse_duration(args.time),
         num_nodes=each.num_nodes,
         ranks_per_node=min(each.num_ranks, machine.ranks_per_node),
