@@ -95,14 +95,13 @@ def submit_sweep(
             # One at a time: launches that share a node would be measured with each other.
             array_limit=1 if several and slurm_like else None,
         )
-        before = len(ledger.entries())
         ids = submit(
             job, site, directory=Path.cwd(), ledger=ledger, show=lambda text: None, ask=ask
         )
-        entries = [asdict(entry) for entry in ledger.entries()[before:]] or [
-            asdict(entry) for entry in ledger.entries()[-len(ids) :]
-        ]
-        known += _remember(batch, entries)
+        found = [ledger.find(each) for each in ids]
+        known += _remember(batch, [asdict(entry) for entry in found if entry is not None])
+        for key in batch.keys:
+            folder.forget(key)
         _write_jobs(folder, known)
         jobs += ids
     return jobs
@@ -135,8 +134,9 @@ def gather(
     done = folder.measured(sweep)
     have = {folder.key(sweep, *launch) for launch in done}
     left = 0
-    for row in rows:
+    for row in reversed(rows):  # of a launch that was submitted again, the newest job counts
         missing = [key for key in row["keys"] if key not in have]
+        have.update(missing)
         if not missing:
             continue
         entry = Entry(**row["entry"])
