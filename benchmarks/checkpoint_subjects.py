@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import hpctrain as hpc
-from benchmarks.harness.worker import Subject
-from benchmarks.step_subjects import Distributed
 from hpctrain.checkpoint.flattening import flatten
+from hpctrain.scaling.benches.step_subjects import Distributed
+from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
 
 __all__ = ["make"]

@@ -137,7 +137,9 @@ def _huge_pages(num_bytes: int) -> Tensor:
 def _copy(tensor: Tensor, piece: Piece, room: Tensor) -> None:
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # As bytes: some dtypes can be stored and viewed, but not copied.
-        flat = tensor.reshape(-1)[piece.start : piece.stop]
+        flat = tensor.reshape(-1)
+        if not piece.is_whole:
+            flat = flat[piece.start : piece.stop]
         room.copy_(flat.view(torch.uint8), non_blocking=True)
     elif piece.is_whole:
         room.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)

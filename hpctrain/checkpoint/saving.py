@@ -38,6 +38,14 @@ class Settings:
     writers_per_node: int | None
     timeout_s: float
 
+    def mistake(self) -> str | None:
+        """What cannot be meant, or None; raised by whoever has asked all ranks."""
+        if self.writers_per_node is not None and self.writers_per_node < 1:
+            return f"writers_per_node={self.writers_per_node} must be at least 1"
+        if not self.timeout_s > 0:
+            return f"timeout_s={self.timeout_s} must be above 0"
+        return None
+
 
 @dataclass(kw_only=True, slots=True)
 class Saving:

@@ -23,6 +23,7 @@ __all__ = ["Loaded", "Store"]
 _GRACE_S = 60.0
 """What rank 0 may need longer than the others before all learn how a save ended."""
 _MARGIN_S = 5.0
+_MEET_S = 300.0
 
 
 class Store:
@@ -57,12 +58,6 @@ class Store:
             ConfigError: on all ranks: an argument is wrong.
             CheckpointError: on all ranks: the directory cannot be made.
         """
-        trouble = None
-        if writers_per_node is not None and writers_per_node < 1:
-            trouble = f"writers_per_node={writers_per_node} must be at least 1"
-        elif not timeout_s > 0:
-            trouble = f"timeout_s={timeout_s} must be above 0"
-        agree(world.comm, trouble, error=ConfigError)
         self.directory = Path(directory).absolute()
         self.timeout_s = timeout_s
         self._world = world
@@ -73,6 +68,7 @@ class Store:
             writers_per_node=writers_per_node,
             timeout_s=timeout_s,
         )
+        agree(world.comm, self._mistake(), error=ConfigError)
         agree(world.comm, self._open(), error=CheckpointError)
         self._saving: Saving | None = None
         self._last: Path | None = None
@@ -238,6 +234,15 @@ class Store:
         if saving.errand is None or saving.records is not None:
             return None
         return saving.errand.outcome(self.timeout_s)
+
+    def _mistake(self) -> str | None:
+        """Collective: what is wrong with the settings, or None."""
+        mine = (self._settings, self._asynchronous)
+        roll_call(self._world.comm, "opening a directory of checkpoints", timeout_s=_MEET_S)
+        first = self._world.comm.bcast(mine, root=0)
+        if mine != first:
+            return f"a store of {mine} is opened here and one of {first} on rank 0; use the same"
+        return self._settings.mistake()
 
     def _open(self) -> str | None:
         """Rank 0's part: the directory, without what killed saves have left."""
