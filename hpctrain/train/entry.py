@@ -134,7 +134,7 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
         evaluate_every_steps=train.evaluate_every_steps,
         monitor=Monitor(train.monitor, patience=train.patience, min_delta=train.min_delta),
         directory=directory,
-        checkpoint=config.checkpoint if config.checkpoint.enabled and directory else None,
+        checkpoint=config.checkpoint if _saves(world, config) and directory else None,
         faults=config.faults,
         logging=config.logging,
         timer=timer,
@@ -161,6 +161,11 @@ def _together(world: World, make: Any) -> Any:
         trouble = str(error)
     agree(world.comm, trouble, error=ConfigError)
     return made
+
+
+def _saves(world: World, config: Config) -> bool:
+    """Whether checkpoints are kept; not by a launch of a sweep, which trains a few steps."""
+    return config.checkpoint.enabled and not world.bench.is_active
 
 
 def _times_steps(world: World, config: Config) -> bool:

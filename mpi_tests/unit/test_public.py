@@ -94,7 +94,7 @@ ACTIONS = {
     ("bench", "overhead"): f"{HARNESS} --steps --workloads",
     ("bench", "collectives"): f"{HARNESS} --sizes",
     ("bench", "data"): f"{HARNESS} --parts",
-    ("bench", "checkpoint"): "--help -h",
+    ("bench", "checkpoint"): f"{HARNESS} --cases",
     ("bench", "fit"): "--engines --help --ranks --title -h",
     ("bench", "measure"): "--help -h",
     ("sweep", "run"): SWEEP,

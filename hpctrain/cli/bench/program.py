@@ -73,7 +73,6 @@ def _configured(args: argparse.Namespace, path: Path, words: Sequence[str]) -> S
     own = [
         "train.global_batch={batch}",
         "engine.name={engine}",
-        "checkpoint.enabled=false",
         f"logging.directory={args.dir.absolute() / 'run'}",
         *(f"{key}={{{key}}}" for key in keys),
     ]

@@ -7,6 +7,7 @@
 | local | launches on this machine, interleaved, under watch for foreign load |
 | jobs | the same as batch jobs, one per number of nodes |
 | outcome | a result from what was measured: efficiency, split, failed points (pure) |
+| curves | baselines, ratios, and the laws of each curve (pure) |
 | laws | Amdahl, Gustafson, Karp-Flatt, with intervals (pure) |
 | table | a result in words and tables (pure) |
 | layouts | the best ranks x threads, where `hpctrain run -n auto` finds them |

@@ -192,6 +192,10 @@ class Folder:
         fresh.write_text(json.dumps(asdict(measured)), encoding="utf-8")
         fresh.replace(path)
 
+    def forget(self, key: str) -> None:
+        """Forget how a launch failed, because it is tried again."""
+        (self.path / "measured" / f"{key}.json").unlink(missing_ok=True)
+
     def measured(self, sweep: Sweep) -> dict[tuple[str, int], Measured]:
         """What has been measured so far, by point and repeat."""
         found: dict[tuple[str, int], Measured] = {}

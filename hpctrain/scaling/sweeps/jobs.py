@@ -11,6 +11,7 @@ from typing import Any
 
 from hpctrain.errors import ConfigError, JobError
 from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep
+from hpctrain.scaling.sweeps.local import tell_end
 from hpctrain.submit.batch import JobState, find_system
 from hpctrain.submit.batch.system import Ask, ask_program
 from hpctrain.submit.following import last_lines, log_paths
@@ -22,7 +23,6 @@ from hpctrain.submit.submission import submit
 
 __all__ = ["Batch", "gather", "group_launches", "submit_sweep"]
 
-_TAIL_LINES = 6
 _TASK = re.compile(r"[_\[.](\d+)\]?(?:\.|$)")
 
 
@@ -95,14 +95,13 @@ def submit_sweep(
             # One at a time: launches that share a node would be measured with each other.
             array_limit=1 if several and slurm_like else None,
         )
-        before = len(ledger.entries())
         ids = submit(
             job, site, directory=Path.cwd(), ledger=ledger, show=lambda text: None, ask=ask
         )
-        entries = [asdict(entry) for entry in ledger.entries()[before:]] or [
-            asdict(entry) for entry in ledger.entries()[-len(ids) :]
-        ]
-        known += _remember(batch, entries)
+        found = [ledger.find(each) for each in ids]
+        known += _remember(batch, [asdict(entry) for entry in found if entry is not None])
+        for key in batch.keys:
+            folder.forget(key)
         _write_jobs(folder, known)
         jobs += ids
     return jobs
@@ -135,8 +134,9 @@ def gather(
     done = folder.measured(sweep)
     have = {folder.key(sweep, *launch) for launch in done}
     left = 0
-    for row in rows:
+    for row in reversed(rows):  # of a launch that was submitted again, the newest job counts
         missing = [key for key in row["keys"] if key not in have]
+        have.update(missing)
         if not missing:
             continue
         entry = Entry(**row["entry"])
@@ -173,7 +173,7 @@ def _is_over(row: Mapping[str, Any], ask: Ask) -> bool:
 
 def _tail(entry: Entry, task: int | None) -> str:
     try:
-        return last_lines(log_paths(entry, task)[0], _TAIL_LINES).strip() or "it said nothing"
+        return tell_end(last_lines(log_paths(entry, task)[0], None))
     except JobError as error:
         return str(error)
 

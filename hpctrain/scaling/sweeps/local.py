@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -19,10 +20,11 @@ from hpctrain.scaling.sweeps.points import RANKS, Point
 from hpctrain.world.bench import Asked
 from hpctrain.world.launcher import BENCH_VARIABLE
 
-__all__ = ["ask", "explain", "run_sweep"]
+__all__ = ["ask", "explain", "run_sweep", "tell_end"]
 
 _END_S = 20.0
 _TAIL_LINES = 6
+_ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception): |hpctrain: rank )")
 
 
 def run_sweep(
@@ -110,7 +112,7 @@ def _measure(
     if not ended:
         why = f"ran past {sweep.settings.timeout_s:g} s (--timeout)"
     elif code != 0:
-        why = f"exit code {code}: {_tail(folder.log_path(key))}"
+        why = f"exit code {code}: {tell_end(folder.log_path(key).read_text(errors='replace'))}"
     return Measured(
         point=point.name,
         repeat=repeat,
@@ -164,9 +166,11 @@ def _read() -> Reading:
     )
 
 
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-_TAIL_LINES:]) or "it said nothing"
+def tell_end(log: str) -> str:
+    """The line of a log that says most, and its last lines. Pure."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    said = [line.strip() for line in lines if _ERROR.match(line)]
+    return "\n".join([*said[-1:], *lines[-_TAIL_LINES:]]) or "it said nothing"
 
 
 def _brief(measured: Measured) -> str:

@@ -11,15 +11,14 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from hpctrain.scaling.harness.ratios import interval_ranks, paired_ratio
+from hpctrain.scaling.harness.ratios import interval_ranks
 from hpctrain.scaling.harness.schema import SCHEMA
+from hpctrain.scaling.sweeps.curves import find_baseline, fit_curves, make_ratios
 from hpctrain.scaling.sweeps.folder import Measured, Sweep, fill_arguments
-from hpctrain.scaling.sweeps.laws import best_law, fall_below, fit_laws, karp_flatt, trend
-from hpctrain.scaling.sweeps.points import ALONE, NODE, RANKS, Point
+from hpctrain.scaling.sweeps.points import ALONE, NODE, Point
 
 __all__ = ["make_result"]
 
-_LIMIT = 0.8
 _CONFIDENCE = 0.95
 Launches = Mapping[tuple[str, int], Measured]
 
@@ -40,6 +39,7 @@ def make_result(
     good = [p for p in sweep.points if _trouble(sweep, whole[p.name]) == ""]
     by_steps = all(m.report is not None for p in good for m in whole[p.name])
     rates = {p.name: _rates(sweep, p, whole[p.name], by_steps=by_steps) for p in good}
+    seconds = {p.name: [_seconds(m, by_steps=by_steps) for m in whole[p.name]] for p in good}
     rows = [_row(sweep, p, whole, rates, by_steps=by_steps) for p in sweep.points]
     blocks = _blocks(sweep, good, measured)
     settings = asdict(sweep.settings)
@@ -54,7 +54,7 @@ def make_result(
             for p, row in zip(sweep.points, rows, strict=True)
             if p in good
         ],
-        "ratios": _ratios(sweep, good, whole, by_steps=by_steps),
+        "ratios": make_ratios(sweep.title, good, seconds),
         "blocks": blocks,
         "num_thrown_away": 0,
         "num_noisy": sum(bool(block["noisy"]) for block in blocks),
@@ -64,7 +64,7 @@ def make_result(
             "measured": "steps" if by_steps else "launches",
             "command": command,
             "points": rows,
-            "laws": [law for kind in _kinds(good) for law in _laws(kind, good, rates)],
+            "laws": fit_curves(good, rates),
             "notes": _notes(sweep, good, whole, by_steps=by_steps),
         },
     }
@@ -110,16 +110,6 @@ def _rates(
     return rates
 
 
-def _baseline(point: Point, good: Sequence[Point], role: str) -> Point | None:
-    """The baseline with the same settings."""
-    own = {k: v for k, v in point.values.items() if k != "fused"}
-    for other in good:
-        values = {k: v for k, v in other.values.items() if k != "fused"}
-        if other.role == role and values == own:
-            return other
-    return None
-
-
 def _row(
     sweep: Sweep,
     point: Point,
@@ -142,7 +132,7 @@ def _row(
         row |= _interval("samples_per_s", rates[point.name])
         row["samples_per_step"] = _samples(launches[0])
     good = [p for p in sweep.points if p.name in rates]
-    alone = _baseline(point, good, ALONE)
+    alone = find_baseline(point, good, ALONE)
     if alone is not None:
         pairs = list(zip(rates[point.name], rates[alone.name], strict=True))
         row |= _interval("speedup", [mine / base for mine, base in pairs])
@@ -151,7 +141,7 @@ def _row(
         row["speedup_per_sequential_s"] = row["speedup"] / median(
             [_seconds(launch, by_steps=by_steps) for launch in whole[alone.name]]
         )
-    node = _baseline(point, good, NODE)
+    node = find_baseline(point, good, NODE)
     if node is not None and point.num_nodes == 1:
         pairs = list(zip(rates[point.name], rates[node.name], strict=True))
         row |= _interval("over_node", [mine / base for mine, base in pairs])
@@ -234,76 +224,6 @@ def _blocks(sweep: Sweep, good: Sequence[Point], measured: Launches) -> list[dic
             }
         )
     return blocks
-
-
-def _ratios(
-    sweep: Sweep, good: Sequence[Point], whole: Mapping[str, list[Measured]], *, by_steps: bool
-) -> list[dict[str, Any]]:
-    """Times over those of the baseline, and of each setting over the first one of its axis."""
-    ratios = []
-    for point in good:
-        rivals = [_baseline(point, good, ALONE) or _baseline(point, good, NODE)]
-        rivals += [_hand_set(point, key, good) for key in point.values if key != "fused"]
-        for rival in rivals:
-            if rival is not None and rival is not point:
-                mine, theirs = (
-                    [_seconds(launch, by_steps=by_steps) for launch in whole[p.name]]
-                    for p in (point, rival)
-                )
-                pair = {"case": sweep.title, "variant": point.name, "baseline": rival.name}
-                ratios.append({**pair, **asdict(paired_ratio(mine, theirs))})
-    return ratios
-
-
-def _hand_set(point: Point, key: str, good: Sequence[Point]) -> Point | None:
-    """The same point with the first value of one axis."""
-    first = next(p.values[key] for p in good if key in p.values)
-    wanted = {**point.values, key: first}
-    place = (point.role, point.engine, point.num_ranks, point.num_threads)
-    for other in good:
-        there = (other.role, other.engine, other.num_ranks, other.num_threads)
-        if there == place and dict(other.values) == wanted:
-            return other
-    return None
-
-
-def _kinds(good: Sequence[Point]) -> list[str]:
-    return list(dict.fromkeys(point.kind for point in good if point.role == RANKS))
-
-
-def _laws(
-    kind: str, good: Sequence[Point], rates: Mapping[str, list[float]]
-) -> list[dict[str, Any]]:
-    """The laws of one curve; none where it has fewer than two numbers of ranks."""
-    curve = [point for point in good if point.role == RANKS and point.kind == kind]
-    alone = _baseline(curve[0], good, ALONE)
-    if alone is None:
-        return []
-    ranks, speedups = [], []
-    for point in (alone, *(p for p in curve if p.num_ranks > 1)):
-        for mine, base in zip(rates[point.name], rates[alone.name], strict=True):
-            ranks.append(point.num_ranks)
-            speedups.append(mine / base if point is not alone else mine / median(rates[alone.name]))
-    if len(set(ranks)) < 2:
-        return []
-    laws = fit_laws(ranks, speedups)
-    best, clearly = best_law(laws)
-    series = karp_flatt(ranks, speedups)
-    return [
-        {
-            "kind": kind,
-            "best": best.name,
-            "is_clear": clearly,
-            "fits": [asdict(law) for law in laws],
-            "karp_flatt": [asdict(each) for each in series],
-            "trend": trend(series),
-            "efficiency_limit": _LIMIT,
-            "falls_below": fall_below(best, _LIMIT),
-            "falls_below_low": fall_below(best, _LIMIT, serial=best.high),
-            "falls_below_high": fall_below(best, _LIMIT, serial=best.low),
-            "num_data": len(ranks),
-        }
-    ]
 
 
 def _notes(

@@ -83,8 +83,11 @@ class Checksum(_Uncounted):
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
-        hashes = {"sha256": hashlib.sha256, "blake2b": hashlib.blake2b}
-        self.compute: Callable[[Any], object] = hashes.get(name, zlib.crc32)
+        hashes: dict[str, Callable[[Any], object]] = {
+            "sha256": hashlib.sha256,
+            "blake2b": hashlib.blake2b,
+        }
+        self.compute = hashes.get(name, zlib.crc32)
 
     def prepare(self, case: str) -> dict[str, object]:
         """Make the bytes."""
@@ -93,7 +96,7 @@ class Checksum(_Uncounted):
 
     def run(self, repeats: int) -> None:
         """Compute."""
-        view = memoryview(self.data.numpy())
+        view = self.data.numpy().data
         for _ in range(repeats):
             for start in range(0, len(view), _CHUNK_BYTES):
                 self.compute(view[start : start + _CHUNK_BYTES])
@@ -165,7 +168,7 @@ class Disk(_Uncounted):
         for _ in range(repeats):
             path.unlink(missing_ok=True)
             with path.open("wb", buffering=0) as file:
-                view = memoryview(self.data.numpy())
+                view = self.data.numpy().data
                 for start in range(0, len(view), _CHUNK_BYTES):
                     file.write(view[start : start + _CHUNK_BYTES])
                 os.fsync(file.fileno())
