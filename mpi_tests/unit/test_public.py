@@ -20,12 +20,14 @@ average_batchnorm checkpoint_activations connect distribute files gather init me
 quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
-    "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
+    "run": "--help --hostfile --hosts --log-dir --quiet --ranks --trace -h -m -n -np -q",
     "data": "--help -h",
     "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
     "job": "--help -h",
     "sweep": "--help -h",
+    "report": "--format --help --json --reserve --runs --samples --title -h -o",
+    "trace": "--help -h",
     "pack": "--help --output --prefix -h -o",
 }
 
@@ -59,6 +61,7 @@ ACTIONS = {
     ("job", "cancel"): "--help -h",
     ("job", "sites"): "--help --json -h",
     ("job", "lint"): "--help --json -h",
+    ("trace", "merge"): "--help --json -h",
     ("sweep", "run"): SWEEP,
     ("sweep", "submit"): f"{JOB} {SWEEP}",
     ("sweep", "table"): "--dir --help --json --max --metric -h",
@@ -66,7 +69,7 @@ ACTIONS = {
 
 
 def test_flags_of_actions():
-    for verb in ("job", "sweep"):
+    for verb in ("job", "sweep", "trace"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
         (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]

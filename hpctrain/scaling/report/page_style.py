@@ -81,6 +81,7 @@ a:focus-visible, summary:focus-visible, .scroll:focus-visible, pre:focus-visible
   figure, .findings, tr { break-inside: avoid; }
   .charts { grid-template-columns: 1fr 1fr; }
   .scroll, pre { overflow: visible; } pre { white-space: pre-wrap; }
-  table { font-size: 8.5pt; } a { color: inherit; text-decoration: none; }
+  table { font-size: 8pt; } th, td { padding: 3px 6px 3px 0; overflow-wrap: anywhere; }
+  td.number, th.number { white-space: normal; } a { color: inherit; text-decoration: none; }
 }
 """
