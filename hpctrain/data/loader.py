@@ -157,6 +157,14 @@ class Loader:
         """How many samples the current batch has over all ranks."""
         return 0 if self._part is None else self._part.global_samples
 
+    @property
+    def num_left(self) -> int | None:
+        """Batches of this epoch that were not handed out yet; None for a stream."""
+        num_samples = self._settled.feed.num_samples
+        if num_samples is None:
+            return None
+        return self._settled.batching.count(num_samples - self._consumed)
+
     def __len__(self) -> int:
         """Steps in a whole epoch; the same on every rank."""
         num_samples = self._settled.feed.num_samples
@@ -214,6 +222,11 @@ class Loader:
         self._epoch += 1
         self._consumed = 0
         self._begun = False
+
+    def end_epoch(self) -> None:
+        """Leave out what is left of this epoch: the next loop is over the next one."""
+        self._loops += 1
+        self._next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain data; the same on every rank and for any number of them.

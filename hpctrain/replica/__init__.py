@@ -29,7 +29,7 @@ from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.overlapping import bucket_size, can_hide
-from hpctrain.replica.precision import choose_precision
+from hpctrain.replica.precision import check_trained, choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.replica.timed import TimedReplica
@@ -134,6 +134,7 @@ def distribute(
     by_horovod = horovod is not None and horovod.fusion == "horovod"
 
     def lay_out(broadcast: bool) -> Mode:
+        check_trained(model, optimizer, precision=precision, clip_value=clip_value)
         with numerics.full():
             make_equal(world, link, model, optimizer, broadcast=broadcast)
         numerics.adopt()

@@ -27,6 +27,10 @@ class Watchdog(Watch, Protocol):
     def among(self, ranks: Sequence[int]) -> Watch:
         """A watch for the collectives of some ranks only."""
 
+    @property
+    def all_waited_s(self) -> float:
+        """How long this rank has been inside collectives so far."""
+
 
 class Tap:
     """What an engine takes for its watchdog while a trace is recorded."""
@@ -46,6 +50,11 @@ class Tap:
     def leave(self) -> None:
         """It has ended."""
         self._lane.leave()
+
+    @property
+    def all_waited_s(self) -> float:
+        """How long this rank has been inside collectives so far."""
+        return self._watch.all_waited_s
 
     def among(self, ranks: Sequence[int]) -> _Lane:
         """A watch for the collectives of some ranks only."""

@@ -17,6 +17,7 @@ from hpctrain.world.agreement import agree, roll_call
 from hpctrain.world.bench import Bench
 from hpctrain.world.launcher import Launch
 from hpctrain.world.library import load_mpi
+from hpctrain.world.output import write_whole_lines
 from hpctrain.world.preflight import MODES, digest_config, script_path
 from hpctrain.world.preflight import preflight as compare_ranks
 from hpctrain.world.seeding import Streams
@@ -78,6 +79,8 @@ def init(
             "the script again; put what starts the training under if __name__ == '__main__':"
         )
     launch = launcher.current()
+    if launch.size != 1:
+        write_whole_lines()
     script = script_path()
     unhook = guard.install_hook(launch)  # stays when this raises: nobody may be left waiting
     MPI = load_mpi(launch, script=script.name if script else "SCRIPT")

@@ -156,6 +156,10 @@ class Launch:
     """Where `hpctrain run` hears how this rank ended."""
     pmi: str | None = None
     """Which process-management interface srun offers: `pmix`, `pmi2`, or None."""
+    job_index: int | None = None
+    """The task of a job array, where the job id does not tell it (LSF)."""
+    end_time: float | None = None
+    """When the allocation ends (Unix time), where a variable says so."""
     bench: Asked | None = None
     """What a sweep asks for; None outside one."""
     trace_dir: str | None = None
@@ -189,6 +193,9 @@ def detect(environ: Mapping[str, str]) -> Launch:
         terminal_columns=_number(environ, "HPCTRAIN_COLUMNS"),
         control_fd=_number(environ, "HPCTRAIN_CONTROL_FD"),
         pmi=_pmi(environ),
+        # 0 is LSF's word for "no array".
+        job_index=(_number(environ, "LSB_JOBINDEX") or None) if batch == "LSF" else None,
+        end_time=_end_time(environ, batch),
         bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
         trace_dir=environ.get("HPCTRAIN_TRACE") or None,
     )
@@ -254,6 +261,14 @@ def _threads(environ: Mapping[str, str]) -> int | None:
     if not first.isdecimal() or int(first) < 1:
         raise LaunchError(f"OMP_NUM_THREADS={first!r} is not a positive number; unset or mend it")
     return int(first)
+
+
+def _end_time(environ: Mapping[str, str], batch: str) -> float | None:
+    # The first is for job scripts of systems that do not tell; Slurm sets the second from 23.02 on.
+    given = _number(environ, "HPCTRAIN_END_TIME")
+    if given is None and batch == "Slurm":
+        given = _number(environ, "SLURM_JOB_END_TIME")
+    return float(given) if given is not None and given > 0 else None
 
 
 def _pmi(environ: Mapping[str, str]) -> str | None:

@@ -172,12 +172,18 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Collective when the block ended well: all ranks leave together."""
+        """Collective when the block ended well, or with an exit that all have agreed on.
+
+        Nobody is left waiting then, and a rank that was aborted would hide the code under another.
+        """
         not_alone = guard.whereabouts(self.launch)[1] > 1
-        if not_alone and error is not None and guard.exit_code_of(error) != 0:
+        agreed = isinstance(error, guard.AgreedExit)
+        if not_alone and error is not None and not agreed and guard.exit_code_of(error) != 0:
             guard.end_all_ranks(self.launch, error)
         self._ended.set()
         self._undo.close()
+        if not_alone and isinstance(error, guard.AgreedExit):
+            guard.leave_together(self.launch, error)
 
 
 def _count(number: int, what: str) -> str:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import collectives, step_overhead, tables
+from benchmarks import tables
 from hpctrain.errors import ConfigError
+from hpctrain.scaling.benches import collectives, step_overhead
 from hpctrain.scaling.harness import command, render, schema
 from hpctrain.scaling.harness.blocks import choose_blocks, more_are_needed, shuffled_order
 from hpctrain.scaling.harness.load import Reading, busy_ticks, foreign_load

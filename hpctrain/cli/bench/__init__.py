@@ -17,6 +17,7 @@ KINDS = {
     "overhead": "what exchanging gradients adds to a training step",
     "collectives": "allreduce from 1 KiB to 256 MiB on each engine",
     "data": "batches of arrays, and whether a step waits for them",
+    "fit": "a machine file for `hpctrain plan` from what is measured here",
     "measure": "one launch of a sweep, as its batch jobs run it",
 }
 

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hpctrain.scaling.benches import data_movement
 from hpctrain.scaling.harness import command
 from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
@@ -74,6 +75,10 @@ PARTS = {
 }
 
 
+MOVEMENT = "movement"
+"""The part that `data_movement` measures."""
+
+
 def part_of(variants: Sequence[str]) -> Part:
     """The part that these variants belong to. Pure."""
     return next(part for part in PARTS.values() if set(variants) <= set(part.variants))
@@ -82,7 +87,8 @@ def part_of(variants: Sequence[str]) -> Part:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     command.add_arguments(parser, blocks=11)
-    parser.add_argument("--parts", metavar="A,B", help=f"from {', '.join(PARTS)} (default: all)")
+    known = ", ".join([*PARTS, MOVEMENT])
+    parser.add_argument("--parts", metavar="A,B", help=f"from {known} (default: all)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -95,8 +101,12 @@ def main(args: argparse.Namespace) -> int:
         return 0
     codes = []
     out: Path | None = args.json
-    for name in command.choose("part", args.parts or ",".join(PARTS), list(PARTS)):
+    known = [*PARTS, MOVEMENT]
+    for name in command.choose("part", args.parts or ",".join(known), known):
         args.json = None if out is None else out.with_stem(f"{out.stem}_{name}")
+        if name == MOVEMENT:
+            codes.append(data_movement.measure(args))
+            continue
         result: dict[str, Any] = run_plan(_plan(name, args))
         for item in result["series"]:
             item["metrics"] = dict(item["outcome"])

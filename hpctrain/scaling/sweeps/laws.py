@@ -27,8 +27,9 @@ from hpctrain.scaling.harness.ratios import interval_ranks
 
 __all__ = ["LAWS", "KarpFlatt", "Law", "best_law", "fall_below", "fit_laws", "karp_flatt", "trend"]
 
-_GRID = np.concatenate([[0.0], np.logspace(-6, -2, 801), np.linspace(0.0101, 1.0, 1980)])
-_DRAWS = 1000
+_GRID = np.concatenate([[0.0], np.logspace(-6, -2, 201), np.linspace(0.011, 1.0, 990)])
+_DRAWS = 400
+_MATERIAL = 0.01  # serial fractions that differ by less are the same, however sure
 _CONFIDENCE = 0.95
 _CLOSE = 2.0  # laws whose AICc differs by less cannot be told apart
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -166,9 +167,9 @@ def trend(series: Sequence[KarpFlatt]) -> str:
     if len(series) < 2:
         return "unknown"
     first, last = series[0], series[-1]
-    if last.low > first.high:
+    if last.low > first.high + _MATERIAL:
         return "rises"
-    return "falls" if last.high < first.low else "level"
+    return "falls" if last.high < first.low - _MATERIAL else "level"
 
 
 def fall_below(law: Law, efficiency: float = 0.8, *, serial: float | None = None) -> float | None:

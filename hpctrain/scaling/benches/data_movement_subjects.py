@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -258,7 +259,7 @@ class Share(Moving):
 
 def make(world: World, variant: str) -> Subject:
     """The subject of a variant."""
-    ways = {
+    ways: dict[str, Callable[[], Subject]] = {
         "memcpy": lambda: Memcpy(world),
         "mpi-send": lambda: Send(world, fresh=False),
         "mpi-send-fresh": lambda: Send(world, fresh=True),
