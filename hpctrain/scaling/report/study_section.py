@@ -95,6 +95,8 @@ def _points_table(study: Study, key: str) -> Table:
         ("speed-up", [_plain(study, p) for p in every]),
         ("efficiency", [_percents(study, p) for p in every]),
         ("Karp-Flatt", [_fraction(study, p) for p in every]),
+        ("S / sequential s", [_number(p.per_sequential_s) for p in every]),
+        ("S / M parameters", [_number(p.per_million_parameters) for p in every]),
         ("bytes sent", [bytes_text(p.bytes_sent) if p.bytes_sent else "" for p in every]),
         ("memory a rank", [bytes_text(p.memory_bytes) if p.memory_bytes else "" for p in every]),
     ]
@@ -131,6 +133,10 @@ def _numbers(study: Study, points: list[Point]) -> tuple[tuple[str, ...], ...]:
 
 def _three(value: Estimate | None) -> tuple[float | None, ...]:
     return (None,) * 3 if value is None else (value.median, value.low, value.high)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else number_text(value)
 
 
 def _milliseconds(point: Point) -> str:
