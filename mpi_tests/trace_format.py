@@ -63,7 +63,7 @@ def _nesting(records):
     for slices in _slices(records).values():
         stack = []
         for begin, end, name in slices:
-            while stack and stack[-1][1] <= begin:
+            while stack and stack[-1][1] <= begin + 1e-6:  # below a nanosecond
                 stack.pop()
             if stack and end > stack[-1][1] + 1e-6:
                 wrong.append(f"{name} and {stack[-1][2]} overlap")
