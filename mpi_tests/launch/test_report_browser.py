@@ -99,8 +99,13 @@ def test_every_picture_shows_something(browser, page):
         assert len(set(rows)) > 100, name
 
 
-def test_it_prints_on_several_sheets(browser, page):
+def test_it_prints_on_several_sheets_with_what_is_folded_away_on_screens(browser, page):
+    seen = "document.querySelector('details table').checkVisibility({contentVisibilityAuto: true})"
+    browser.open(page, width=1280)
+    assert browser.look("document.querySelector('details').open") is False
+    assert browser.look(seen) is False
     browser.open(page, width=1280, media="print")
+    assert browser.look(seen) is True
     sheets = base64.b64decode(browser.ask("Page.printToPDF", printBackground=False)["data"])
     assert sheets.startswith(b"%PDF")
     assert sheets.count(b"/Type /Page\n") + sheets.count(b"/Type /Page ") >= 3

@@ -78,6 +78,8 @@ a:focus-visible, summary:focus-visible, .scroll:focus-visible, pre:focus-visible
   html, main { background: #fff; } main { max-width: none; padding: 0; border: 0; }
   body { font-size: 10.5pt; } nav { display: none; }
   h2 { break-after: avoid; margin-top: 24px; }
+  details summary { display: none; }
+  details::details-content { content-visibility: visible; }
   figure, .findings, tr { break-inside: avoid; }
   .charts { grid-template-columns: 1fr 1fr; }
   .scroll, pre { overflow: visible; } pre { white-space: pre-wrap; }
