@@ -37,7 +37,7 @@ test: setup
 	$(BIN)/python -m mpi_tests
 
 test-all: setup
-	MPI_TESTS_FULL=1 $(BIN)/python -m mpi_tests ranks nodes --keep-result
+	MPI_TESTS_FULL=1 $(BIN)/python -m mpi_tests ranks nodes benchmarks --keep-result
 
 test-ranks: setup
 	$(BIN)/python -m mpi_tests ranks -n $(RANKS)

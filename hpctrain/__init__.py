@@ -10,19 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hpctrain.checkpoint import Keep, Store
     from hpctrain.connection import Connection, connect
     from hpctrain.data import Shard, files, gather, metrics, reshuffle, scatter, share, stage
     from hpctrain.data.loader import Loader
     from hpctrain.errors import (
+        CheckpointError,
         CollectiveError,
         ConfigError,
         DataError,
+        DriftError,
         HpcTrainError,
         InstallError,
         JobError,
         LaunchError,
         NonFiniteError,
     )
+    from hpctrain.faults.sentinel import Sentinel
     from hpctrain.inference import quantize_int8
     from hpctrain.optim import (
         EMA,
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     )
     from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
+    from hpctrain.saver import Saver
+    from hpctrain.train.trainer import Trainer
     from hpctrain.world import World, agree, init
 
 __version__ = "0.1.0"
@@ -44,20 +50,27 @@ __all__ = [
     "EMA",
     "LAMB",
     "LARS",
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "Connection",
     "DataError",
+    "DriftError",
     "HpcTrainError",
     "InstallError",
     "JobError",
+    "Keep",
     "LaunchError",
     "Loader",
     "LossScaling",
     "NonFiniteError",
     "Recipe",
     "Replica",
+    "Saver",
+    "Sentinel",
     "Shard",
+    "Store",
+    "Trainer",
     "World",
     "__version__",
     "agree",
@@ -79,19 +92,26 @@ __all__ = [
 ]
 
 _HOME = {
+    "CheckpointError": "hpctrain.errors",
     "CollectiveError": "hpctrain.errors",
     "ConfigError": "hpctrain.errors",
     "DataError": "hpctrain.errors",
+    "DriftError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "JobError": "hpctrain.errors",
     "LaunchError": "hpctrain.errors",
     "LossScaling": "hpctrain.precision",
     "NonFiniteError": "hpctrain.errors",
+    "Keep": "hpctrain.checkpoint",
+    "Store": "hpctrain.checkpoint",
     "Connection": "hpctrain.connection",
     "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
+    "Saver": "hpctrain.saver",
+    "Sentinel": "hpctrain.faults.sentinel",
     "Shard": "hpctrain.data",
+    "Trainer": "hpctrain.train.trainer",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",

@@ -7,9 +7,11 @@ ranks raises the same text on all of them (see `hpctrain.world.agreement`).
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "DataError",
+    "DriftError",
     "HpcTrainError",
     "InstallError",
     "JobError",
@@ -46,5 +48,13 @@ class NonFiniteError(HpcTrainError, ArithmeticError):
     """Gradients are inf or NaN again and again: the run cannot go on by skipping steps."""
 
 
+class DriftError(HpcTrainError):
+    """Weights that should be the same on all ranks are not: a flipped bit, or different updates."""
+
+
 class DataError(HpcTrainError):
     """A file of a data set is missing, truncated or not what it says; the message names it."""
+
+
+class CheckpointError(HpcTrainError):
+    """A checkpoint is damaged, does not fit, or could not be written; the message names it."""

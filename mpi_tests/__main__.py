@@ -1,6 +1,9 @@
 """One runner for all tests: `python -m mpi_tests [unit|ranks|launch ...] [-n 1,2,3,4] [-- pytest]`.
 
 Each part runs in a process of its own with an outer time limit; the last line counts all of them.
+Where there are cores for it, parts run side by side: `unit` beside one rank, and of `launch`, which
+waits more than it computes, what makes nodes of its own beside the rest. Tests marked `alone` come
+after both.
 """
 
 from __future__ import annotations
@@ -17,23 +20,41 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("unit", "ranks", "launch")
-LIMIT_S = {"unit": 600, "ranks": 900, "launch": 1200, "nodes": 900}
-MORE_PARTS = {"nodes": "launch/test_several_nodes.py"}
+LIMIT_S = {"unit": 600, "ranks": 900, "launch": 1200, "nodes": 900, "benchmarks": 900}
+MORE_PARTS = {
+    "nodes": ["launch/test_several_nodes.py", "launch/test_between_nodes.py"],
+    "benchmarks": ["launch/test_benchmarks.py", "launch/test_benchmarks_node.py"],
+}
+LAUNCH = {
+    "launch cluster": "cluster and not alone",
+    "launch others": "not cluster and not alone",
+    "launch alone": "alone",
+}
+"""The pieces of `launch`, by their marks."""
+SIDE_BY_SIDE = [{"unit", "ranks n=1"}, {"launch cluster", "launch others"}]
 
 
 def commands(parts: list[str], sizes: list[int], extra: list[str]) -> list[tuple[str, list[str]]]:
     """What to run for these parts, in order."""
     todo = []
     for part in parts:
-        pytest = ["-m", "pytest", str(HERE / MORE_PARTS.get(part, part)), *extra]
+        places = [str(HERE / place) for place in MORE_PARTS.get(part, [part])]
+        pytest = ["-m", "pytest", *places, *extra]
         if part == "ranks":
             for size in sizes:
                 run = ["-m", "hpctrain", "run", "-n", str(size), "--quiet"]
                 together = ["-p", "mpi_tests.together"]
                 todo.append((f"ranks n={size}", [sys.executable, *run, *pytest, *together]))
+        elif part == "launch" and not extra and _num_cores() > 1:  # extra words may choose tests
+            for name, marks in LAUNCH.items():
+                todo.append((name, [sys.executable, *pytest, "-m", marks]))
         else:
             todo.append((part, [sys.executable, *pytest]))
     return todo
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 class Part:
@@ -104,11 +125,12 @@ def run_side_by_side(todo: list[tuple[str, list[str]]]) -> list[Part]:
 
 
 def groups_of(todo: list[tuple[str, list[str]]]) -> list[list[tuple[str, list[str]]]]:
-    """What may run at the same time: parts that use one core each, where there are two."""
-    alone = [one for one in todo if one[0] in ("unit", "ranks n=1")]
-    if len(alone) < 2 or len(os.sched_getaffinity(0)) < 2:
-        return [[one] for one in todo]
-    return [alone, *([one] for one in todo if one not in alone)]
+    """What runs at the same time, in the order of the first of each group."""
+    groups: dict[int, list[tuple[str, list[str]]]] = {}
+    for number, one in enumerate(todo):
+        beside = [-1 - i for i, names in enumerate(SIDE_BY_SIDE) if one[0] in names]
+        groups.setdefault(beside[0] if beside and _num_cores() > 1 else number, []).append(one)
+    return list(groups.values())
 
 
 def counts(text: str) -> dict[str, int]:

@@ -25,8 +25,6 @@ from hpctrain.world.guard import report_exit
 from hpctrain.world.launcher import current
 from mpi_tests.outcomes import Outcome, merge
 
-pytest_plugins = ["mpi_tests.ranks.engines_fixtures", "mpi_tests.ranks.pair"]
-
 GRACE_S = float(os.environ.get("MPI_TESTS_GRACE_S", "20"))
 """How long a failing rank waits for its peers to come out of the test."""
 TEST_LIMIT_S = float(os.environ.get("MPI_TESTS_LIMIT_S", "120"))

@@ -170,8 +170,8 @@ def _load(text: str | None) -> tuple[Callable[[Any], Any] | None, str | None]:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        return None, f"--map {text}: {error}"
+    except Exception as error:  # the user's module may raise anything while it is read
+        return None, f"--map {text}: {type(error).__name__}: {error}"
     if not callable(function):
         return None, f"--map {text} is no function"
     return function, None

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from hpctrain.data.arrays import ArraySource
@@ -18,7 +16,7 @@ from hpctrain.data.plan import Part, Seat, plan_parts
 from hpctrain.data.shuffle import Order
 from hpctrain.data.source import Batch, Indices, Scattered, Source
 from hpctrain.data.stream import Stream
-from hpctrain.data.structure import map_leaves
+from hpctrain.data.structure import as_tensor, map_leaves
 from hpctrain.data.workers import WorkerOptions, Workers
 from hpctrain.world.seeding import derive_seed
 
@@ -80,7 +78,7 @@ class SourceFeed(_Quiet):
             self._batching, self._seat, order.at, start=where.start, num_samples=len(self._source)
         ):
             batch = take(indices)
-            yield part, batch if raw else map_leaves(_as_tensor, batch)
+            yield part, batch if raw else map_leaves(as_tensor, batch)
 
 
 class ScatteredFeed(_Quiet):
@@ -97,7 +95,7 @@ class ScatteredFeed(_Quiet):
         """Collective: exchange samples until the shares follow the epoch's order."""
         if self._kind != "local":
             order = order_of(self._kind, len(self._source), where)
-            if self._source.order != order:
+            if not order.equals(self._source.order):
                 self._source.reorder(order)
 
     def read(self, where: Where) -> Iterator[tuple[Part, Batch]]:
@@ -116,7 +114,7 @@ class ScatteredFeed(_Quiet):
         for part, rows in plan_parts(
             self._batching, self._seat, look_up, start=where.start, num_samples=len(self._source)
         ):
-            yield part, map_leaves(_as_tensor, self._source.take(rows))
+            yield part, map_leaves(as_tensor, self._source.take(rows))
 
 
 class MapFeed(_Quiet):
@@ -200,13 +198,3 @@ class _StreamBatches(IterableDataset[tuple[Part, Batch]]):
 def order_of(kind: Any, num_samples: int, where: Where) -> Order:
     """The global order of an epoch."""
     return Order(kind=kind, num_samples=num_samples, seed=where.seed, epoch=where.epoch)
-
-
-def _as_tensor(leaf: Any) -> Any:
-    """Sources give arrays or tensors; loops get tensors wherever torch has the dtype."""
-    if not isinstance(leaf, np.ndarray):
-        return leaf
-    try:
-        return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
-    except TypeError:
-        return leaf

@@ -126,7 +126,10 @@ def _examine(
     trouble = check_chunk(chunk_bytes)
     if trouble is not None:
         return None, none, trouble
-    given = np.asarray(indices)
+    try:
+        given = np.asarray(indices)
+    except (TypeError, ValueError) as error:
+        return None, none, f"indices must be whole numbers in one dimension ({error})"
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         kind = f"{given.ndim} dimensions of {given.dtype}"
         return None, none, f"indices must be whole numbers in one dimension, not {kind}"

@@ -137,6 +137,8 @@ def _examine(
         table = rows_of(data, seed)
     except ConfigError as error:
         return None, f"scatter: {error}"
+    except Exception as error:  # a data set may raise anything, and the other ranks wait
+        return None, f"scatter: the data set cannot be read: {type(error).__name__}: {error}"
     pickled = table.num_pickled_bytes
     if pickled > _MANY_PICKLED_BYTES:
         log.warn(

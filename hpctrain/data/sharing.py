@@ -21,7 +21,7 @@ from hpctrain.data.source import Source
 from hpctrain.data.storage import open_paths
 from hpctrain.data.table import Form, Table
 from hpctrain.errors import ConfigError, DataError
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, roll_call
 from hpctrain.world.shared_memory import SharedBlock, allocate
 
 __all__ = ["Layout", "Shared", "share"]
@@ -111,6 +111,7 @@ def share(
         CollectiveError: a node has no room for the copy.
     """
     paths = [str(part) for part in data if isinstance(part, str | Path)]
+    roll_call(world.comm, "share", timeout_s=timeout_s)
     by_path = world.comm.bcast(bool(paths), root=root if 0 <= root < world.size else 0)
     settings = {"root": root, "chunk_bytes": chunk_bytes, "paths": paths if by_path else None}
     require_alike(world, "share", settings, timeout_s=timeout_s)
@@ -121,13 +122,13 @@ def share(
     made = allocate(world.comm, world.node, layout.starts[-1], what="a data set")
     memory = _bytes_of(made, layout.starts[-1])
     failure = None
-    try:
-        if by_path:
+    if by_path:
+        try:
             _fill_stripe(world, cast(Source, source), layout, memory, chunk_bytes)
-        else:
-            _fill_nodes(world, cast("Table | None", source), layout, memory, root, chunk_bytes)
-    except (DataError, OSError) as error:
-        failure = f"share: {error}"
+        except Exception as error:  # each library has its own, and the other ranks wait
+            failure = f"share: {error}"
+    else:
+        _fill_nodes(world, cast("Table | None", source), layout, memory, root, chunk_bytes)
     del source  # its memory maps count as this rank's own memory
     try:
         agree(world.comm, failure, error=DataError, timeout_s=timeout_s)
@@ -147,6 +148,8 @@ def _examine(
         return *_look(world, data, paths, root, chunk_bytes), {}
     except (ConfigError, DataError) as error:
         return None, None, {type(error): f"share: {error}"}
+    except Exception as error:  # what is no data may raise anything, and the other ranks wait
+        return None, None, {ConfigError: f"share: {type(error).__name__}: {error}"}
 
 
 def _look(

@@ -60,8 +60,8 @@ def stage(
     Args:
         world: The ranks.
         path: The file or folder on the shared file system.
-        to: A folder on the node's own disk; None takes the node's temporary folder. Copies stay
-            there until somebody removes them.
+        to: A folder on the node's own disk; None takes the temporary folder of the node's first
+            rank. Copies stay there until somebody removes them.
         timeout_s: How long to wait for ranks; as long again as the copy may take at 10 MB/s.
 
     Returns:
@@ -80,14 +80,24 @@ def stage(
             f"stage: {source} is not the same on all nodes; give a path on a shared file system "
             "that nobody writes to meanwhile"
         )
-    base = Path(tempfile.gettempdir() if to is None else to) / f"hpctrain-staged-{os.getuid()}"
+    # Some sites give every task a TMPDIR of its own: the first rank's is the node's.
+    folder = world.node.bcast(tempfile.gettempdir() if to is None else str(to), root=0)
+    base = Path(folder).absolute() / f"hpctrain-staged-{os.getuid()}"
     target = base / listing.key(source)
     trouble = None
     if world.local_rank == 0:
         trouble = _copy(source, listing, target, tell=world.rank == 0)
     patience_s = timeout_s + listing.num_bytes / _LEAST_BYTES_PER_S
     agree(world.comm, trouble, error=DataError, timeout_s=patience_s)
-    return target / source.name
+    copy = target / source.name
+    trouble = None
+    if not copy.exists():
+        trouble = (
+            f"stage: {copy}, made by the node's first rank, is not to be seen here; name a folder "
+            "that all ranks of a node see, with to="
+        )
+    agree(world.comm, trouble, error=DataError, timeout_s=timeout_s)
+    return copy
 
 
 def list_files(source: Path) -> Listing:

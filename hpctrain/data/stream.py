@@ -15,6 +15,7 @@ from hpctrain.data.plan import Part, Seat
 from hpctrain.data.randomness import OwnGenerators
 from hpctrain.data.source import Batch
 from hpctrain.data.structure import map_leaves
+from hpctrain.errors import DataError
 from hpctrain.world.seeding import derive_seed
 
 __all__ = ["Stream"]
@@ -24,7 +25,8 @@ class Stream:
     """A stream of samples, the same on every rank; position p belongs to rank `p % num_ranks`.
 
     Its random numbers begin anew with every epoch, alike on all ranks, so that a resumed run reads
-    again what the stopped one has read.
+    again what the stopped one has read. What collating draws is apart from them, for ranks collate
+    different samples: it is keyed by the first one.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
@@ -49,6 +51,12 @@ class Stream:
         with own:
             samples = iter(self.dataset)
             num_read = sum(1 for _ in islice(samples, start))
+        if num_read < start:
+            raise DataError(
+                f"the stream ended after {num_read} samples, and {start} are consumed already; "
+                "go on with the stream that the run was stopped in"
+            )
+        collating = OwnGenerators(seed)
         ahead: deque[Any] = deque()  # this rank's samples that are read and not handed out
         latest: Any = None
         while True:
@@ -62,9 +70,11 @@ class Stream:
             size = batching.next_size(num_read - start)
             if size == 0:
                 return
-            count = len(seat.part_of(range(start, start + size)))
+            places = seat.part_of(range(start, start + size))
+            count = len(places)
             mine = [ahead.popleft() for _ in range(count)]
-            with own:
+            with collating:
+                collating.seed(derive_seed(seed, "collate", epoch, places[0] if count else start))
                 batch = self._collate(mine or [latest])
             start += size
             yield Part(start, size, count), batch if mine else map_leaves(no_rows, batch)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["leaves", "map_leaves"]
+import numpy as np
+import torch
+
+__all__ = ["as_tensor", "leaves", "map_leaves"]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -30,3 +33,13 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(part, f"{name}[{key!r}]")
     else:
         yield name, tree
+
+
+def as_tensor(leaf: Any) -> Any:
+    """Sources give arrays or tensors; users get tensors wherever torch has the dtype."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    try:
+        return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+    except TypeError:
+        return leaf

@@ -76,6 +76,8 @@ class Engine(Meeting, ABC):
         ends = self._run(
             lambda: [self._start_allreduce(piece, on_wire, what) for piece in pieces], "allreduce"
         )
+        if self.on_post is not None:
+            self.on_post(wire.describe("allreduce", what, tensor))
 
         def finish() -> None:
             self.meet(lambda: _end_all(ends), "allreduce", what, tensor)

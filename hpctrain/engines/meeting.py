@@ -45,6 +45,10 @@ class Watchdog(Watch, Protocol):
     def among(self, ranks: Sequence[int]) -> Watch:
         """A watch for the collectives of some ranks only."""
 
+    @property
+    def all_waited_s(self) -> float:
+        """Seconds that this thread has spent in collectives, in all."""
+
 
 class Meeting:
     """What engines share besides the collectives: ranks, device, checks, watch.
@@ -70,6 +74,13 @@ class Meeting:
         self.device = device
         self.members: tuple[int, ...] = tuple(range(self.size))
         """The ranks of the world that this engine is over, in the order of its own."""
+        self.on_post: Callable[[str], None] | None = None
+        """Who is told of collectives that are started now and waited for later."""
+
+    @property
+    def watchdog(self) -> Watchdog | None:
+        """Who watches over its collectives, for others who make calls of their own."""
+        return self._watchdog
 
     def watch_among(self, watchdog: Watchdog | None, members: Sequence[int]) -> None:
         """Collective over a part of the ranks: count its calls apart from everybody's."""

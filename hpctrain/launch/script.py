@@ -17,6 +17,7 @@ from hpctrain.errors import ConfigError, LaunchError
 from hpctrain.launch import relay, tee
 from hpctrain.world import Launch, roll_call
 from hpctrain.world.guard import (
+    AgreedExit,
     end_all_ranks,
     exit_code_of,
     install_hook,
@@ -24,9 +25,10 @@ from hpctrain.world.guard import (
     report_hard_exits,
 )
 from hpctrain.world.library import load_mpi
+from hpctrain.world.output import write_whole_lines
 from hpctrain.world.topology import Place, split
 
-__all__ = ["Program", "make_log_dir", "run_here"]
+__all__ = ["Program", "make_log_dir", "run_here", "tee_output"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +122,9 @@ def run_here(
     """
     launch = relay.attach(launch, environ)
     if log_dir is not None:
-        _tee_output(log_dir, launch.rank)
+        tee_output(log_dir, launch.rank)
+    if launch.size != 1:
+        write_whole_lines()
     install_hook(launch)
     report_hard_exits(launch)
     try:
@@ -129,6 +133,8 @@ def run_here(
         roll_call(MPI.COMM_WORLD, "hpctrain run", timeout_s=300.0)
         _export(*_rendezvous(MPI.COMM_WORLD))
         program.run()
+    except AgreedExit as error:  # each rank has said so when it left its world
+        return exit_code_of(error)
     except BaseException as error:  # whatever it is, no rank may be left waiting
         if exit_code_of(error) != 0:
             end_all_ranks(launch, error)
@@ -179,11 +185,12 @@ def make_log_dir(folder: Path) -> None:
         ) from error
 
 
-def _tee_output(folder: Path, rank: int) -> None:
+def tee_output(folder: Path, rank: int, *, append: bool = False) -> None:
     """Copy this rank's output to a file, by a process of its own that outlives a killed rank."""
     make_log_dir(folder)
     path = folder / f"rank-{rank:05d}.log"
-    path.write_bytes(b"")
+    if not append:
+        path.write_bytes(b"")
     out, err = os.pipe(), os.pipe()
     subprocess.Popen(
         [sys.executable, "-I", "-S", tee.__file__, str(path), str(out[0]), str(err[0])],

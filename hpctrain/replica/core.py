@@ -350,6 +350,22 @@ class Replica:
         self._precision.load_state_dict(state)
 
     @property
+    def is_mid_step(self) -> bool:
+        """Whether gradients of an unfinished step are waiting: no place for a checkpoint."""
+        return self._window.calls > 0
+
+    def counters(self) -> dict[str, Any]:
+        """What a replica has counted and learned beside the optimizer's state, as plain data.
+
+        A run that goes on with it is bit for bit the one that was never stopped.
+        """
+        return {"num_steps": self.num_steps, "scale": self._scale}
+
+    def load_counters(self, counters: dict[str, Any]) -> None:
+        """Go on from what `counters` gave; the same on every rank."""
+        self.num_steps, self._scale = counters["num_steps"], counters["scale"]
+
+    @property
     def num_skipped(self) -> int:
         """Steps that an overflow made all ranks skip. Waits for a GPU."""
         scaler = self._treatment.scaler

@@ -20,7 +20,7 @@ class Template:
     needs_image: bool = False
 
 
-_SRUN = ("pmix", "pmi2", "cray_shasta", "none")
+_SRUN = ("pmix", "pmi2", "cray_shasta", "pspmix", "none")
 
 TEMPLATES = {
     "slurm-srun": Template(batch="slurm", launcher="srun", mpis=_SRUN),

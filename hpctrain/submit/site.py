@@ -32,7 +32,7 @@ __all__ = ["Site", "find_sites", "load_site", "site_from_table"]
 
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 GPU_VISIBILITIES = ("all", "launcher", "local-rank", "reversed")
-_PROVENANCE = ("ever_run", "as_of", "source")  # what ran elsewhere did not run here
+_PROVENANCE = ("ever_run", "as_of", "source", "assumed")  # what ran elsewhere did not run here
 _MASK = re.compile(r"(0x)?[0-9a-f]{1,64}|\d+(-\d+)?(,\d+(-\d+)?)*")
 _SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 
@@ -51,6 +51,8 @@ class Site:
     """The day of that run, or on which the source was read."""
     source: str = ""
     """Where it ran, or what was read."""
+    assumed: tuple[str, ...] = ()
+    """Keys and variables of the profile that are in no documentation of the site that was found."""
     mpi: str = ""
     gpus_per_node: int = 0
     """What a node has: the most a job may ask for."""
@@ -89,6 +91,7 @@ class Site:
         for text, what in ((self.title, "title"), (self.source, "source")):
             check_printable(text, f"site {self.name}: {what}")
         self._check_choices()
+        self._check_assumed()
         for count, what in (
             (self.gpus_per_node + 1, "gpus_per_node"),
             (_or_one(self.ranks_per_node), "ranks_per_node"),
@@ -113,6 +116,15 @@ class Site:
             raise ConfigError(f"site {self.name}: node_local must be an absolute path")
         if self.max_walltime:
             parse_duration(self.max_walltime, what=f"site {self.name}: max_walltime")
+
+    def _check_assumed(self) -> None:
+        known = {entry.name for entry in dataclasses.fields(self)} - {"name", *_PROVENANCE}
+        known |= {*self.environment, *self.multi_node_environment}
+        if unknown := sorted(set(self.assumed) - known):
+            raise ConfigError(
+                f"site {self.name}: assumed names {', '.join(unknown)}, which are neither keys nor "
+                "variables of the profile"
+            )
 
     def _check_choices(self) -> None:
         template = find_template(self.template)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,12 +17,16 @@ from hpctrain.errors import LaunchError
 from hpctrain.world.launcher import Launch
 
 __all__ = [
+    "AgreedExit",
     "end_all_ranks",
     "exit_code_of",
+    "farewells",
     "install_hook",
     "leave",
+    "leave_together",
     "report_exit",
     "report_hard_exits",
+    "say_farewell",
     "whereabouts",
 ]
 
@@ -31,6 +36,10 @@ _LONGEST_HEAD_START_S = 1.5
 
 # For those who have said why already; `report_hard_exits` makes the user's own calls speak.
 leave = os._exit
+
+
+class AgreedExit(SystemExit):
+    """All ranks leave with this code and have agreed to: nobody waits, and no work is lost."""
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -58,6 +67,12 @@ def report_exit(launch: Launch, code: int, cause: str) -> None:
         return  # the starter is gone: nobody left to tell
 
 
+def leave_together(launch: Launch, error: AgreedExit) -> None:
+    """Say that this rank leaves as all have agreed, before the launcher blames somebody."""
+    _flush()
+    report_exit(launch, exit_code_of(error), "as all ranks agreed")
+
+
 def report_hard_exits(launch: Launch) -> None:
     """Let `os._exit` of this process leave a word: launchers may blame a rank that they ended."""
     owner = os.getpid()
@@ -81,6 +96,17 @@ def whereabouts(launch: Launch) -> tuple[int, int]:
     if MPI is not None and (launch.row is None or MPI.COMM_WORLD.Get_size() > 1):
         return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     return launch.rank, launch.size
+
+
+farewells: list[Callable[[], None]] = []
+"""Called before this rank ends all others, so that its end is not taken for a death."""
+
+
+def say_farewell() -> None:
+    """Call the farewells; whatever goes wrong in them, the end comes."""
+    for call in list(farewells):
+        with contextlib.suppress(Exception):
+            call()
 
 
 def end_all_ranks(launch: Launch, error: BaseException) -> NoReturn:
@@ -108,6 +134,7 @@ def end_all_ranks(launch: Launch, error: BaseException) -> NoReturn:
     sys.stderr.write(f"hpctrain: {body}\n")
     _flush()
     report_exit(launch, code, cause)
+    say_farewell()
     _abort(code)
 
 

@@ -14,8 +14,10 @@ from hpctrain.log import format_ranges
 from hpctrain.mpi_version import identify
 from hpctrain.world import cores, devices, guard, launcher
 from hpctrain.world.agreement import agree, roll_call
+from hpctrain.world.bench import Bench
 from hpctrain.world.launcher import Launch
 from hpctrain.world.library import load_mpi
+from hpctrain.world.output import write_whole_lines
 from hpctrain.world.preflight import MODES, digest_config, script_path
 from hpctrain.world.preflight import preflight as compare_ranks
 from hpctrain.world.seeding import Streams
@@ -77,6 +79,8 @@ def init(
             "the script again; put what starts the training under if __name__ == '__main__':"
         )
     launch = launcher.current()
+    if launch.size != 1:
+        write_whole_lines()
     script = script_path()
     unhook = guard.install_hook(launch)  # stays when this raises: nobody may be left waiting
     MPI = load_mpi(launch, script=script.name if script else "SCRIPT")
@@ -122,6 +126,7 @@ def init(
             device=torch_device,
             ranks=ranks,
             streams=streams,
+            bench=Bench(launch.bench),
             _undo=undo.pop_all(),
         )
 

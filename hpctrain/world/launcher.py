@@ -15,8 +15,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.errors import LaunchError
+from hpctrain.world.bench import Asked, parse_asked
 
-__all__ = ["BATCH_SYSTEMS", "LAUNCHERS", "Launch", "LauncherRow", "current", "detect"]
+__all__ = [
+    "BATCH_SYSTEMS",
+    "BENCH_VARIABLE",
+    "LAUNCHERS",
+    "Launch",
+    "LauncherRow",
+    "current",
+    "detect",
+]
+
+BENCH_VARIABLE = "HPCTRAIN_BENCH"
+"""Where a sweep says what it asks for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +156,14 @@ class Launch:
     """Where `hpctrain run` hears how this rank ended."""
     pmi: str | None = None
     """Which process-management interface srun offers: `pmix`, `pmi2`, or None."""
+    job_index: int | None = None
+    """The task of a job array, where the job id does not tell it (LSF)."""
+    end_time: float | None = None
+    """When the allocation ends (Unix time), where a variable says so."""
+    bench: Asked | None = None
+    """What a sweep asks for; None outside one."""
+    trace_dir: str | None = None
+    """Where `hpctrain run --trace` wants every rank's events."""
 
     @property
     def title(self) -> str:
@@ -173,6 +193,11 @@ def detect(environ: Mapping[str, str]) -> Launch:
         terminal_columns=_number(environ, "HPCTRAIN_COLUMNS"),
         control_fd=_number(environ, "HPCTRAIN_CONTROL_FD"),
         pmi=_pmi(environ),
+        # 0 is LSF's word for "no array".
+        job_index=(_number(environ, "LSB_JOBINDEX") or None) if batch == "LSF" else None,
+        end_time=_end_time(environ, batch),
+        bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
+        trace_dir=environ.get("HPCTRAIN_TRACE") or None,
     )
 
 
@@ -236,6 +261,14 @@ def _threads(environ: Mapping[str, str]) -> int | None:
     if not first.isdecimal() or int(first) < 1:
         raise LaunchError(f"OMP_NUM_THREADS={first!r} is not a positive number; unset or mend it")
     return int(first)
+
+
+def _end_time(environ: Mapping[str, str], batch: str) -> float | None:
+    # The first is for job scripts of systems that do not tell; Slurm sets the second from 23.02 on.
+    given = _number(environ, "HPCTRAIN_END_TIME")
+    if given is None and batch == "Slurm":
+        given = _number(environ, "SLURM_JOB_END_TIME")
+    return float(given) if given is not None and given > 0 else None
 
 
 def _pmi(environ: Mapping[str, str]) -> str | None:

@@ -35,7 +35,15 @@ trap 'hpc_pass_on TERM ""' TERM
 trap 'hpc_pass_on USR2 "USR2"' USR2
 
 export MPICH_GPU_SUPPORT_ENABLED=0
+export NCCL_NET='AWS Libfabric'
+export NCCL_NET_GDR_LEVEL=PHB
+export NCCL_CROSS_NIC=1
 export NCCL_PROTO='^LL128'
+export FI_CXI_DEFAULT_CQ_SIZE=131072
+export FI_CXI_DEFAULT_TX_SIZE=32768
+export FI_CXI_DISABLE_HOST_REGISTER=1
+export FI_CXI_RX_MATCH_MODE=software
+export FI_MR_CACHE_MONITOR=userfaultfd
 export OMP_NUM_THREADS=72
 export SRUN_CPUS_PER_TASK=72 # from Slurm 22.05 on srun no longer takes it from the job
 

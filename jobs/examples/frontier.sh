@@ -5,6 +5,7 @@
 #SBATCH --cpus-per-task=7
 #SBATCH --gpus-per-task=1
 #SBATCH --time=02:00:00
+#SBATCH --partition=batch
 #SBATCH --account=abc123
 #SBATCH --output=logs/%x-%j.out
 #SBATCH --open-mode=append
@@ -39,6 +40,10 @@ export MIOPEN_USER_DB_PATH=/tmp/hpctrain-miopen
 export MIOPEN_CUSTOM_CACHE_DIR=/tmp/hpctrain-miopen
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
 export FI_CXI_RDZV_PROTO=alt_read
+export NCCL_CROSS_NIC=1
+export NCCL_NET_GDR_LEVEL=PHB
+export FI_CXI_DISABLE_HOST_REGISTER=1
+export FI_CXI_DEFAULT_CQ_SIZE=131072
 export OMP_NUM_THREADS=7
 export SRUN_CPUS_PER_TASK=7 # from Slurm 22.05 on srun no longer takes it from the job
 

@@ -10,6 +10,7 @@
 #SBATCH --output=logs/%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
+#SBATCH --hint=nomultithread
 # Written by hpctrain 0.1.0 from slurm-srun for JUWELS Booster (JSC).
 # shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
 
@@ -52,7 +53,7 @@ if [ -n "$hpc_signalled" ]; then
     [ "$hpc_signalled" = TERM ] || hpc_code=75
 else
     hpc_say "the ranks start after $SECONDS s"
-    srun --nodes=4 --ntasks=16 --ntasks-per-node=4 --mpi=pmix --kill-on-bad-exit=1 \
+    srun --nodes=4 --ntasks=16 --ntasks-per-node=4 --mpi=pspmix --kill-on-bad-exit=1 \
         "${hpc_command[@]}" &
     hpc_pid=$!
     while :; do # a signal ends `wait`, not the ranks

@@ -1,6 +1,6 @@
 #!/bin/bash
 #PBS -N hpctrain
-#PBS -l select=4:system=polaris
+#PBS -l select=10:system=polaris
 #PBS -l walltime=01:00:00
 #PBS -q prod
 #PBS -A project
@@ -36,10 +36,15 @@ trap 'hpc_pass_on USR2 "USR2"' USR2
 
 export NCCL_NET='AWS Libfabric'
 export NCCL_CROSS_NIC=1
+export NCCL_NET_GDR_LEVEL=PHB
+export NCCL_COLLNET_ENABLE=1
+export FI_CXI_DISABLE_HOST_REGISTER=1
+export FI_MR_CACHE_MONITOR=userfaultfd
+export FI_CXI_DEFAULT_CQ_SIZE=131072
 export OMP_NUM_THREADS=8
 
 hpc_say "$hpc_job, restart $hpc_restarts of at most 0"
-hpc_say '4 nodes, 16 ranks, 4 GPUs per node'
+hpc_say '10 nodes, 40 ranks, 4 GPUs per node'
 hpc_say "nodes: $hpc_nodes"
 hpc_say "since $(date -u +%Y-%m-%dT%H:%M:%SZ) on $(hostname) in $PWD"
 hpc_say "modules: ${LOADEDMODULES:-none}"
@@ -61,7 +66,7 @@ if [ -n "$hpc_signalled" ]; then
     [ "$hpc_signalled" = TERM ] || hpc_code=75
 else
     hpc_say "the ranks start after $SECONDS s"
-    mpiexec -n 16 --ppn 4 --depth 8 --cpu-bind depth \
+    mpiexec -n 40 --ppn 4 --depth 8 --cpu-bind depth \
         bash -c 'export CUDA_VISIBLE_DEVICES=$((3 - PALS_LOCAL_RANKID)); exec "$@"' hpctrain-rank \
         "${hpc_command[@]}" &
     hpc_pid=$!

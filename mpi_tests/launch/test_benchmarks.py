@@ -10,21 +10,28 @@ import time
 import psutil
 import pytest
 
-from benchmarks.harness.control import Launch
-from benchmarks.harness.schema import validate
 from hpctrain.errors import LaunchError
+from hpctrain.scaling.harness.command import RESULTS
+from hpctrain.scaling.harness.control import Launch
+from hpctrain.scaling.harness.schema import validate
+from hpctrain.scaling.sweeps.comparing import compare_counts
 from mpi_tests.built import BUILT
+from mpi_tests.full import FULL
 from mpi_tests.launch.benchmark_results import LIMIT_S, PYTHON, result_of
 from mpi_tests.launch.commands import ROOT, clean_environment, run
 
 
-def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
-    result = result_of("step_overhead", tmp_path / "result.json")
-    series = {item["variant"]: item for item in result["series"]}
-    engines = {f"hpctrain-{name}" for name in BUILT} | {"hpctrain-mpi-replicated"}
-    peers = {"ddp", "ddp-zero"} | ({"horovod"} if "horovod" in BUILT else set())
-    plain = {"compute", "compute-again", "compute-beside-idle"}
+def test_step_overhead_runs_its_variants_and_counts_exactly(tmp_path):
+    """Each variant has a launch of its own; every day one of each sort, and all with FULL."""
     fusion = {"hpctrain-horovod-fusion"} if "horovod" in BUILT else set()
+    engines, peers, plain = {"hpctrain-mpi"}, {"ddp"}, {"compute", "compute-beside-idle"}
+    if FULL:
+        engines = {f"hpctrain-{name}" for name in BUILT} | {"hpctrain-mpi-replicated"}
+        peers = {"ddp", "ddp-zero"} | ({"horovod"} if "horovod" in BUILT else set())
+        plain |= {"compute-again"}
+    chosen = [] if FULL else ["--variants", ",".join(engines | fusion | peers | plain)]
+    result = result_of("step_overhead", tmp_path / "result.json", *chosen)
+    series = {item["variant"]: item for item in result["series"]}
     assert set(series) == engines | fusion | peers | plain
     assert len(result["blocks"]) == 2
     assert all(sorted(block["order"]) == sorted(series) for block in result["blocks"])
@@ -38,6 +45,10 @@ def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
     for name in fusion:  # each of the 40 parameters travels on its own until Horovod fuses it
         assert series[name]["counts"]["messages"] >= 40
     assert all(series[name]["counts"] == {} for name in plain | peers)
+    # and what is committed is what a step costs: no more messages, hooks or bytes than that
+    compared = compare_counts(json.loads((RESULTS / "counts.json").read_text()), result)
+    assert {row.variant for row in compared if row.verdict == "same"} == engines | fusion
+    assert {row for row in compared if row.verdict in ("more", "less")} == set()
     # all of them did train together: equal weights on the ranks, and the same loss everywhere
     losses = [series[name]["outcome"]["loss"] for name in engines | fusion | peers]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
@@ -48,12 +59,12 @@ def test_step_overhead_runs_every_variant_and_counts_exactly(tmp_path):
     }
 
 
-def test_collectives_run_on_every_engine(tmp_path):
-    result = result_of("collectives", tmp_path / "result.json", "--sizes", "1 KiB,1 MiB")
+def test_collectives_run_on_the_engines(tmp_path):
+    variants = ["memcpy", "mpi-allocated", *(BUILT if FULL else ["mpi"])]
+    words = ["--sizes", "1 KiB,1 MiB", "--variants", ",".join(variants)]
+    result = result_of("collectives", tmp_path / "result.json", *words)
     found = {(item["case"], item["variant"]) for item in result["series"]}
-    assert found == {
-        (s, v) for s in ("1 KiB", "1 MiB") for v in ["memcpy", "mpi-allocated", *BUILT]
-    }
+    assert found == {(s, v) for s in ("1 KiB", "1 MiB") for v in variants}
     for item in result["series"]:
         if item["variant"] != "memcpy":
             metrics = item["metrics"]
@@ -82,7 +93,7 @@ def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
     result_of_part = tmp_path / "result_loader.json"
     variants = "dataloader,loader,loader-keyed"
     words = ["--parts", "loader", "--variants", variants, "--json", tmp_path / "result.json"]
-    done = run(*PYTHON, "benchmarks.data", "--quick", *words, timeout_s=LIMIT_S)
+    done = run(*PYTHON, "hpctrain.scaling.benches.data", "--quick", *words, timeout_s=LIMIT_S)
     assert done.code == 0, done.text
     result = json.loads(result_of_part.read_text())
     assert validate(result) == []
@@ -92,6 +103,20 @@ def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
         assert found[width, "loader"] == found[width, "loader-keyed"] == exact
         # two ranks, an odd number: torch's sampler fills up with one sample that came already
         assert found[width, "dataloader"] == {"handed out": num + 1, "different": num}
+
+
+def test_movement_is_a_part_of_the_data_benchmark(tmp_path):
+    """Times mean nothing here; what was moved, and what memory it took, does."""
+    variants = "memcpy,mpi-send,scatter,share"
+    words = ["--parts", "movement", "--variants", variants, "--json", tmp_path / "result.json"]
+    done = run(*PYTHON, "benchmarks.data", "--quick", *words, timeout_s=LIMIT_S)
+    assert done.code == 0, done.text
+    result = json.loads((tmp_path / "result_movement.json").read_text())
+    assert validate(result) == []
+    found = {item["variant"]: item["metrics"] for item in result["series"]}
+    assert list(found) == variants.split(",")
+    assert all(metrics["moved GB/s"] > 0 for metrics in found.values())
+    assert {(r["variant"], r["baseline"]) for r in result["ratios"]} >= {("scatter", "mpi-send")}
 
 
 @pytest.mark.parametrize(
@@ -104,14 +129,14 @@ def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
     ],
 )
 def test_mistakes_are_named(words, message):
-    done = run(*PYTHON, "benchmarks.step_overhead", *words)
+    done = run(*PYTHON, "hpctrain.scaling.benches.step_overhead", *words)
     assert done.code == 2, done.text
     assert message in done.err
     assert "Traceback" not in done.err
 
 
 def test_a_killed_benchmark_leaves_no_stopped_ranks_behind():
-    words = ["benchmarks.step_overhead", "--variants", "compute,compute-beside-idle"]
+    words = ["hpctrain.scaling.benches.step_overhead", "--variants", "compute,compute-beside-idle"]
     with subprocess.Popen(
         [*PYTHON, *words, "--blocks", "100000"],
         cwd=ROOT,
@@ -148,7 +173,11 @@ def status_of(process: psutil.Process) -> str:
 def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
     variant = "horovod" if "horovod" in BUILT else "ddp"
     launch = Launch(
-        variant, "benchmarks.step_overhead", num_ranks=2, variants=[variant], environ={}
+        variant,
+        "hpctrain.scaling.benches.step_overhead",
+        num_ranks=2,
+        variants=[variant],
+        environ={},
     )
     try:
         ranks = [psutil.Process(hello["pid"]) for hello in launch.greet(LIMIT_S)]
@@ -168,7 +197,11 @@ def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
 
 def test_a_rank_that_fails_is_told_with_its_traceback():
     launch = Launch(
-        "broken", "benchmarks.step_overhead", num_ranks=2, variants=["compute"], environ={}
+        "broken",
+        "hpctrain.scaling.benches.step_overhead",
+        num_ranks=2,
+        variants=["compute"],
+        environ={},
     )
     try:
         launch.greet(LIMIT_S)

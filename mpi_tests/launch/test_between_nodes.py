@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mpi_tests.cluster.mpi import mpi_of_this_python
+from mpi_tests.full import FULL
 from mpi_tests.launch.commands import HPCTRAIN, ROOT
 
 SCRIPT = """
@@ -48,9 +49,11 @@ with hpc.init(seed=1, device="cpu", num_threads=1) as world:
 """
 
 
-@pytest.mark.parametrize(
-    ("nodes", "ranks"), [(2, (2, 2)), (3, (2, 1, 1)), (4, (2, 1, 1, 1))], indirect=["nodes"]
-)
+# Unequal nodes, and more than two of them; `make test-all` adds the others.
+MANY = [(2, (2, 2)), (4, (2, 1, 1, 1))] if FULL else []
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(3, (2, 1, 1)), *MANY], indirect=["nodes"])
 def test_training_between_nodes_and_its_bytes(nodes, ranks, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -122,6 +122,7 @@ def test_all_nodes_on_one_node():
     assert json.loads(done.out)["outliers"] == []
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("nodes", [3], indirect=True)
 def test_a_slow_link_names_its_node(nodes: Nodes):
     nodes.limit_bandwidth("node2", "100mbit")

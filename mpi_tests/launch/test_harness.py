@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+from _pytest.mark.expression import Expression
 
+from mpi_tests.__main__ import LAUNCH, commands, groups_of
 from mpi_tests.launch.commands import HPCTRAIN, run
 from mpi_tests.outcomes import merge
 
@@ -106,9 +108,26 @@ def test_ranks_that_collect_different_tests_are_refused(suite):
 
 
 def test_the_runner_counts_and_ends_badly_when_a_part_fails(tmp_path):
-    done = run(sys.executable, "-m", "mpi_tests", "unit", "--", "-k", "no_such_test_anywhere")
+    done = run(sys.executable, "-m", "mpi_tests", "nodes", "--", "-k", "no_such_test_anywhere")
     assert done.code == 1  # pytest found no test: that is a failure, not a success
     assert done.out.splitlines()[-1] == "0 passed, 1 failed, 0 skipped"
+
+
+@pytest.mark.parametrize("marks", [set(), {"cluster"}, {"alone"}, {"cluster", "alone"}])
+def test_every_launch_test_is_in_one_piece(marks):
+    def in_it(text: str) -> bool:
+        return Expression.compile(text).evaluate(lambda name, **_: name in marks)
+
+    assert [in_it(text) for text in LAUNCH.values()].count(True) == 1
+
+
+def test_parts_that_share_the_machine():
+    todo = commands(["unit", "ranks", "launch"], [1, 2], [])
+    groups = [[name for name, _ in group] for group in groups_of(todo)]
+    two = ["launch cluster", "launch others"]
+    assert groups == [["unit", "ranks n=1"], ["ranks n=2"], two, ["launch alone"]]
+    chosen = commands(["launch"], [1], ["-k", "x"])  # a piece without tests would be a failure
+    assert [name for name, _ in chosen] == ["launch"]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ def test_a_job_from_submission_to_its_log(slurm):
     assert submit in COMMANDS
     folder = slurm.directory / "readme"
     folder.mkdir()
-    (folder / "train.py").write_text("import os\nprint('rank', os.environ['SLURM_PROCID'])\n")
+    # One piece, as ranks that share a log must write it (hpctrain.init would see to it).
+    write = "import os\nprint('rank ' + os.environ['SLURM_PROCID'] + '\\n', end='')\n"
+    (folder / "train.py").write_text(write)
     env = {**tools(), "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder)}
     for line in (submit.replace("pmix", mpi_of_this_python().srun_plugin), "hpctrain job logs -f"):
         done = slurm.run(shlex.split(line), cwd=folder, timeout_s=120, env=env)
@@ -124,6 +126,22 @@ def test_linting_an_example():
     assert line in COMMANDS
     done = run(*shlex.split(line), env=tools())
     assert (done.code, "J09" in done.out) == (1, True), done.text  # there is no folder logs here
+
+
+def test_a_training_from_a_file(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for line, told in (
+        ("hpctrain train examples/train/digits_mlp.toml -n 2", "finished after 230 steps"),
+        (
+            "hpctrain train examples/train/digits_mlp.toml -n 64 --ranks-per-node 8 --dry-run",
+            "64 on 8 nodes",
+        ),
+        ("hpctrain watch runs/digits_mlp", "finished: epoch 10, step 230/230"),
+        ("hpctrain config explain optimizer.lr", "must be given"),
+    ):
+        assert line in COMMANDS
+        done = run(*shlex.split(line), cwd=tmp_path, env=tools(), timeout_s=120)
+        assert (done.code, told in done.out) == (0, True), done.text
 
 
 def test_the_doctor_lines():

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from mpi_tests.cluster.claim import start_time
+from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.launch.commands import HPCTRAIN, clean_environment, run
 
 HEAD = "import os, sys, time\nrank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n"
@@ -26,6 +27,16 @@ def script(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def bare_mpirun():
+    """The words that start so many ranks without `hpctrain run`."""
+    from hpctrain.install.mpi import loaded_mpi, matching_mpirun
+    from hpctrain.launch import launch_command
+
+    mpirun, version = matching_mpirun(loaded_mpi(), clean_environment()["PATH"])
+    return lambda n: launch_command(mpirun, version, num_ranks=n, root=os.geteuid() == 0)
 
 
 def test_a_script_runs_on_every_rank(script):
@@ -68,6 +79,7 @@ def test_what_cannot_start_is_told_in_our_words(tmp_path, words, code, told):
     assert "Traceback" not in done.text
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
@@ -96,7 +108,7 @@ def test_the_same_error_on_all_ranks_is_printed_once(script):
     assert done.err.count("Traceback") == 1, done.err
 
 
-def test_an_exception_in_the_world_ends_all_ranks_under_bare_mpirun(tmp_path):
+def test_an_exception_in_the_world_ends_all_ranks_under_bare_mpirun(bare_mpirun, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
         "import time, hpctrain as hpc\n"
@@ -105,11 +117,7 @@ def test_an_exception_in_the_world_ends_all_ranks_under_bare_mpirun(tmp_path):
         "        raise RuntimeError('boo')\n"
         "    time.sleep(60)\n"
     )
-    from hpctrain.install.mpi import loaded_mpi, matching_mpirun
-    from hpctrain.launch import launch_command
-
-    mpirun, version = matching_mpirun(loaded_mpi(), clean_environment()["PATH"])
-    command = launch_command(mpirun, version, num_ranks=2, root=os.geteuid() == 0)
+    command = bare_mpirun(2)
     done = run(*command, sys.executable, path)
     assert done.code == 1
     assert done.text.count("RuntimeError: boo") == 1, done.text
@@ -128,6 +136,7 @@ def test_a_rank_that_exits_well_does_not_end_the_others(script):
     assert done.out == "done\n"
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_cleanly_and_leaves_nothing(script):
     path = script("print('pid', os.getpid(), flush=True)\ntime.sleep(60)")
     with subprocess.Popen(
@@ -196,6 +205,28 @@ def test_on_a_terminal_lines_carry_their_rank(script):
     assert sorted(seen.splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
     code, seen = on_terminal(*HPCTRAIN, "run", "-n", "2", "--quiet", path)
     assert seen.splitlines() == ["[0] hello from 0"]
+
+
+TALK = """
+import os
+for line in range(500):
+    print("rank", os.environ["PMI_RANK"], "says", line, "and", "goes", "on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("unbuffered", "program", "head"),
+    [("1", [*HPCTRAIN, "run"], ""), ("", [sys.executable], "import hpctrain as hpc\nhpc.init()\n")],
+    ids=["unbuffered under hpctrain run", "blocks after init"],
+)
+def test_lines_stay_whole_under_bare_mpirun(bare_mpirun, tmp_path, unbuffered, program, head):
+    """mpirun mixes what ranks write at once: the words of a print, and blocks cut in mid-line."""
+    path = tmp_path / "talk.py"
+    rank = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK"}[mpi_of_this_python().family]
+    path.write_text(head + TALK.replace("PMI_RANK", rank))
+    done = run(*bare_mpirun(3), *program, path, env={"PYTHONUNBUFFERED": unbuffered})
+    said = [f"rank {rank} says {line} and goes on" for rank in range(3) for line in range(500)]
+    assert sorted(done.out.splitlines()) == sorted(said), done.text[-2000:]
 
 
 def test_a_plain_env_script_of_torch_distributed_runs_unchanged(tmp_path):
@@ -272,8 +303,6 @@ def test_mistakes_on_the_command_line_are_named(words, message):
 
 
 def test_ranks_start_on_several_hosts(nodes, tmp_path):
-    from mpi_tests.cluster.mpi import mpi_of_this_python
-
     path = tmp_path / "where.py"
     path.write_text(
         "import os, hpctrain as hpc\n"
@@ -299,6 +328,7 @@ def test_ranks_start_on_several_hosts(nodes, tmp_path):
     ], done.stdout + done.stderr
 
 
+@pytest.mark.alone
 def test_help_is_quick_and_loads_neither_torch_nor_mpi():
     watch = "import sys; from hpctrain.cli import main\n"
     watch += "try: main(['--help'])\nexcept SystemExit: pass\n"

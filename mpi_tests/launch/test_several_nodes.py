@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 
 from mpi_tests.cluster.mpi import mpi_of_this_python
+from mpi_tests.full import FULL
 from mpi_tests.launch.commands import HPCTRAIN, ROOT
 
 # What can differ between nodes, with the engine of our own; `make test-all` adds the other engines
-# and the habits.
-FULL = bool(os.environ.get("MPI_TESTS_FULL"))
-SUITES = ["engines", "equivalence", *(["habits", "uneven", "travel", "sharded"] if FULL else [])]
+# and the habits, and moves data.
+MORE = ["habits", "uneven", "travel", "sharded"]
+MORE += ["data_movement", "data_feeding", "data_files", "data_gather", "loader"]
+SUITES = ["engines", "equivalence", *(MORE if FULL else [])]
 CHOICE = [] if FULL else ["-k", "not torch and not horovod"]
 
 
@@ -25,7 +26,7 @@ def test_engines_and_equivalence_between_nodes(nodes, ranks):
     done = nodes.run(
         nodes.hosts[0],
         [*HPCTRAIN, "run", "--hosts", hosts, "--quiet", *pytest_words],
-        timeout_s=280,
+        timeout_s=800 if FULL else 280,
         cwd=ROOT,
         env={**nodes.environment(mpi_of_this_python().family), "PYTHONPATH": str(ROOT)},
         check=False,

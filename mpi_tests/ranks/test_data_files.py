@@ -110,7 +110,7 @@ def test_files_of_every_kind_read_alike(world, folder):
 
         np.save(folder / "x.npy", given["x"])
         np.save(folder / "y.npy", given["y"])
-        np.savez_compressed(folder / "a.npz", **given)
+        np.savez_compressed(folder / "a.npz", **given, mean=np.float32(3), scale=np.ones(3))
         with h5py.File(folder / "a.h5", "w") as file:
             file["x"], file["y"], file["note"] = given["x"], given["y"], "text"
         group = zarr.open_group(str(folder / "a.zarr"), mode="w")
@@ -131,6 +131,8 @@ def test_files_of_every_kind_read_alike(world, folder):
         assert np.array_equal(batch["x"], given["x"][wanted]), name
         assert np.array_equal(batch["y"], given["y"][wanted]), name
         assert len(source.take(wanted[:0])["y"]) == 0
+        assert set(hpc.files(world, folder / name).take(wanted)) == {"x", "y"}, name
+        assert list(hpc.files(world, folder / name, columns=["y"]).take(wanted)) == ["y"], name
     both = hpc.files(world, folder / "x.npy", folder / "y.npy").take(wanted)
     assert np.array_equal(both[0], given["x"][wanted])
     with pytest.raises(hpc.ConfigError, match="no column 'q'; it has"):
@@ -143,6 +145,62 @@ def test_files_of_every_kind_read_alike(world, folder):
     write(world, lambda: os.truncate(folder / "a.h5", 900))
     with pytest.raises(hpc.DataError, match=r"a\.h5 is truncated"):
         hpc.files(world, folder / "a.h5")
+
+
+def test_files_that_differ_by_rank_are_refused(world, folder):
+    own = folder / f"{world.rank}.npy"
+    np.save(own, np.zeros((ROWS, 2), "f4" if world.rank % 2 else "f8"))
+    if world.size > 1:
+        with pytest.raises(hpc.ConfigError, match=r"files: columns \(name, dtype, shape.*float32"):
+            hpc.files(world, own)
+
+
+def test_share_does_not_wait_for_ever_for_a_rank_that_stays_out(world):
+    if world.size > 1:
+        if world.rank != world.size - 1:
+            with pytest.raises(hpc.CollectiveError, match=rf"share: .* rank {world.size - 1} of"):
+                hpc.share(world, np.zeros(3) if world.rank == 0 else None, timeout_s=0.3)
+        world.comm.Barrier()
+
+
+def as_seen(batch):
+    """What `--map` gets is told by what it leaves."""
+    kinds = {type(part) for part in batch.values()}
+    return {"was_tensor": np.full(len(batch["y"]), kinds == {torch.Tensor})}
+
+
+def test_a_function_gets_tensors_from_every_kind_of_file(world, folder):
+    import h5py
+
+    given = arrays()
+    write(world, lambda: np.savez(folder / "a.npz", **given))
+
+    def make():
+        with h5py.File(folder / "a.h5", "w") as file:
+            file["x"], file["y"] = given["x"], given["y"]
+
+    write(world, make)
+    for name in ("a.npz", "a.h5"):
+        source = hpc.files(world, folder / name)
+        write_shards(world, source, folder / f"of-{name}", samples_per_shard=9, change=as_seen)
+        seen = hpc.files(world, folder / f"of-{name}").take(np.arange(ROWS))
+        assert np.all(seen["was_tensor"]), name
+
+
+def test_columns_whose_names_are_alike_keep_their_files_apart(world, folder):
+    given = {name: np.full(7, number) for number, name in enumerate(["a b", "column0", "X", "x"])}
+    source = hpc.data.arrays.ArraySource(given)
+    write_shards(world, source, folder / "out", samples_per_shard=7)
+    got = hpc.files(world, folder / "out").take(np.arange(7))
+    assert {name: int(part[0]) for name, part in got.items()} == {
+        "a b": 0,
+        "column0": 1,
+        "X": 2,
+        "x": 3,
+    }
+    source = hpc.data.arrays.ArraySource({1: np.zeros(7), "1": np.ones(7)})
+    with pytest.raises(hpc.ConfigError, match="not all different as text"):
+        write_shards(world, source, folder / "bad", samples_per_shard=7)
 
 
 def look(shared, answers):
@@ -195,6 +253,29 @@ def test_share_reads_files_in_stripes(world, folder):
         hpc.share(world, None)
     with pytest.raises(hpc.ConfigError, match="is a list"):
         hpc.share(world, [1, 2] if world.rank == 0 else None)
+
+
+def test_staging_where_every_task_has_a_temporary_folder_of_its_own(world, folder, monkeypatch):
+    (folder / f"tmp-{world.rank}").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / f"tmp-{world.rank}"))
+    write(world, lambda: (folder / "a.bin").write_bytes(b"abc"))
+    copy = hpc.stage(world, folder / "a.bin")
+    assert copy.read_bytes() == b"abc"
+    assert len(set(world.node.allgather(copy))) == 1
+    write(world, lambda: (folder / "a.bin").write_bytes(b"abcd"))
+    if world.size > 1:  # the last rank does not see what the node's first rank made
+        sees = pathlib_exists_but_for(copy.parent.parent) if world.rank == world.size - 1 else None
+        if sees is not None:
+            monkeypatch.setattr(Path, "exists", sees)
+        with pytest.raises(hpc.DataError, match=rf"rank {world.size - 1} of .*not to be seen here"):
+            hpc.stage(world, folder / "a.bin")
+        monkeypatch.undo()
+
+
+def pathlib_exists_but_for(folder):
+    """As on a node whose ranks have each a mount of their own."""
+    really = Path.exists
+    return lambda path: really(path) and folder not in path.parents
 
 
 def test_staging_copies_once_and_again_after_a_change(world, folder, capfd):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.nn.functional import cross_entropy
 import hpctrain as hpc
 from hpctrain.replica.starting import digest
 from mpi_tests.built import BUILT
+from mpi_tests.full import FULL
 from mpi_tests.models import MODELS, OPTIMIZERS, SparseEmbedding, batch
 
 STEPS = 50
@@ -83,7 +83,6 @@ CASES = [
 # others what exercises the exchange. `make test-all` runs everything with everything.
 CORE = [case for case in CASES if case[:2] in {("branches", "sgd"), ("mlp", "adamw-fused")}]
 CORE += [case for case in CASES if case[0] in ("conv-batchnorm", "complex", "tied")]
-FULL = os.environ.get("MPI_TESTS_FULL") == "1"
 MATRIX = [(e, *case) for e in BUILT for case in (CASES if FULL or e == "mpi" else CORE)]
 
 

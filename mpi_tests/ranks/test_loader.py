@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import contextmanager
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hpctrain as hpc
 from hpctrain.data.shuffle import Order
+from hpctrain.errors import DataError
 from mpi_tests.datasets import Counting, Fragile, Noisy, Shares
 
 
@@ -258,6 +261,10 @@ def test_augmentation_depends_on_no_ranks_workers_or_stops(world):
     drawn = torch.rand(1).tolist()
     loader = hpc.Loader(world, Noisy(30), global_batch=8, num_workers=2)
     there = rows_of(world, loader, steps=2)
+    # A batch system's warning to all processes of the job is not for workers.
+    for child in psutil.Process().children(recursive=True):
+        if "resource_tracker" not in " ".join(child.cmdline()):
+            child.send_signal(signal.SIGUSR2)
     state = loader.state_dict()
     assert state["consumed"] == 16
     loader.load_state_dict(state)
@@ -271,7 +278,7 @@ def test_a_worker_that_is_killed_is_told_in_the_loop(world):
     data = Fragile(16, "kill")
     loader = hpc.Loader(world, data, global_batch=16, num_workers=1, shuffle=False)
     if 8 % world.size == world.rank:
-        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        with pytest.raises(DataError, match=r"worker 0 of the loader .* ended by SIGKILL"):
             list(loader)
     else:
         assert sum(loader.num_samples for _ in loader) > 0
@@ -298,7 +305,44 @@ def test_a_stream_is_dealt_out_and_goes_on(world, workers):
             hpc.Loader(world, Counting(29), global_batch=8, **options)
 
 
+class Dicing(Counting):
+    """A stream whose collate draws, too."""
+
+    @staticmethod
+    def collate(samples):
+        return torch.cat([torch.stack(samples), torch.rand(len(samples), 1)], dim=1)
+
+
+def test_a_collate_that_draws_leaves_the_stream_alone(world):
+    def read(state=None):
+        loader = hpc.Loader(world, Dicing(29), global_batch=8, collate=Dicing.collate)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader, [batch.tolist() for batch in loader]
+
+    loader, drawing = read()
+    plain = [batch.tolist() for batch in hpc.Loader(world, Counting(29), global_batch=8)]
+    assert [[row[:2] for row in batch] for batch in drawing] == plain
+    state = loader.state_dict() | {"epoch": 0, "consumed": 16, "total": 16}
+    assert read(state)[1] == drawing[2:]  # what collate draws goes on bit-exactly, too
+    drawn = [row[2] for batch in world.comm.allgather(drawing) for part in batch for row in part]
+    assert len(set(drawn)) == 29
+    short = hpc.Loader(world, Counting(11), global_batch=8)
+    short.load_state_dict(state)
+    with pytest.raises(hpc.DataError, match="ended after 11 samples, and 16 are consumed"):
+        list(short)
+
+
 # Scattered data
+
+
+def test_shares_in_their_own_order_are_never_exchanged(world):
+    shares = Shares(world.comm, 41, Order(kind="stored", num_samples=41, seed=3, epoch=0))
+    loader = hpc.Loader(world, shares, global_batch=8, seed=5)
+    first, second = (gathered(world, loader) for _ in range(2))
+    assert flat(first) == [10 * i for i in range(41)]
+    assert first == second
+    assert shares.num_exchanges == 0
 
 
 def test_scattered_shares_follow_the_global_order(world):

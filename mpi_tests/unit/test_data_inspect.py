@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import resource
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from hpctrain.data.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from hpctrain.data.storage.shards import check_shard
+from hpctrain.data.storage.shards import Shards, check_shard
 
 
 def shards_in(folder):
@@ -94,3 +97,33 @@ def test_every_damage_is_found(tmp_path):
         shards=manifest.shards,
     )
     assert "instead of" in check_shard(tmp_path, lying, 1)[0]
+
+
+def many_shards(folder, count):
+    """So many shards of two samples each, all with the content of one file."""
+    np.save(folder / "one.npy", np.arange(2))
+    shards = []
+    for number in range(count):
+        path = folder / f"shard-{number}.npy"
+        os.link(folder / "one.npy", path)
+        file = ShardFile(name=path.name, num_bytes=path.stat().st_size, digest="")
+        shards.append(ShardSpec(num_samples=2, files=(file,)))
+    column = ColumnSpec(name="data", dtype="<i8", shape=())
+    write_manifest(folder, Manifest(layout="array", columns=(column,), shards=tuple(shards)))
+
+
+def test_more_shards_than_a_process_may_open(tmp_path):
+    many_shards(tmp_path, 300)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        source = Shards(tmp_path)
+        everything = np.arange(600)
+        for _ in range(2):
+            assert np.array_equal(source.take(everything), everything % 2)
+        assert np.array_equal(pickle.loads(pickle.dumps(source)).take(everything), everything % 2)
+        shuffled = np.random.default_rng(1).permutation(600)
+        assert np.array_equal(source.take(shuffled), shuffled % 2)
+        assert len(os.listdir("/proc/self/fd")) < 150
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

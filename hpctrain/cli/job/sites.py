@@ -39,4 +39,5 @@ def _known(site: Site) -> str:
     if not site.source:
         return "never run; it does not say"
     how = "run on" if site.ever_run else "never run; written from"
-    return f"{how} {site.source} ({site.as_of})"
+    assumed = f"; assumed: {', '.join(site.assumed)}" if site.assumed else ""
+    return f"{how} {site.source} ({site.as_of}){assumed}"

@@ -18,11 +18,11 @@ import numpy as np
 from hpctrain.data.source import Indices
 from hpctrain.errors import ConfigError, DataError
 
-__all__ = ["Container"]
+__all__ = ["Container", "choose_columns"]
 
 
 class Container(ABC):
-    """Some arrays of a file as a source; a batch is a dict by name, or one array alone.
+    """Some arrays of a file as a source; a batch is a dict by name.
 
     Args:
         path: The file.
@@ -44,9 +44,8 @@ class Container(ABC):
             raise DataError(f"{path} is missing")
         found = self._found()
         lengths = {name: array.shape[0] for name, array in found.items() if array.shape}
-        self.names = tuple(_choose(path, lengths, columns))
+        self.names = tuple(choose_columns(path, lengths, columns))
         self._num_samples = int(lengths[self.names[0]])
-        self._alone = columns is not None and len(self.names) == 1
 
     @abstractmethod
     def _open(self, library: Any) -> Any:
@@ -63,8 +62,7 @@ class Container(ABC):
         """These samples as one batch, read in the order of the file and then put into theirs."""
         wanted, places = np.unique(np.asarray(indices, np.int64), return_inverse=True)
         found = self._found()
-        batch = {name: _read(found[name], wanted)[places] for name in self.names}
-        return batch[self.names[0]] if self._alone else batch
+        return {name: _read(found[name], wanted)[places] for name in self.names}
 
     def describe(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The dtype and shape of each column."""
@@ -94,7 +92,14 @@ class Container(ABC):
         return self._arrays(self._handle)
 
 
-def _choose(path: Path, lengths: dict[str, int], columns: Sequence[str] | None) -> Sequence[str]:
+def choose_columns(
+    path: Path, lengths: dict[str, int], columns: Sequence[str] | None
+) -> Sequence[str]:
+    """Which arrays of a file are its columns: those asked for, or all as long as the longest. Pure.
+
+    Raises:
+        ConfigError: one is unknown, they differ in length, or there are none.
+    """
     if columns is None:
         longest = max(lengths.values(), default=None)
         columns = [name for name, length in lengths.items() if length == longest]

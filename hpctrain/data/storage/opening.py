@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from hpctrain.data.alike import require_alike
 from hpctrain.data.arrays import ArraySource
 from hpctrain.data.source import Source
+from hpctrain.data.storage.container import choose_columns
 from hpctrain.data.storage.formats import Hdf5, NetCdf, Zarr
 from hpctrain.data.storage.manifest import MANIFEST
 from hpctrain.data.storage.numpy_files import open_npy, open_npz
 from hpctrain.data.storage.shards import Shards
+from hpctrain.data.structure import leaves
 from hpctrain.errors import ConfigError, DataError, HpcTrainError
 from hpctrain.world import World, agree
 
@@ -40,7 +44,8 @@ def files(
         world: The ranks.
         paths: One file or folder of shards; or several `.npy` files, which become the columns of a
             tuple.
-        columns: Which arrays of an archive or a container; None takes all.
+        columns: Which arrays of an archive, a container or shards; None takes all that are as long
+            as the longest. Batches are dicts by name then.
         timeout_s: How long to wait for ranks that do not come.
 
     Returns:
@@ -51,16 +56,28 @@ def files(
         ConfigError: on all ranks, when the arguments are wrong.
     """
     source: Source | None = None
+    form: list[tuple[str, str, tuple[int, ...]]] = []
     trouble: dict[type[HpcTrainError], str] = {}
     try:
         source = open_paths(*paths, columns=columns, part=(world.rank, world.size))
+        form = _form_of(source)
     except (ConfigError, DataError) as error:
         trouble[type(error)] = str(error)
+    except Exception as error:  # each library has its own, and the other ranks wait
+        told = ", ".join(map(str, paths))
+        trouble[DataError] = f"{told} cannot be opened ({type(error).__name__}: {error})"
     agree(world.comm, trouble.get(DataError), error=DataError, timeout_s=timeout_s)
     agree(world.comm, trouble.get(ConfigError), error=ConfigError, timeout_s=timeout_s)
     opened = cast(Source, source)  # or this rank would have had trouble
-    require_alike(world, "files", {"number of samples": len(opened)}, timeout_s=timeout_s)
+    found = {"number of samples": len(opened), "columns (name, dtype, shape of a sample)": form}
+    require_alike(world, "files", found, timeout_s=timeout_s)
     return opened
+
+
+def _form_of(source: Source) -> list[tuple[str, str, tuple[int, ...]]]:
+    """What a batch consists of, seen on one without rows."""
+    batch = source.take(np.empty(0, np.int64))
+    return [(name, str(leaf.dtype), tuple(leaf.shape[1:])) for name, leaf in leaves(batch)]
 
 
 def open_paths(
@@ -92,6 +109,8 @@ def open_path(
     """Open one file, or one folder of shards, on this rank alone."""
     if not path.exists():
         raise DataError(f"{path} is missing")
+    if (path / MANIFEST).is_file():  # whatever the folder is called
+        return Shards(path, columns=columns, part=part)
     if path.suffix in _CONTAINERS:
         return _CONTAINERS[path.suffix](path, columns)
     if path.is_dir():
@@ -109,8 +128,5 @@ def open_path(
 
 
 def _pick(path: Path, arrays: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
-    names = list(arrays) if columns is None else list(columns)
-    unknown = [name for name in names if name not in arrays]
-    if unknown:
-        raise ConfigError(f"{path} has no column {unknown[0]!r}; it has {', '.join(arrays)}")
-    return {name: arrays[name] for name in names}
+    lengths = {name: array.shape[0] for name, array in arrays.items() if array.shape}
+    return {name: arrays[name] for name in choose_columns(path, lengths, columns)}

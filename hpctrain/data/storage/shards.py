@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,14 @@ from hpctrain.errors import ConfigError, DataError
 __all__ = ["Shards", "check_file", "check_shard"]
 
 _MOST_NAMED = 5
+_MOST_MAPPED = 1024
 
 
 class Shards:
     """Samples in a folder of shards; files are mapped into memory when they are first read.
+
+    A map holds a file descriptor, of which a process has few: those not used for longest are let
+    go.
 
     Args:
         folder: Where the manifest is.
@@ -49,7 +55,7 @@ class Shards:
         self._columns = _choose(folder, self.manifest, columns)
         self._layout = self.manifest.layout if columns is None else "dict"
         self._ends = np.cumsum([shard.num_samples for shard in self.manifest.shards])
-        self._maps: dict[tuple[int, int], np.ndarray] = {}
+        self._maps: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
         names = [file for shard in self.manifest.shards for file in shard.files]
         wrong = [text for file in names[part[0] :: part[1]] if (text := check_file(folder, file))]
         if wrong:
@@ -79,7 +85,7 @@ class Shards:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the maps: whoever gets this maps the files again."""
-        return {**self.__dict__, "_maps": {}}
+        return {**self.__dict__, "_maps": OrderedDict()}
 
     def _gather(
         self, column: int, indices: Indices, shards: np.ndarray, parts: list[np.ndarray]
@@ -96,10 +102,25 @@ class Shards:
 
     def _map(self, shard: int, column: int) -> np.ndarray:
         key = (shard, column)
-        if key not in self._maps:
-            path = self.folder / self.manifest.shards[shard].files[column].name
-            self._maps[key] = open_npy(path)
+        if key in self._maps:
+            self._maps.move_to_end(key)
+            return self._maps[key]
+        while len(self._maps) >= _most_mapped():
+            self._maps.popitem(last=False)
+        path = self.folder / self.manifest.shards[shard].files[column].name
+        self._maps[key] = open_npy(path)
         return self._maps[key]
+
+
+def _most_mapped() -> int:
+    """How many files may be mapped: a part of what the process may open, for others open some too.
+
+    Asked each time: the limit is the process's, and a worker's may be another.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        _MOST_MAPPED if limit == resource.RLIM_INFINITY else max(1, min(_MOST_MAPPED, limit // 4))
+    )
 
 
 def check_file(folder: Path, file: ShardFile) -> str | None:
@@ -122,8 +143,11 @@ def check_shard(folder: Path, manifest: Manifest, number: int) -> list[str]:
     for column, file in zip(manifest.columns, shard.files, strict=True):
         path = folder / file.name
         trouble = check_file(folder, file)
-        if trouble is None and digest_file(path) != file.digest:
-            trouble = f"{path} has changed since it was written: its checksum is another"
+        try:
+            if trouble is None and digest_file(path) != file.digest:
+                trouble = f"{path} has changed since it was written: its checksum is another"
+        except OSError as error:
+            trouble = f"{path} cannot be read ({error.strerror})"
         if trouble is None:
             try:
                 array = open_npy(path)

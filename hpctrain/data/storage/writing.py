@@ -24,12 +24,14 @@ from hpctrain.data.storage.manifest import (
     describe_dtype,
     write_manifest,
 )
+from hpctrain.data.structure import as_tensor, map_leaves
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.world import World, agree
 
 __all__ = ["write_shards"]
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_PLAIN_NAME = re.compile(r"[a-z0-9_-]{1,64}")  # some file systems do not tell X from x
+_NUMBERED = re.compile(r"column\d+")
 _Written = tuple[str, tuple[ColumnSpec, ...], dict[int, ShardSpec]]
 
 
@@ -52,8 +54,8 @@ def write_shards(
         source: The data set; every rank can read it.
         folder: Where to write, on a file system that all ranks see.
         samples_per_shard: How many samples of the source go into a shard.
-        change: Applied to each shard's batch; it may change columns, dtypes and the number of
-            samples.
+        change: Applied to each shard's batch, of tensors wherever torch has the dtype; it may
+            change columns, dtypes and the number of samples.
         overwrite: Replace the shards that are there.
         timeout_s: How long to wait for ranks that are slower.
 
@@ -123,7 +125,7 @@ def _write_own(
         stop = min(starts[number] + samples_per_shard, len(source))
         batch = source.take(np.arange(starts[number], stop, dtype=np.int64))
         if change is not None:
-            batch = change(batch)
+            batch = change(map_leaves(as_tensor, batch))
         layout, arrays = _take_apart(batch, number)
         found = tuple(
             ColumnSpec(name=name, dtype=describe_dtype(array.dtype), shape=array.shape[1:])
@@ -146,6 +148,10 @@ def _take_apart(batch: Any, number: int) -> tuple[str, dict[str, np.ndarray]]:
     """A batch as named arrays, and what it was."""
     if isinstance(batch, dict):
         layout, parts = "dict", {str(name): part for name, part in batch.items()}
+        if len(parts) < len(batch):
+            raise ConfigError(
+                f"shard {number}: the names {list(batch)} are not all different as text; rename"
+            )
     elif isinstance(batch, tuple | list):
         layout, parts = "tuple", {str(i): part for i, part in enumerate(batch)}
     else:
@@ -172,7 +178,9 @@ def _as_array(part: Any, name: str) -> np.ndarray:
 
 
 def _file_part(name: str, number: int) -> str:
-    return name if _PLAIN_NAME.fullmatch(name) else f"column{number}"
+    """A column's name where a file can have it, and nobody else's; else its number."""
+    plain = _PLAIN_NAME.fullmatch(name) and not _NUMBERED.fullmatch(name)
+    return name if plain else f"column{number}"
 
 
 class _Digesting:

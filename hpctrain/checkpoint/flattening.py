@@ -1,0 +1,293 @@
+"""A state tree as JSON and named tensors, without loss, or refused with the place. Pure.
+
+JSON's own values stand for themselves. Whatever JSON cannot tell apart is an object with the key
+`$`: tuples, dictionaries with other keys than text, bytes, complex and non-finite numbers, numpy
+values, torch's dtypes and devices, and tensors, which are named and stored elsewhere. Everything
+is matched by its exact type: a subclass would come back as something else.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hpctrain.checkpoint.dtypes import dtype_name
+from hpctrain.errors import CheckpointError
+
+__all__ = ["MOST_DEPTH", "Flat", "flatten"]
+
+MOST_DEPTH = 100
+_EXACT_INT = 1 << 53
+_Json = Any
+
+
+@dataclass(slots=True)
+class Flat:
+    """A tree taken apart."""
+
+    skeleton: _Json = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By name; a tensor that stands in several places is here once."""
+    leaves: dict[str, str] = field(default_factory=dict)
+    """What stands at each place, in words: ranks compare it."""
+
+    def fingerprint(self) -> int:
+        """A number that is the same for trees with the same leaves, whatever their order."""
+        return sum(zlib.crc32(f"{place}={what}".encode()) for place, what in self.leaves.items())
+
+
+def flatten(tree: object) -> Flat:
+    """Take a tree apart.
+
+    Raises:
+        CheckpointError: something in it cannot be stored without loss; the place is named.
+    """
+    walk = _Walk()
+    walk.flat.skeleton = walk.encode(tree, (), "state", 0)
+    return walk.flat
+
+
+class _Walk:
+    """One walk over a tree."""
+
+    def __init__(self) -> None:
+        self.flat = Flat()
+        self._tied: dict[tuple[object, ...], str] = {}
+        self._above: set[int] = set()
+
+    def encode(self, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+        kind = type(value)
+        if kind in _CONTAINERS:
+            return self._inside(value, path, place, depth)
+        if kind is Tensor or kind is Parameter:
+            return self._tensor(value, path, place)
+        if kind is np.ndarray:
+            return self._array(value, path, place)
+        encoder = _PLAIN.get(kind) or (_numpy_scalar if isinstance(value, np.generic) else None)
+        if encoder is None:
+            raise CheckpointError(f"{place} is {_article(kind)}, which cannot be stored; {_hint()}")
+        encoded = encoder(value, place)
+        self.flat.leaves[place] = repr(encoded)
+        return encoded
+
+    def _inside(self, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+        """What is in a container, each item under its key."""
+        if id(value) in self._above:
+            raise CheckpointError(f"{place} contains itself; a tree has no circles")
+        if depth >= MOST_DEPTH:
+            raise CheckpointError(f"{place} is {depth} levels deep; at most {MOST_DEPTH} are kept")
+        self._above.add(id(value))
+        encoded = _CONTAINERS[type(value)](self, value, path, place, depth + 1)
+        self._above.discard(id(value))
+        if not value:
+            self.flat.leaves[place] = repr(encoded)
+        return encoded
+
+    def items(self, value: Any, path: tuple[str, ...], place: str, depth: int) -> list[_Json]:
+        return [
+            self.encode(item, (*path, str(index)), f"{place}[{index}]", depth)
+            for index, item in enumerate(value)
+        ]
+
+    def pairs(
+        self, value: Mapping[Any, Any], path: tuple[str, ...], place: str, depth: int
+    ) -> list[tuple[_Json, _Json]]:
+        return [
+            (
+                _encode_key(key, place),
+                self.encode(item, (*path, str(key)), f"{place}[{key!r}]", depth),
+            )
+            for key, item in value.items()
+        ]
+
+    def _tensor(self, value: Tensor, path: tuple[str, ...], place: str) -> _Json:
+        trouble = _why_not(value)
+        if trouble:
+            raise CheckpointError(f"{place} is {trouble}; {_hint()}")
+        encoded: dict[str, _Json] = {"$": "tensor", "name": self._name(value, path)}
+        if type(value) is Parameter:
+            encoded["parameter"] = True
+        if value.requires_grad:
+            encoded["requires_grad"] = True
+        self.flat.leaves[place] = f"{encoded} {dtype_name(value.dtype)} {tuple(value.shape)}"
+        return encoded
+
+    def _array(self, value: np.ndarray, path: tuple[str, ...], place: str) -> _Json:
+        if value.dtype.hasobject or value.dtype.fields is not None:
+            raise CheckpointError(
+                f"{place} is a numpy array of {value.dtype}; arrays of numbers, text, dates or "
+                "bytes are kept, objects and records are not: store the fields of a record each "
+                "for itself"
+            )
+        shape, dtype = list(value.shape), value.dtype.str
+        tensor = _array_tensor(value)
+        name = self._new_name(path, tensor)
+        self.flat.leaves[place] = f"numpy {dtype} {shape}"
+        return {"$": "ndarray", "name": name, "dtype": dtype, "shape": shape}
+
+    def _name(self, value: Tensor, path: tuple[str, ...]) -> str:
+        """A new name, or the one under which the same memory has been met already."""
+        if value.numel() == 0:
+            return self._new_name(path, value)
+        same = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if same not in self._tied:
+            self._tied[same] = self._new_name(path, value)
+        return self._tied[same]
+
+    def _new_name(self, path: tuple[str, ...], value: Tensor) -> str:
+        name = wanted = "/".join(path) or "value"
+        count = 1
+        while name in self.flat.tensors:  # {0: a, "0": b}, or a slash inside a key
+            count += 1
+            name = f"{wanted}~{count}"
+        self.flat.tensors[name] = value.detach()
+        return name
+
+
+def _why_not(value: Tensor) -> str | None:
+    """Why a tensor cannot be stored, or None."""
+    if value.layout is not torch.strided or value.is_nested:
+        return f"a tensor of layout {value.layout}"
+    if value.is_quantized:
+        return f"a quantized tensor ({value.dtype})"
+    if value.device.type == "meta":
+        return "a tensor without data (device meta)"
+    return None
+
+
+def _array_tensor(value: np.ndarray) -> Tensor:
+    """The numbers of an array as a tensor: of its dtype where torch has it, else as bytes."""
+    flat = np.ascontiguousarray(value).reshape(-1)
+    if flat.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if not flat.flags.writeable:
+        flat = flat.copy()  # torch warns of memory that must not be written to
+    data = torch.from_numpy(flat.view(np.uint8))
+    dtype = getattr(torch, value.dtype.name, None)
+    if isinstance(dtype, torch.dtype) and value.dtype.isnative:
+        return data.view(dtype).reshape(value.shape)
+    return data
+
+
+def _encode_key(key: Any, place: str) -> _Json:
+    if type(key) is tuple:
+        return {"$": "tuple", "items": [_encode_key(item, place) for item in key]}
+    encoder = _PLAIN.get(type(key)) or (_numpy_scalar if isinstance(key, np.generic) else None)
+    if encoder is None:
+        raise CheckpointError(
+            f"{place} has the key {key!r}, {_article(type(key))}, which cannot be stored; use "
+            "text, numbers or tuples of them"
+        )
+    return encoder(key, place)
+
+
+def _as_list(walk: _Walk, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+    return walk.items(value, path, place, depth)
+
+
+def _as_tuple(walk: _Walk, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+    kind = "torch.Size" if type(value) is torch.Size else "tuple"
+    return {"$": kind, "items": walk.items(value, path, place, depth)}
+
+
+def _as_dict(walk: _Walk, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+    pairs = walk.pairs(value, path, place, depth)
+    if all(type(key) is str for key in value) and "$" not in value:
+        return dict(pairs)
+    return {"$": "dict", "items": [list(pair) for pair in pairs]}
+
+
+def _as_ordered(walk: _Walk, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+    pairs = walk.pairs(value, path, place, depth)
+    encoded: dict[str, _Json] = {"$": "OrderedDict", "items": [list(pair) for pair in pairs]}
+    extra = dict(vars(value))
+    if "_metadata" in extra:  # the versions of modules, in the state of a model
+        inside = extra.pop("_metadata")
+        encoded["metadata"] = walk.encode(inside, path, f"{place}._metadata", depth)
+    if extra:
+        raise CheckpointError(
+            f"{place} is an OrderedDict with attributes of its own ({', '.join(extra)}), which "
+            "cannot be stored; put them into the tree"
+        )
+    return encoded
+
+
+_CONTAINERS: dict[type, Callable[..., _Json]] = {
+    list: _as_list,
+    tuple: _as_tuple,
+    torch.Size: _as_tuple,
+    dict: _as_dict,
+    OrderedDict: _as_ordered,
+}
+
+
+def _itself(value: Any, place: str) -> _Json:
+    return value
+
+
+def _int(value: int, place: str) -> _Json:
+    # Beyond this other languages' JSON readers round.
+    return value if abs(value) < _EXACT_INT else {"$": "int", "hex": hex(value)}
+
+
+def _float(value: float, place: str) -> _Json:
+    if value - value == 0:
+        return value
+    return {"$": "float", "hex": struct.pack(">d", value).hex()}  # which nan it is, too
+
+
+def _complex(value: complex, place: str) -> _Json:
+    return {"$": "complex", "hex": struct.pack(">dd", value.real, value.imag).hex()}
+
+
+def _bytes(value: bytes, place: str) -> _Json:
+    return {"$": "bytes", "base64": base64.b64encode(value).decode()}
+
+
+def _dtype(value: torch.dtype, place: str) -> _Json:
+    return {"$": "torch.dtype", "name": dtype_name(value)}
+
+
+def _device(value: torch.device, place: str) -> _Json:
+    return {"$": "torch.device", "name": str(value)}
+
+
+def _numpy_scalar(value: np.generic, place: str) -> _Json:
+    if value.dtype.hasobject or value.dtype.fields is not None:
+        raise CheckpointError(f"{place} is a numpy record or object, which cannot be stored")
+    return {"$": "numpy", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
+
+
+_PLAIN: dict[type, Callable[[Any, str], _Json]] = {
+    type(None): _itself,
+    bool: _itself,
+    str: _itself,
+    int: _int,
+    float: _float,
+    complex: _complex,
+    bytes: _bytes,
+    torch.dtype: _dtype,
+    torch.device: _device,
+}
+
+
+def _article(kind: type) -> str:
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"of type {module}{kind.__qualname__}"
+
+
+def _hint() -> str:
+    return (
+        "a state consists of dictionaries, lists, tuples, tensors, numpy arrays, numbers, text, "
+        "bytes and None; convert it, or leave it out"
+    )

@@ -1,0 +1,143 @@
+"""Who writes what: pure arithmetic, the same on every rank.
+
+A parallel file system gives a node more when a few processes write, and less when thousands of
+small files are made at once; so a few ranks of each node write, and none for little.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "LEAST_PART_BYTES",
+    "MOST_PARTS",
+    "MOST_PER_NODE",
+    "Item",
+    "Piece",
+    "choose_ranks",
+    "divide",
+    "writer_of",
+]
+
+MOST_PER_NODE = 4
+"""One process seldom fills a node's link to its file system; beyond four, files are added."""
+LEAST_PART_BYTES = 64 << 20
+"""Below it making, syncing and closing a file costs more than a second writer brings."""
+MOST_PARTS = 256
+"""So many streams fill the file systems that are known; more files only load its directory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """A tensor to be written."""
+
+    name: str
+    num_elements: int
+    element_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return self.num_elements * self.element_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Elements of a tensor, counted as if it were flat, that one writer writes."""
+
+    name: str
+    start: int
+    stop: int
+    element_bytes: int
+    is_whole: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of these elements."""
+        return (self.stop - self.start) * self.element_bytes
+
+    @property
+    def key(self) -> str:
+        """What it is called in its file."""
+        return self.name if self.is_whole else f"{self.name}[{self.start}:{self.stop}]"
+
+
+def choose_ranks(
+    node_of: Sequence[int], num_bytes: int, per_node: int | None = None
+) -> tuple[int, ...]:
+    """Which ranks write (or read) so many bytes; rank 0 is the first of them.
+
+    Args:
+        node_of: The node of each rank.
+        num_bytes: What there is to write.
+        per_node: So many on each node, if it has as many ranks; None: at most `MOST_PER_NODE`, at
+            most `MOST_PARTS` in all, and no more than make parts of `LEAST_PART_BYTES`.
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for rank, node in enumerate(node_of):
+        ranks_of.setdefault(node, []).append(rank)
+    chosen: list[tuple[int, int, int]] = []
+    for ranks in ranks_of.values():
+        count = min(len(ranks), MOST_PER_NODE if per_node is None else per_node)
+        # Apart from each other: neighbours often share a memory controller.
+        places = [ranks[i * len(ranks) // count] for i in range(count)]
+        chosen += [(turn, ranks[0], rank) for turn, rank in enumerate(places)]
+    ordered = [rank for _, _, rank in sorted(chosen)]  # one of each node, then a second of each
+    if per_node is None:
+        ordered = ordered[: max(1, min(MOST_PARTS, num_bytes // LEAST_PART_BYTES))]
+    return tuple(ordered)
+
+
+def writer_of(node_of: Sequence[int], writers: Sequence[int]) -> list[int]:
+    """For each rank the part that what it alone knows goes to: on its node if that has a writer."""
+    on_node: dict[int, list[int]] = {}
+    for part, rank in enumerate(writers):
+        on_node.setdefault(node_of[rank], []).append(part)
+    everyone = list(range(len(writers)))
+    met: dict[int, int] = {}
+    parts = []
+    for node in node_of:
+        turn = met.get(node, 0)
+        met[node] = turn + 1
+        near = on_node.get(node)
+        parts.append(near[turn % len(near)] if near else everyone[(node + turn) % len(everyone)])
+    return parts
+
+
+def divide(items: Iterable[Item], num_parts: int) -> list[list[Piece]]:
+    """Share tensors among writers so that all have about equally many bytes.
+
+    Tensors are kept whole, except those that are larger than a writer's share. In each part wide
+    elements come first, so that everything is aligned to its own width.
+    """
+    ordered = sorted(items, key=lambda item: (-item.num_bytes, item.name))
+    share = max(LEAST_PART_BYTES, -(-sum(item.num_bytes for item in ordered) // num_parts))
+    pieces = [piece for item in ordered for piece in _cut(item, share)]
+    pieces.sort(key=lambda piece: (-piece.num_bytes, piece.name, piece.start))
+    loads = [(0, part) for part in range(num_parts)]
+    parts: list[list[Piece]] = [[] for _ in range(num_parts)]
+    for piece in pieces:  # the largest first, each to the writer that has least
+        load, part = heapq.heappop(loads)
+        heapq.heappush(loads, (load + piece.num_bytes, part))
+        parts[part].append(piece)
+    for part_pieces in parts:
+        part_pieces.sort(key=lambda piece: (-piece.element_bytes, piece.name, piece.start))
+    return parts
+
+
+def _cut(item: Item, share: int) -> list[Piece]:
+    count = 1 if item.num_bytes <= share else math.ceil(item.num_bytes / share)
+    bounds = [item.num_elements * i // count for i in range(count + 1)]
+    return [
+        Piece(
+            name=item.name,
+            start=bounds[i],
+            stop=bounds[i + 1],
+            element_bytes=item.element_bytes,
+            is_whole=count == 1,
+        )
+        for i in range(count)
+    ]

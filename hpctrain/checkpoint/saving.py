@@ -1,0 +1,220 @@
+"""One save, on all ranks: who writes what, the copy, and the errand of the writing thread."""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.checkpoint.alike import mark_of, refuse_differences
+from hpctrain.checkpoint.background import Errand
+from hpctrain.checkpoint.catalog import next_number
+from hpctrain.checkpoint.finishing import OWNER, Outline, Record, Records, finish, write_own_part
+from hpctrain.checkpoint.layout import Item, Piece, choose_ranks, divide, writer_of
+from hpctrain.checkpoint.naming import checkpoint_name, partial_name
+from hpctrain.checkpoint.part import Staging, lay_out
+from hpctrain.checkpoint.preparing import Prepared, versions
+from hpctrain.checkpoint.removing import describe_owner, retain, sweep
+from hpctrain.checkpoint.retention import Keep
+from hpctrain.checkpoint.tree_file import describe, items_of, render_tree
+from hpctrain.errors import CheckpointError
+from hpctrain.world import World, agree, roll_call
+
+__all__ = ["Saving", "Settings", "begin"]
+
+_TAG = 7412
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What all saves of a store have in common."""
+
+    directory: Path
+    keep: Keep
+    writers_per_node: int | None
+    timeout_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Saving:
+    """A save that has begun, seen from one rank."""
+
+    path: Path
+    step: int
+    errand: Errand | None
+    """None: this rank writes nothing."""
+    records: Records | None
+    """Rank 0 alone: what it knows of all parts."""
+    written: list[Record]
+    """This rank's part, once it is on disk."""
+
+
+def begin(
+    world: World,
+    settings: Settings,
+    prepared: Prepared | None,
+    trouble: str | None,
+    staging: Staging,
+) -> Saving:
+    """Collective: copy this rank's part; the state's places, shapes and values must match.
+
+    Args:
+        world: The ranks.
+        settings: The same on all ranks.
+        prepared: What this rank brings, or None if it has trouble.
+        trouble: What is wrong on this rank.
+        staging: Where this rank's part is copied to.
+
+    Returns:
+        The save, whose errand is still to be started.
+
+    Raises:
+        CheckpointError: on all ranks, nothing is saved.
+    """
+    opened: tuple[Path, int] | None = None
+    if world.rank == 0 and prepared is not None:
+        opened, trouble = _open(world, settings.directory, prepared.step)
+    try:
+        return _begin(world, settings, prepared, trouble, opened, staging)
+    except CheckpointError:
+        if opened is not None:
+            shutil.rmtree(opened[0], ignore_errors=True)
+        raise
+
+
+def _begin(
+    world: World,
+    settings: Settings,
+    prepared: Prepared | None,
+    trouble: str | None,
+    opened: tuple[Path, int] | None,
+    staging: Staging,
+) -> Saving:
+    """Collective: compare what the ranks bring, and copy."""
+    timeout_s = settings.timeout_s
+    roll_call(world.comm, "saving a checkpoint", timeout_s=timeout_s)
+    mark = None if prepared is None else mark_of(prepared)
+    told = world.comm.allgather((trouble, mark, opened))
+    if prepared is None or mark is None or any(each[0] for each in told):
+        agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
+        raise CheckpointError("nothing was prepared to be saved")  # not reached: a rank said why
+    if any(each[1] != mark for each in told):
+        refuse_differences(world, prepared.flat, mark)
+    folder, number = told[0][2]
+    saving = None
+    try:
+        saving = _copy(world, settings, prepared, folder, number, staging)
+    except (MemoryError, RuntimeError, OSError) as error:
+        trouble = f"the state could not be copied ({type(error).__name__}: {error})"
+    agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
+    if saving is None:
+        raise CheckpointError("nothing was copied")  # not reached: this rank said why
+    return saving
+
+
+def _open(world: World, directory: Path, step: int) -> tuple[tuple[Path, int] | None, str | None]:
+    """Rank 0's part: a directory for what is not complete yet."""
+    try:
+        number = next_number(directory)
+        folder = directory / partial_name(number, step, secrets.token_hex(8))
+        folder.mkdir()
+        (folder / OWNER).write_text(json.dumps(describe_owner(world.launch.job_id)))
+    except (OSError, CheckpointError) as error:
+        return None, f"{directory} cannot be written to ({error}); make room, or save elsewhere"
+    return (folder, number), None
+
+
+def _copy(
+    world: World,
+    settings: Settings,
+    prepared: Prepared,
+    folder: Path,
+    number: int,
+    staging: Staging,
+) -> Saving:
+    """Send what this rank alone knows to its writer; as a writer, copy one's part."""
+    flat = prepared.flat
+    items = tuple(sorted(items_of(flat.tensors), key=lambda item: item.name))
+    node_of = tuple(info.node_rank for info in world.ranks)
+    writers = choose_ranks(
+        node_of, sum(item.num_bytes for item in items), settings.writers_per_node
+    )
+    parts = _divide(items, len(writers))
+    own = _gather_own(world, prepared.own, node_of, writers)
+    path = settings.directory / checkpoint_name(number, prepared.step)
+    records = Records() if world.rank == 0 else None
+    saving = Saving(path=path, step=prepared.step, errand=None, records=records, written=[])
+    if world.rank not in writers:
+        return saving
+    part = writers.index(world.rank)
+    image = lay_out(parts[part], flat.tensors, own)
+    data = staging.fill(image, parts[part], flat.tensors, own)
+    places = {rank: (image.own_starts[rank], len(own[rank])) for rank in own}
+    outline = _outline(world, settings, prepared, folder, number, writers)
+    described = describe(flat)
+    deadline = time.monotonic() + settings.timeout_s
+
+    def write() -> None:
+        """Runs in the thread; the tensors themselves are none of its business."""
+        record = write_own_part(
+            folder, part, len(parts), data, data_start=len(image.header), own=places
+        )
+        saving.written.append(record)
+        if records is not None:
+            records.tell(record)
+            finish(outline, render_tree(described, parts), records, deadline=deadline)
+            retain(settings.directory, settings.keep)
+            sweep(settings.directory, describe_owner(world.launch.job_id))
+
+    saving.errand = Errand(write, f"writing {path}")
+    return saving
+
+
+@functools.lru_cache(maxsize=4)
+def _divide(items: tuple[Item, ...], num_parts: int) -> tuple[tuple[Piece, ...], ...]:
+    return tuple(tuple(pieces) for pieces in divide(items, num_parts))
+
+
+def _outline(
+    world: World,
+    settings: Settings,
+    prepared: Prepared,
+    folder: Path,
+    number: int,
+    writers: tuple[int, ...],
+) -> Outline:
+    return Outline(
+        directory=settings.directory,
+        folder=folder,
+        number=number,
+        step=prepared.step,
+        writers=writers,
+        num_ranks=world.size,
+        has_own=prepared.own is not None,
+        versions=versions(),
+        metrics=prepared.metrics,
+        note=prepared.note,
+    )
+
+
+def _gather_own(
+    world: World, blob: bytes | None, node_of: tuple[int, ...], writers: tuple[int, ...]
+) -> dict[int, bytes]:
+    """Collective: what ranks alone know, by rank, at the ranks that write it."""
+    if blob is None:
+        return {}
+    targets = [writers[part] for part in writer_of(node_of, writers)]
+    mine = [rank for rank, target in enumerate(targets) if target == world.rank]
+    target = targets[world.rank]
+    sent = world.comm.isend(blob, dest=target, tag=_TAG) if target != world.rank else None
+    own = {
+        rank: blob if rank == world.rank else world.comm.recv(source=rank, tag=_TAG)
+        for rank in mine
+    }
+    if sent is not None:
+        sent.wait()
+    return own

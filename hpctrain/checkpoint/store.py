@@ -1,0 +1,259 @@
+"""Saving and loading state on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain import log
+from hpctrain.checkpoint.background import Background
+from hpctrain.checkpoint.finishing import Record
+from hpctrain.checkpoint.loading import Loaded, load
+from hpctrain.checkpoint.part import Staging
+from hpctrain.checkpoint.preparing import prepare
+from hpctrain.checkpoint.removing import describe_owner, sweep
+from hpctrain.checkpoint.retention import Keep
+from hpctrain.checkpoint.saving import Saving, Settings, begin
+from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.world import World, agree, roll_call
+from hpctrain.world.cores import parse_cpus
+
+__all__ = ["Loaded", "Store"]
+
+_GRACE_S = 60.0
+"""What rank 0 may need longer than the others before all learn how a save ended."""
+_MARGIN_S = 5.0
+
+
+class Store:
+    """A directory of checkpoints. Collective to make, save, load, wait and close.
+
+    A checkpoint is complete or it is not there: it is written under another name and renamed when
+    all of it is on disk.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        directory: str | Path,
+        *,
+        keep: Keep | None = None,
+        writers_per_node: int | None = None,
+        asynchronous: bool = True,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """Collective: open or make the directory; the arguments must match.
+
+        Args:
+            world: The ranks.
+            directory: On a file system that all nodes share.
+            keep: Which checkpoints stay; None: the last three.
+            writers_per_node: How many ranks of each node write; None: as many as the size of the
+                state deserves, at most four.
+            asynchronous: Let a thread write while training goes on; False: every save waits.
+            timeout_s: How long a save may take until it counts as failed.
+
+        Raises:
+            ConfigError: on all ranks: an argument is wrong.
+            CheckpointError: on all ranks: the directory cannot be made.
+        """
+        trouble = None
+        if writers_per_node is not None and writers_per_node < 1:
+            trouble = f"writers_per_node={writers_per_node} must be at least 1"
+        elif not timeout_s > 0:
+            trouble = f"timeout_s={timeout_s} must be above 0"
+        agree(world.comm, trouble, error=ConfigError)
+        self.directory = Path(directory).absolute()
+        self.timeout_s = timeout_s
+        self._world = world
+        self._asynchronous = asynchronous
+        self._settings = Settings(
+            directory=self.directory,
+            keep=Keep() if keep is None else keep,
+            writers_per_node=writers_per_node,
+            timeout_s=timeout_s,
+        )
+        agree(world.comm, self._open(), error=CheckpointError)
+        self._saving: Saving | None = None
+        self._last: Path | None = None
+        self._staging = Staging()
+        self._polite, self._hurried = self._make_threads()
+        self._is_closed = False
+        world.at_exit(self.close)
+
+    def save(
+        self,
+        state: object,
+        *,
+        step: int,
+        own: object | None = None,
+        note: object = None,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Collective: save a state; blocked until it is copied, or with `wait` until it is there.
+
+        A save that is still being written is waited for.
+
+        Args:
+            state: A tree of dictionaries, lists, tuples, tensors, arrays and plain values, the same
+                on all ranks. Each writer copies and writes its part of it.
+            step: The number of steps it stands for; must match.
+            own: A tree of what this rank alone knows, such as its random state; on all ranks or on
+                none.
+            note: Plain values for the manifest, rank 0's.
+            metrics: Numbers by name, rank 0's; `keep` may choose by them.
+            wait: Return only when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: on all ranks: something in the state cannot be stored or differs
+                between ranks (the place is named), or the save before this one failed.
+        """
+        if self._is_closed:
+            raise CheckpointError(f"the store of {self.directory} is closed")
+        if self._saving is not None:
+            if self._world.rank == 0 and self.is_saving:
+                log.notice(f"waiting for {self._saving.path}, which is still being written")
+            self.wait()
+        prepared, trouble = None, None
+        try:
+            prepared = prepare(state, step=step, own=own, note=note, metrics=metrics)
+        except CheckpointError as error:
+            trouble = str(error)
+        saving = begin(self._world, self._settings, prepared, trouble, self._staging)
+        self._saving = saving
+        in_a_hurry = wait or not self._asynchronous
+        if saving.errand is not None:
+            (self._hurried if in_a_hurry else self._polite).start(saving.errand)
+        if in_a_hurry:
+            self.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank is writing; on rank 0, whether the checkpoint is not complete yet."""
+        errand = self._saving.errand if self._saving else None
+        return errand is not None and errand.is_running
+
+    @property
+    def failed(self) -> str | None:
+        """What has gone wrong on this rank with the save that was begun last, or None."""
+        errand = self._saving.errand if self._saving else None
+        return None if errand is None else errand.trouble(self.timeout_s)
+
+    @property
+    def last_path(self) -> Path | None:
+        """The checkpoint that `wait` has seen complete last."""
+        return self._last
+
+    def poll(self) -> None:
+        """Raise if writing has failed on this rank. Cheap; not collective.
+
+        Raises:
+            CheckpointError: the disk is full, too slow, or something else; the file is named.
+        """
+        trouble = self.failed
+        if trouble is not None:
+            raise CheckpointError(trouble)
+
+    def wait(self) -> Path | None:
+        """Collective: wait until the last save is complete.
+
+        Returns:
+            The newest checkpoint that this store has saved.
+
+        Raises:
+            CheckpointError: on all ranks: it has failed. The next save begins anew.
+        """
+        saving = self._saving
+        if saving is None:
+            return self._last
+        trouble = self._await_own(saving)
+        roll_call(self._world.comm, "waiting for a checkpoint", timeout_s=self.timeout_s + _GRACE_S)
+        told: list[tuple[str | None, list[Record]]] = self._world.comm.allgather(
+            (trouble, saving.written if saving.records is None else [])
+        )
+        if saving.records is not None and saving.errand is not None:
+            for why, written in told:
+                for record in written:
+                    saving.records.tell(record)
+                if why is not None:
+                    saving.records.give_up(why)
+            # A little longer than its own deadline: it knows whom it waits for.
+            trouble = saving.errand.outcome(self.timeout_s + _MARGIN_S)
+        self._saving = None
+        if saving.errand is not None and saving.errand.is_running:
+            # It hangs in the file system and holds its memory: the next save has others.
+            self._staging = Staging()
+            self._polite, self._hurried = self._make_threads()
+        agree(
+            self._world.comm,
+            trouble,
+            error=CheckpointError,
+            timeout_s=self.timeout_s + 2 * _GRACE_S,
+        )
+        self._last = saving.path
+        return self._last
+
+    def load(
+        self, path: str | Path | None = None, *, like: Mapping[str, object] | None = None
+    ) -> Loaded | None:
+        """Collective: load the newest valid checkpoint, whatever number of ranks wrote it.
+
+        Damaged ones are warned about by name, and the one before is taken.
+
+        Args:
+            path: A certain checkpoint; None: the newest valid one of the directory.
+            like: For some keys of the state a tree whose tensors must have the same names and
+                shapes, such as `{"model": model.state_dict()}`; others are refused.
+
+        Returns:
+            None if the directory holds no checkpoint.
+
+        Raises:
+            CheckpointError: on all ranks: there are checkpoints and none is valid, or the one that
+                was asked for is not.
+        """
+        self.wait()
+        return load(
+            self._world,
+            self.directory,
+            path=None if path is None else Path(path).absolute(),
+            like=like,
+            timeout_s=self.timeout_s,
+        )
+
+    def close(self) -> None:
+        """Collective: wait for the last save and end the thread. Again: nothing happens."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.wait()
+        finally:
+            for thread in (self._polite, self._hurried):
+                thread.close(timeout_s=_GRACE_S)
+
+    def _await_own(self, saving: Saving) -> str | None:
+        """Wait for this rank's part; rank 0 also has the end to wait for, later."""
+        if saving.errand is None or saving.records is not None:
+            return None
+        return saving.errand.outcome(self.timeout_s)
+
+    def _open(self) -> str | None:
+        """Rank 0's part: the directory, without what killed saves have left."""
+        if self._world.rank != 0:
+            return None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            swept = sweep(self.directory, describe_owner(self._world.launch.job_id))
+        except OSError as error:
+            return f"{self.directory} cannot be written to ({error.strerror})"
+        if swept:
+            log.notice(f"{self.directory}: removed {len(swept)} unfinished checkpoints")
+        return None
+
+    def _make_threads(self) -> tuple[Background, Background]:
+        """For saves beside training, and for those that training waits for."""
+        here = [info for info in self._world.ranks if info.node_rank == self._world.node_rank]
+        cpus = [cpu for info in here for cpu in parse_cpus(info.cpus)]
+        return Background(cpus), Background(cpus, is_polite=False)

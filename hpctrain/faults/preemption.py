@@ -1,0 +1,157 @@
+"""Signals that ask a training to stop: they set a flag, and the next step boundary acts on it.
+
+Batch systems warn a job by a signal before they end it. A handler runs between any two bytecodes,
+perhaps inside a collective, so it may do nothing but remember.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from hpctrain import log
+from hpctrain.errors import ConfigError
+from hpctrain.faults.native_signals import find_native
+
+__all__ = ["SIGNALS", "Preemption", "signal_number"]
+
+SIGNALS = ("SIGUSR2", "SIGUSR1", "SIGTERM")
+"""What batch systems warn with. USR2 is the one to ask them for: NCCL takes USR1 for itself."""
+
+_NEVER = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
+_PYTHONS_OWN = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+def signal_number(name: str) -> signal.Signals:
+    """The signal of a name such as `SIGUSR2` or `USR2`. Pure.
+
+    Raises:
+        ConfigError: there is no such signal, or nobody can be asked to stop by it.
+    """
+    full = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
+    known = {one.name for one in signal.Signals}
+    if full not in known or full in _NEVER:
+        valid = ", ".join((*SIGNALS, "SIGINT", "SIGHUP"))
+        why = "cannot be a warning" if full in known else "is unknown here"
+        raise ConfigError(f"signal {name!r} {why}; choose from {valid} and the like")
+    return signal.Signals[full]
+
+
+class Preemption:
+    """Remembers the first of some signals. A context manager; `close` puts everything back.
+
+    Handlers that were set by Python code before are called as well, after the flag is set. Those of
+    native code cannot be called from here: they are replaced until `close`, with a warning unless
+    they are MPI's own (MPICH has one for SIGUSR1). In forked children
+    the signals are ignored, except SIGTERM, which ends them as before: batch systems often send a
+    signal to every process of a job, and a worker's death would end the training before its save.
+
+    Args:
+        signals: Names, with or without `SIG`.
+
+    Raises:
+        ConfigError: not in the main thread, or a name is unknown, missing or given twice.
+    """
+
+    def __init__(self, signals: Sequence[str] = SIGNALS) -> None:
+        if isinstance(signals, str):
+            raise ConfigError(f"signals={signals!r} is one text; give a tuple, ({signals!r},)")
+        numbers = [signal_number(name) for name in signals]
+        if not numbers or len(set(numbers)) < len(numbers):
+            raise ConfigError(f"signals={signals!r} must name at least one signal, each once")
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                "Python handles signals in its main thread only, and this is the thread "
+                f"{threading.current_thread().name!r}; make this object in the main thread"
+            )
+        self._requested: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        self._native = [found for number in numbers if (found := find_native(number)) is not None]
+        for found in self._native:
+            if not found.is_mpis:
+                log.warn(
+                    f"{signal.Signals(found.number).name} was handled by native code "
+                    f"({found.owner or 'unknown'}), and now asks this training to stop; choose "
+                    "other signals if that was meant for something else"
+                )
+        # Bound methods are made anew at each look; this one can be compared and has no cycle.
+        itself = weakref.ref(self)
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            if (kept := itself()) is not None:
+                kept._remember(number, frame)
+
+        self._handler: Handler = remember
+        for number in numbers:
+            self._previous[number] = signal.signal(number, self._handler)
+        _open.add(self)
+
+    @property
+    def requested(self) -> str | None:
+        """The name of the first signal that came, or None."""
+        return self._requested
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """The signals that are listened to."""
+        return tuple(number.name for number in self._previous)
+
+    def close(self) -> None:
+        """Put the previous handlers back, where ours are still in place. May be called again."""
+        _open.discard(self)
+        ours = [n for n in self._previous if signal.getsignal(n) is self._handler]
+        for number in ours:
+            # None stands for native code, which follows below.
+            previous = self._previous[number]
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        for found in self._native:
+            if found.number in ours:
+                found.restore()
+        self._previous, self._native = {}, []
+
+    def __enter__(self) -> Preemption:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self._requested is None:
+            self._requested = signal.Signals(number).name
+        previous = self._previous.get(signal.Signals(number))
+        if previous not in _PYTHONS_OWN and callable(previous):
+            previous(number, frame)
+
+    def _forget_in_child(self) -> None:
+        for number in self._previous:
+            mine = signal.getsignal(number) is self._handler
+            if mine:
+                default = signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN
+                with contextlib.suppress(ValueError, OSError):
+                    signal.signal(number, default)
+        self._previous = {}
+
+
+_open: weakref.WeakSet[Preemption] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for one in list(_open):
+        one._forget_in_child()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

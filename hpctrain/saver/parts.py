@@ -1,0 +1,172 @@
+"""What a run consists of, under names: replicas, the loader, and whatever else has a state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from hpctrain.data.loader import Loader
+from hpctrain.errors import ConfigError
+from hpctrain.replica import Replica
+from hpctrain.saver import statistics
+from hpctrain.world import World
+
+__all__ = ["Parts", "Stateful"]
+
+_OF_REPLICA = ("model", "optimizer", "counters")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be saved: schedules, averages, a user's own counters."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Everything that is needed to go on."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from what `state_dict` gave."""
+        ...
+
+
+class Parts:
+    """The parts of one run.
+
+    Args:
+        parts: Replicas and at most one loader. One replica's model is `model` in a checkpoint,
+            several are `0.model`, `1.model` and so on, in their order.
+        named: Further parts by their names, replicas too.
+
+    Raises:
+        ConfigError: a part has no state, a name is taken twice, or there are two loaders.
+    """
+
+    def __init__(self, parts: Sequence[object], named: Mapping[str, object]) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.loader: Loader | None = None
+        self.others: dict[str, Stateful] = {}
+        given = [part for part in parts if isinstance(part, Replica)]
+        names = [""] if len(given) == 1 else [str(i) for i in range(len(given))]
+        for part in parts:
+            if isinstance(part, Replica):
+                self._add(names.pop(0), part)
+            elif isinstance(part, Loader):
+                self._add("loader", part)
+            else:
+                raise ConfigError(
+                    f"Saver was given {type(part).__name__}; replicas and one loader come first, "
+                    "anything else by name: named={'schedule': schedule}"
+                )
+        for name, other in named.items():
+            self._add(name, other)
+        if not self.replicas and not self.others:
+            raise ConfigError("Saver was given nothing to save; give it a replica")
+
+    def _add(self, name: str, part: object) -> None:
+        wanted = [_key(name, what) for what in _OF_REPLICA] if isinstance(part, Replica) else [name]
+        if set(wanted) & set(self.names):
+            raise ConfigError(f"two parts of the Saver are called {name!r}; give each its own name")
+        if isinstance(part, Replica):
+            self.replicas[name] = part
+        elif isinstance(part, Loader):
+            if self.loader is not None:
+                raise ConfigError(
+                    "Saver was given two loaders; give it the one that the loop is over"
+                )
+            if name != "loader":
+                raise ConfigError(f"the loader is called 'loader' in checkpoints, not {name!r}")
+            self.loader = part
+        elif isinstance(part, Stateful):
+            self.others[name] = part
+        else:
+            raise ConfigError(
+                f"named[{name!r}] is {type(part).__name__} and has no state_dict and "
+                "load_state_dict; wrap it in an object that does"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """All names that are taken in a checkpoint."""
+        ofs = [_key(name, what) for name in self.replicas for what in _OF_REPLICA]
+        return [*ofs, *self.others, *(["loader"] if self.loader is not None else [])]
+
+    @property
+    def like(self) -> dict[str, Any]:
+        """What a checkpoint must have the tensors of to be one of this run."""
+        return {_key(name, "model"): one.model.state_dict() for name, one in self.replicas.items()}
+
+    @property
+    def watchdog(self) -> Any:
+        """Who watches over the replicas' collectives, if there are any."""
+        return next((replica.engine.watchdog for replica in self.replicas.values()), None)
+
+    @property
+    def is_mid_step(self) -> bool:
+        """Whether gradients of an unfinished step are waiting in a replica."""
+        return any(replica.is_mid_step for replica in self.replicas.values())
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples the whole run has consumed, where a loader counts them."""
+        return None if self.loader is None else self.loader.total
+
+    def capture(self, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Collective: the state of all parts: what all ranks have in common, and this rank's own.
+
+        Tensors are the run's own, not copies.
+        """
+        common: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        differing: set[str] = set()
+        for name, replica in self.replicas.items():
+            model = dict(replica.model.state_dict())
+            buffers = {key: model[key] for key, _ in replica.model.named_buffers() if key in model}
+            own[_key(name, "model")] = mine = statistics.find_own(world, buffers)
+            differing |= set(mine)
+            model |= statistics.take_from_first(world, mine)
+            common[_key(name, "model")] = model
+            common[_key(name, "optimizer")] = replica.state_dict()
+            common[_key(name, "counters")] = replica.counters()
+        for name, other in self.others.items():
+            state = other.state_dict()
+            own[name] = mine = statistics.pick(state, differing)
+            common[name] = statistics.replace(state, statistics.take_from_first(world, mine))
+        if self.loader is not None:
+            common["loader"] = self.loader.state_dict()
+        return common, own
+
+    def trouble_with(self, names: Sequence[str]) -> str | None:
+        """Why a checkpoint with these parts is not one of this run, or None."""
+        missing, strange = set(self.names) - set(names), set(names) - set(self.names)
+        if not missing and not strange:
+            return None
+        return (
+            f"it has the parts {', '.join(sorted(names))} and this run has "
+            f"{', '.join(sorted(self.names))}"
+        )
+
+    def restore(self, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Collective: take over a state that `capture` gave, on any number of ranks."""
+        for name, replica in self.replicas.items():
+            replica.model.load_state_dict(common[_key(name, "model")])
+            replica.load_state_dict(common[_key(name, "optimizer")])
+            replica.load_counters(common[_key(name, "counters")])
+            if own is not None:
+                _load_buffers(replica, own[_key(name, "model")])
+        for name, other in self.others.items():
+            mine = {} if own is None else own[name]
+            other.load_state_dict(statistics.replace(common[name], mine))
+        if self.loader is not None:
+            self.loader.load_state_dict(common["loader"])
+
+
+def _key(name: str, what: str) -> str:
+    return f"{name}.{what}" if name else what
+
+
+def _load_buffers(replica: Replica, saved: Mapping[str, Tensor]) -> None:
+    buffers = dict(replica.model.named_buffers())
+    for key, value in saved.items():
+        buffers[key].copy_(value)

@@ -1,0 +1,261 @@
+"""The saver: a run that was stopped goes on as if it had not been, on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hpctrain as hpc
+from hpctrain.replica.starting import digest
+from hpctrain.world.guard import AgreedExit
+from mpi_tests.ranks.split import tensors_of
+from mpi_tests.ranks.test_loader import first_ranks
+
+SAMPLES, BATCH, EPOCHS = 44, 8, 2
+
+
+class Net(nn.Module):
+    """With dropout, whose numbers each rank draws, and with statistics that each rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 1)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Run:
+    """A training with everything that has a state."""
+
+    def __init__(self, world, folder, **options):
+        self.world, self.options = world, options
+        world.streams.bind_equal()
+        data = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(3))
+        target = data.sum(1, keepdim=True)
+        self.loader = hpc.Loader(world, (data, target), global_batch=BATCH)
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
+        given = {name: options.pop(name) for name in ("engine", "update") if name in options}
+        given["accumulate"] = options.pop("accumulate", 1)
+        self.replica = hpc.distribute(world, self.model, self.optimizer, **given)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.average = hpc.EMA(self.model)
+        self.saver = hpc.Saver(
+            world,
+            folder,
+            self.replica,
+            self.loader,
+            named={"schedule": self.schedule, "average": self.average},
+            **{"every_s": None, **options},
+        )
+        self.seen: list[int] = []
+
+    def train(self, stop_at=None, before=lambda run: None):
+        """Train to the end, or to a request to stop; whether it came to the end."""
+        code = 0
+        try:
+            for x, y in self.saver.resume(EPOCHS):
+                before(self)
+                loss = (self.replica(x) - y).square().mean()
+                self.replica.backward(loss, num_samples=len(y))
+                if self.replica.step():
+                    self.schedule.step()
+                    self.average.update()
+                random.random()
+                np.random.rand()
+                self.seen.append(self.loader.total)
+                if self.saver.step + 1 == stop_at:
+                    self.saver.request_stop("the test says so")
+        except AgreedExit as error:
+            code = error.code
+        assert code in (0, 75)
+        return code == 0
+
+    def print_of_weights(self):
+        """Everything that a run ends with, of this rank."""
+        tensors = [*self.model.state_dict().values(), *tensors_of(self.optimizer)]
+        tensors += list(self.average.averages.values())
+        draws = (random.random(), float(np.random.rand()), torch.rand(1).item())
+        return (
+            digest(tensors),
+            draws,
+            self.optimizer.param_groups[0]["lr"],
+            self.loader.state_dict(),
+        )
+
+    def close(self):
+        self.saver.close()
+        self.replica.close()
+        self.loader.close()
+
+
+@contextmanager
+def made(world, folder, **options):
+    run = Run(world, folder, **options)
+    yield run
+    run.close()
+
+
+def common(world, tmp_path):
+    """One folder for all ranks."""
+    return world.comm.bcast(tmp_path)
+
+
+def undisturbed(world, folder, **options):
+    with made(world, folder, **options) as run:
+        assert run.train()
+        return run.print_of_weights(), run.saver.step
+
+
+@pytest.mark.parametrize("stop_at", [2, 6, 7])
+def test_a_stopped_run_goes_on_bit_for_bit(world, engine, tmp_path, stop_at):
+    folder = common(world, tmp_path)
+    expected, steps = undisturbed(world, folder / "whole", engine=engine)
+    with made(world, folder / "cut", engine=engine) as run:
+        assert not run.train(stop_at)
+        stopped_at = run.saver.step
+        assert stopped_at == stop_at + 1  # all ranks know one boundary later
+    with made(world, folder / "cut", engine=engine) as run:
+        assert run.train()
+        assert run.saver.step == steps == 12
+        assert len(run.seen) == steps - stopped_at
+        assert run.print_of_weights() == expected
+    with made(world, folder / "cut", engine=engine) as run:
+        assert run.train()
+        assert run.seen == []  # finished is finished
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_accumulation_and_updates_of_every_kind(world, engines, tmp_path, update):
+    if world.size == 1 and update == "sharded":
+        pytest.skip("one rank has nothing to divide")
+    folder = common(world, tmp_path)
+    options = {"engine": engines["mpi"] if world.size > 1 else "auto", "accumulate": 4}
+    if world.size > 1:
+        options["update"] = update
+    expected, steps = undisturbed(world, folder / "whole", **options)
+    with made(world, folder / "cut", **options) as run:
+        assert not run.train(2)
+        assert not run.replica.is_mid_step
+        assert run.saver.step == 4  # not between the parts of a step
+    with made(world, folder / "cut", **options) as run:
+        assert run.train()
+        assert (run.print_of_weights(), run.saver.step) == (expected, steps)
+
+
+def test_another_number_of_ranks_has_the_same_weights_and_state(world, tmp_path):
+    folder = common(world, tmp_path)
+    with made(world, folder, every_steps=4) as run:
+        assert not run.train(3)
+        saved = digest([*run.model.parameters(), *tensors_of(run.optimizer)])
+        consumed = run.loader.total
+    for count in range(1, world.size):
+        with first_ranks(world, count) as some:
+            if some is None:
+                continue
+            with made(some, folder) as run:
+                restored = run.saver.restore()
+                assert (restored.step, restored.num_ranks) == (4, world.size)
+                assert digest([*run.model.parameters(), *tensors_of(run.optimizer)]) == saved
+                assert run.loader.total == consumed
+                assert run.train()
+                assert run.loader.total == EPOCHS * SAMPLES
+
+
+@pytest.mark.parametrize("name", ["SIGUSR2", "SIGUSR1", "SIGTERM"])
+def test_a_signal_to_one_rank_stops_all_at_one_step(world, tmp_path, name):
+    came = []
+    before = signal.signal(getattr(signal, name), lambda number, frame: came.append(number))
+    try:
+        with made(world, common(world, tmp_path)) as run:
+            last = world.size - 1
+
+            def strike(run):
+                if run.saver.step == 3 and world.rank == last:
+                    os.kill(os.getpid(), getattr(signal, name))
+
+            assert not run.train(before=strike)
+            assert set(world.comm.allgather(run.saver.step)) == {5}
+        assert len(came) == (world.rank == last)  # the handler that was there hears it, too
+        assert signal.getsignal(getattr(signal, name)) is not signal.SIG_DFL
+    finally:
+        signal.signal(getattr(signal, name), before)
+
+
+def test_checkpoints_by_steps_and_by_hand(world, tmp_path):
+    folder = common(world, tmp_path)
+    saved = []
+    with made(world, folder, every_steps=5, keep=hpc.Keep(last=2)) as run:
+        run.saver.on("saved", saved.append)
+        assert run.train()
+    assert saved == [5, 10, 12]
+    with made(world, folder) as run:
+        run.saver.on("restored", lambda restored: saved.append(restored.step))
+        assert run.train()
+    assert saved[-1] == 12
+
+
+def test_an_epoch_left_early_and_loops_of_ones_own(world, tmp_path):
+    folder = common(world, tmp_path)
+    with made(world, folder) as run:
+        epochs = []
+        for epoch in run.saver.epochs(3):
+            for x, _ in run.saver.batches():
+                run.replica.backward(run.replica(x).mean(), num_samples=len(x))
+                run.replica.step()
+                if run.loader.consumed >= 16:
+                    break
+            epochs.append((epoch, run.loader.consumed))
+        assert epochs == [(0, 16), (1, 16), (2, 16)]
+    with made(world, folder) as run:
+        assert list(run.saver.epochs(3)) == []
+
+
+def test_what_cannot_be_saved_is_refused(world, tmp_path):
+    folder = common(world, tmp_path)
+    with pytest.raises(hpc.ConfigError, match="nothing to save"):
+        hpc.Saver(world, folder)
+    with pytest.raises(hpc.ConfigError, match="by name"):
+        hpc.Saver(world, folder, object())
+    with pytest.raises(hpc.ConfigError, match="no state_dict"):
+        hpc.Saver(world, folder, named={"clock": object()})
+    with pytest.raises(hpc.ConfigError, match="every_s='often'"):
+        hpc.Saver(world, folder, named={"x": nn.Linear(1, 1)}, every_s="often")
+    with made(world, folder, accumulate=2) as run:
+        batch = next(iter(run.loader))
+        run.replica.backward(run.replica(batch[0]).mean(), num_samples=len(batch[0]))
+        with pytest.raises(hpc.ConfigError, match="middle of a step"):
+            run.saver.save()
+        run.replica.step(flush=True)
+        run.saver.save(wait=True)
+    with made(world, folder) as run:
+        run.saver._parts.others.pop("average")
+        with pytest.raises(hpc.CheckpointError, match="average"):
+            run.saver.restore()
+
+
+def test_another_model_is_refused_by_name(world, tmp_path):
+    folder = common(world, tmp_path)
+    for sizes, refused in ((6, False), (7, True)):
+        model = nn.Linear(sizes, 2)
+        replica = hpc.distribute(world, model, torch.optim.SGD(model.parameters(), 0.1))
+        saver = hpc.Saver(world, folder, replica, every_s=None)
+        if refused:
+            with pytest.raises(hpc.CheckpointError, match="weight"):
+                saver.restore()
+        else:
+            assert saver.restore() is None
+            saver.boundary()
+            saver.save(wait=True)
+        saver.close()
+        replica.close()
