@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.barrier import CASES
-from benchmarks.harness.worker import Subject
+from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
-from hpctrain.world.barrier import SleepingBarrier, SpinningBarrier
+from hpctrain.world.barrier import make_barrier
 
 __all__ = ["make"]
 
@@ -58,6 +58,6 @@ def make(world: World, variant: str) -> Subject:
         return Waiting(world, lambda: None)
     if kind == "mpi":
         return Waiting(world, world.comm.Barrier)
-    barrier = SleepingBarrier(world.node) if kind == "sleeping" else SpinningBarrier(world.node)
+    barrier = make_barrier(world.comm, world.node, sleep=kind == "sleeping")
     world.at_exit(barrier.close)
     return Waiting(world, barrier.wait)

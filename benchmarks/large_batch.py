@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.harness import command
-from benchmarks.harness.session import Case, Plan, Variant, run_plan
 from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness import command
+from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
 __all__ = ["BASELINE", "VARIANTS", "add_accuracies", "main", "plot"]
 
@@ -77,8 +77,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw the curves (matplotlib)")
     args = parser.parse_args()
     if args.worker:
-        from benchmarks.harness.worker import serve
         from benchmarks.large_batch_subjects import make
+        from hpctrain.scaling.harness.worker import serve
 
         serve(args.worker, args.variants.split(","), make)
         return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import hpctrain as hpc
-from benchmarks.harness.worker import Subject
 from benchmarks.large_batch_training import SETTINGS, Setting, load_digits, num_steps, train
+from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
 
 __all__ = ["make"]

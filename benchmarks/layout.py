@@ -13,11 +13,11 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import command
-from benchmarks.harness.ratios import paired_ratio
-from benchmarks.harness.session import Case, Plan, Variant, run_plan
 from hpctrain import log
 from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness import command
+from hpctrain.scaling.harness.ratios import paired_ratio
+from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
 __all__ = ["BASELINE", "BATCHES", "KINDS", "best_pairs", "divisors", "main", "make_variants"]
 
@@ -78,8 +78,8 @@ def main() -> int:
     """Measure, or be a rank that is measured."""
     args = _parse()
     if args.worker:
-        from benchmarks.harness.worker import serve
-        from benchmarks.step_subjects import make_maker
+        from hpctrain.scaling.benches.step_subjects import make_maker
+        from hpctrain.scaling.harness.worker import serve
 
         make = make_maker()
         names = args.variants.split(",")

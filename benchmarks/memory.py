@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.harness import command
-from benchmarks.harness.session import Case, Plan, Variant, run_plan
+from hpctrain.scaling.harness import command
+from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
 __all__ = ["FORMULAS", "formula", "main", "make_variants"]
 
@@ -68,8 +68,8 @@ def main() -> int:
     parser.add_argument("--model", choices=tuple(MODELS), help="its size (default: 128 MiB)")
     args = parser.parse_args()
     if args.worker:
-        from benchmarks.harness.worker import serve
         from benchmarks.memory_subjects import make_maker
+        from hpctrain.scaling.harness.worker import serve
 
         serve(args.worker, args.variants.split(","), make_maker())
         return 0

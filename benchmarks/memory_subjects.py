@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from benchmarks import step_subjects
-from benchmarks.harness.worker import Subject
 from benchmarks.memory import MODELS
 from benchmarks.memory_parts import data_kib
-from benchmarks.workloads import Workload
+from hpctrain.scaling.benches.workloads import Workload
+from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
 
 __all__ = ["make_maker"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.harness import command
-from benchmarks.harness.session import Case, Plan, Variant, run_plan
 from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness import command
+from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
 __all__ = ["COMPARISONS", "VARIANTS", "main"]
 
@@ -50,8 +50,8 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.worker:
-        from benchmarks.harness.worker import serve
         from benchmarks.precision_subjects import make_maker
+        from hpctrain.scaling.harness.worker import serve
 
         serve(args.worker, args.variants.split(","), make_maker(), device="auto")
         return 0

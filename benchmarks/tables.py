@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import command, render
-from benchmarks.harness.machine import ROOT
-from benchmarks.harness.schema import file_name, parse_file_name, upgrade, validate
 from hpctrain import log
 from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness import command, render
+from hpctrain.scaling.harness.machine import ROOT
+from hpctrain.scaling.harness.schema import file_name, parse_file_name, upgrade, validate
 
 __all__ = ["fill", "main", "newest", "read_results"]
 

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
         CollectiveError,
         ConfigError,
         DataError,
+        DriftError,
         HpcTrainError,
         InstallError,
         JobError,
         LaunchError,
         NonFiniteError,
     )
+    from hpctrain.faults.sentinel import Sentinel
     from hpctrain.inference import quantize_int8
     from hpctrain.optim import (
         EMA,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
     from hpctrain.saver import Saver
+    from hpctrain.train.trainer import Trainer
     from hpctrain.world import World, agree, init
 
 __version__ = "0.1.0"
@@ -52,6 +55,7 @@ __all__ = [
     "ConfigError",
     "Connection",
     "DataError",
+    "DriftError",
     "HpcTrainError",
     "InstallError",
     "JobError",
@@ -63,8 +67,10 @@ __all__ = [
     "Recipe",
     "Replica",
     "Saver",
+    "Sentinel",
     "Shard",
     "Store",
+    "Trainer",
     "World",
     "__version__",
     "agree",
@@ -90,6 +96,7 @@ _HOME = {
     "CollectiveError": "hpctrain.errors",
     "ConfigError": "hpctrain.errors",
     "DataError": "hpctrain.errors",
+    "DriftError": "hpctrain.errors",
     "HpcTrainError": "hpctrain.errors",
     "InstallError": "hpctrain.errors",
     "JobError": "hpctrain.errors",
@@ -102,7 +109,9 @@ _HOME = {
     "Loader": "hpctrain.data.loader",
     "Replica": "hpctrain.replica",
     "Saver": "hpctrain.saver",
+    "Sentinel": "hpctrain.faults.sentinel",
     "Shard": "hpctrain.data",
+    "Trainer": "hpctrain.train.trainer",
     "World": "hpctrain.world",
     "connect": "hpctrain.connection",
     "distribute": "hpctrain.replica",

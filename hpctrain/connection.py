@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpctrain import faults
+from hpctrain import faults, timeline
 from hpctrain.engines import HorovodOptions, create
 from hpctrain.engines.base import Engine
 from hpctrain.world import World
@@ -58,7 +58,13 @@ def connect(
     # The engine's own limit must not come first: it knows nobody's name.
     patience_s = 2 * timeout_s + 60.0
     watchdog = faults.start(world, timeout_s=timeout_s)
-    link = create(world, engine, watch=watchdog, options=options, timeout_s=patience_s)
     world.at_exit(watchdog.stop)
+    recorder = timeline.start(world, watchdog)
+    if recorder is None:
+        link = create(world, engine, watch=watchdog, options=options, timeout_s=patience_s)
+    else:
+        tap = timeline.Tap(recorder, watchdog)
+        link = create(world, engine, watch=tap, options=options, timeout_s=patience_s)
+        link.on_post = recorder.post
     world.at_exit(partial(link.close, cure=_ENDED))
     return Connection(engine=link, reason=link.reason, watchdog=watchdog)

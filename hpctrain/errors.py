@@ -11,6 +11,7 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "DataError",
+    "DriftError",
     "HpcTrainError",
     "InstallError",
     "JobError",
@@ -45,6 +46,10 @@ class JobError(HpcTrainError):
 
 class NonFiniteError(HpcTrainError, ArithmeticError):
     """Gradients are inf or NaN again and again: the run cannot go on by skipping steps."""
+
+
+class DriftError(HpcTrainError):
+    """Weights that should be the same on all ranks are not: a flipped bit, or different updates."""
 
 
 class DataError(HpcTrainError):

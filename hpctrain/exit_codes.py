@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["REQUEUE"]
+__all__ = ["DIED", "REQUEUE", "TIMED_OUT"]
 
 REQUEUE = 75
 """The work is saved but not finished: run this job again (EX_TEMPFAIL of sysexits.h).
@@ -12,3 +12,9 @@ other ranks as soon as one leaves with a code other than 0. The job script hands
 the batch system, as often as its limit allows. Sites that set Slurm's `RequeueExit` use the same
 number.
 """
+
+TIMED_OUT = 124
+"""A collective did not end in time: as after `timeout`. The same script would hang again."""
+
+DIED = 137
+"""A rank was killed or crashed without a word: as a shell says it of SIGKILL."""

@@ -22,7 +22,7 @@ from hpctrain.checkpoint.naming import TREE, partial_name
 from hpctrain.checkpoint.part import Staging, lay_out
 from hpctrain.checkpoint.preparing import Prepared, prepare, versions
 from hpctrain.checkpoint.removing import describe_owner
-from hpctrain.checkpoint.tree_file import Tree, items_of, parse_tree, render_tree
+from hpctrain.checkpoint.tree_file import Tree, describe, items_of, parse_tree, render_tree
 from hpctrain.errors import CheckpointError
 
 __all__ = ["open_checkpoint", "read_checkpoint", "read_tree", "write_checkpoint"]
@@ -110,11 +110,11 @@ def _write(directory: Path, folder: Path, number: int, prepared: Prepared) -> Pa
         number=number,
         step=prepared.step,
         writers=(0,),
-        tree=render_tree(prepared.flat, [pieces]),
         num_ranks=1,
         has_own=False,
         versions=versions(),
         metrics=prepared.metrics,
         note=prepared.note,
     )
-    return finish(outline, records, deadline=time.monotonic())
+    tree = render_tree(describe(prepared.flat), [pieces])
+    return finish(outline, tree, records, deadline=time.monotonic())

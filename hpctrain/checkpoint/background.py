@@ -42,32 +42,38 @@ class Errand:
         return not self._ended.is_set()
 
     def trouble(self, timeout_s: float) -> str | None:
-        """What went wrong, or None; more than `timeout_s` without an end is trouble, too."""
+        """What has gone wrong so far, or None; no end after `timeout_s` is trouble, too."""
         if self._ended.is_set():
             return self._trouble
         elapsed = time.monotonic() - self.started
-        if elapsed <= timeout_s:
-            return None
+        return self._too_slow(elapsed, timeout_s) if elapsed > timeout_s else None
+
+    def outcome(self, timeout_s: float) -> str | None:
+        """Wait for the end, until `timeout_s` after the beginning; what went wrong, or None."""
+        left = self.started + timeout_s - time.monotonic()
+        if self._ended.wait(max(0.0, left)):
+            return self._trouble
+        return self._too_slow(time.monotonic() - self.started, timeout_s)
+
+    def _too_slow(self, elapsed_s: float, timeout_s: float) -> str:
         return (
-            f"{self.what} has been going on for {elapsed:.0f} s and {timeout_s:g} s are allowed; "
+            f"{self.what} has been going on for {elapsed_s:.0f} s and {timeout_s:g} s are allowed; "
             "the disk is too slow, or does not answer"
         )
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; False: it did not come in time."""
-        return self._ended.wait(timeout_s)
 
 
 class Background:
     """One thread, started at the first errand, that runs one errand after the other."""
 
-    def __init__(self, cpus: Iterable[int] = ()) -> None:
+    def __init__(self, cpus: Iterable[int] = (), *, is_polite: bool = True) -> None:
         """Make it.
 
         Args:
             cpus: Cores it may use; none leaves it those of the process.
+            is_polite: Whether training goes first; not where training waits for it.
         """
         self._cpus = frozenset(cpus)
+        self._is_polite = is_polite
         self._todo: list[Errand | None] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -107,8 +113,9 @@ class Background:
 
     def _step_back(self) -> None:
         """Leave the cores to training, as far as the system lets a thread choose for itself."""
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        if self._is_polite:
+            with contextlib.suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         if self._cpus:
             with contextlib.suppress(OSError, AttributeError):
                 os.sched_setaffinity(threading.get_native_id(), self._cpus)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def export(path: Path, to: Path, *, key: str | None = "model") -> int:
     Args:
         path: The checkpoint.
         to: A `.safetensors` file, which holds tensors and nothing else, or a `.pt` file, which
-            `torch.load(weights_only=True)` reads.
+            `torch.load(weights_only=True)` reads: arrays of numpy become tensors there.
         key: What of the state, with slashes to go deeper; None: everything.
 
     Returns:
@@ -51,7 +53,7 @@ def export(path: Path, to: Path, *, key: str | None = "model") -> int:
         if to.suffix == ".safetensors":
             _write_safetensors(temporary, tensors, others)
         else:
-            torch.save(state, temporary)
+            torch.save(_without_numpy(state), temporary)
         temporary.replace(to)
     except OSError as error:
         raise CheckpointError(f"{to} cannot be written ({error.strerror or error})") from error
@@ -87,6 +89,22 @@ def _collect(value: Any, name: str, tensors: dict[str, Tensor], others: list[str
             _collect(item, f"{name}/{key}" if name else str(key), tensors, others)
         return
     others.append(name)
+
+
+def _without_numpy(value: Any) -> Any:
+    """The tree with tensors, numbers and text instead of what only numpy can read."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value) if value.dtype.kind in "biufc" else value.tolist()
+    if isinstance(value, dict):
+        made = type(value)((_without_numpy(k), _without_numpy(v)) for k, v in value.items())
+        if isinstance(value, OrderedDict):
+            vars(made).update(vars(value))  # the versions of modules
+        return made
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)(_without_numpy(item) for item in value)
+    return value
 
 
 def _write_safetensors(path: Path, tensors: dict[str, Tensor], others: list[str]) -> None:

@@ -78,7 +78,6 @@ class Outline:
     step: int
     writers: Sequence[int]
     """The rank that writes each part."""
-    tree: str
     num_ranks: int
     has_own: bool
     versions: Mapping[str, str]
@@ -119,14 +118,14 @@ def write_own_part(
     return record
 
 
-def finish(outline: Outline, records: Records, *, deadline: float) -> Path:
+def finish(outline: Outline, tree_text: str, records: Records, *, deadline: float) -> Path:
     """Rank 0's part: wait for all parts, write tree and manifest, rename.
 
     Raises:
         CheckpointError: a part did not come, or something could not be written.
     """
     try:
-        tree = write_part(outline.folder / TREE, memoryview(outline.tree.encode()), data_start=0)
+        tree = write_part(outline.folder / TREE, memoryview(tree_text.encode()), data_start=0)
         _await(outline, records, deadline)
         parts = [records.parts[part] for part in range(len(outline.writers))]
         manifest = Manifest(

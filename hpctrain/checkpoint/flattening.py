@@ -26,7 +26,7 @@ from hpctrain.errors import CheckpointError
 
 __all__ = ["MOST_DEPTH", "Flat", "flatten"]
 
-MOST_DEPTH = 200
+MOST_DEPTH = 100
 _EXACT_INT = 1 << 53
 _Json = Any
 

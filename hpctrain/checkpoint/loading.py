@@ -84,10 +84,11 @@ def load(
     refused = world.comm.bcast(refused, root=0)
     if not refused:
         return None
+    if path is not None:
+        raise CheckpointError(f"the checkpoint that was asked for cannot be used: {refused[0]}")
     raise CheckpointError(
-        "no checkpoint can be used:\n  "
-        + "\n  ".join(refused)
-        + f"\nremove or move them to begin anew; {directory}"
+        f"none of the checkpoints in {directory} can be used; to begin anew, move them away or "
+        "choose another directory:\n  " + "\n  ".join(refused)
     )
 
 

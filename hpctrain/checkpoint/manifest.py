@@ -74,7 +74,8 @@ class Manifest:
 def render_manifest(manifest: Manifest) -> str:
     """As text: one line for each item, the last one with the checksum of all before it."""
     items = {"format": _FORMAT, "version": _VERSION, **asdict(manifest)}
-    items["metrics"] = {name: float(value).hex() for name, value in manifest.metrics.items()}
+    # JSON has no nan and no infinite numbers.
+    items["metrics"] = {n: v if v - v == 0 else str(v) for n, v in manifest.metrics.items()}
     lines = [f" {json.dumps(key)}: {json.dumps(item)}" for key, item in items.items()]
     body = "{\n" + ",\n".join(lines)
     return f'{body}{_TAIL}{zlib.crc32(body.encode()):08x}"\n}}\n'
@@ -106,7 +107,7 @@ def parse_manifest(text: str, path: object) -> Manifest:
             tree=parse_file(told["tree"]),
             parts=tuple(parse_file(part) for part in told["parts"]),
             own=None if own is None else tuple((int(p), int(s), int(n)) for p, s, n in own),
-            metrics={name: float.fromhex(value) for name, value in told["metrics"].items()},
+            metrics={name: float(value) for name, value in told["metrics"].items()},
             note=told["note"],
             block_bytes=int(told["block_bytes"]),
         )

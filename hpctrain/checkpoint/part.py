@@ -135,11 +135,15 @@ def _huge_pages(num_bytes: int) -> Tensor:
 
 
 def _copy(tensor: Tensor, piece: Piece, room: Tensor) -> None:
-    target = room.view(tensor.dtype)
-    if piece.is_whole:
-        target.view(tensor.shape).copy_(tensor, non_blocking=True)
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        # As bytes: some dtypes can be stored and viewed, but not copied.
+        flat = tensor.reshape(-1)[piece.start : piece.stop]
+        room.copy_(flat.view(torch.uint8), non_blocking=True)
+    elif piece.is_whole:
+        room.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
     else:
-        target.copy_(tensor.reshape(-1)[piece.start : piece.stop], non_blocking=True)
+        flat = tensor.reshape(-1)[piece.start : piece.stop]
+        room.view(tensor.dtype).copy_(flat, non_blocking=True)
 
 
 def write_part(path: Path, data: memoryview, *, data_start: int) -> FileSpec:

@@ -24,6 +24,8 @@ __all__ = ["describe_owner", "is_abandoned", "remove", "retain", "sweep"]
 
 _PATIENCE_S = 24 * 3600.0
 """After which nobody can still be writing: no job waits that long for a disk."""
+_NAMELESS_PATIENCE_S = 600.0
+"""The same for a directory whose owner was killed before it could say who it is."""
 
 
 def describe_owner(job_id: str | None) -> dict[str, object]:
@@ -55,7 +57,7 @@ def is_abandoned(
     if age_s > _PATIENCE_S:
         return True
     if owner is None:
-        return False
+        return age_s > _NAMELESS_PATIENCE_S
     mine = ("host", "process", "started")
     if all(owner[key] == me[key] for key in mine):
         return True  # one save at a time, and this is not the one that asks

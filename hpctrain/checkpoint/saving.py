@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.alike import refuse_differences
+from hpctrain.checkpoint.alike import mark_of, refuse_differences
 from hpctrain.checkpoint.background import Errand
 from hpctrain.checkpoint.catalog import next_number
 from hpctrain.checkpoint.finishing import OWNER, Outline, Record, Records, finish, write_own_part
@@ -20,7 +20,7 @@ from hpctrain.checkpoint.part import Staging, lay_out
 from hpctrain.checkpoint.preparing import Prepared, versions
 from hpctrain.checkpoint.removing import describe_owner, retain, sweep
 from hpctrain.checkpoint.retention import Keep
-from hpctrain.checkpoint.tree_file import items_of, render_tree
+from hpctrain.checkpoint.tree_file import describe, items_of, render_tree
 from hpctrain.errors import CheckpointError
 from hpctrain.world import World, agree, roll_call
 
@@ -97,13 +97,13 @@ def _begin(
     """Collective: compare what the ranks bring, and copy."""
     timeout_s = settings.timeout_s
     roll_call(world.comm, "saving a checkpoint", timeout_s=timeout_s)
-    mark = None if prepared is None else _mark(prepared)
+    mark = None if prepared is None else mark_of(prepared)
     told = world.comm.allgather((trouble, mark, opened))
-    if prepared is None or any(each[0] for each in told):
+    if prepared is None or mark is None or any(each[0] for each in told):
         agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
         raise CheckpointError("nothing was prepared to be saved")  # not reached: a rank said why
     if any(each[1] != mark for each in told):
-        refuse_differences(world, prepared.flat, prepared.step, prepared.own is not None)
+        refuse_differences(world, prepared.flat, mark)
     folder, number = told[0][2]
     saving = None
     try:
@@ -114,12 +114,6 @@ def _begin(
     if saving is None:
         raise CheckpointError("nothing was copied")  # not reached: this rank said why
     return saving
-
-
-def _mark(prepared: Prepared) -> tuple[int, int, int, bool]:
-    """What must be equal on all ranks, in short."""
-    flat = prepared.flat
-    return prepared.step, len(flat.leaves), flat.fingerprint(), prepared.own is not None
 
 
 def _open(world: World, directory: Path, step: int) -> tuple[tuple[Path, int] | None, str | None]:
@@ -160,16 +154,19 @@ def _copy(
     image = lay_out(parts[part], flat.tensors, own)
     data = staging.fill(image, parts[part], flat.tensors, own)
     places = {rank: (image.own_starts[rank], len(own[rank])) for rank in own}
+    outline = _outline(world, settings, prepared, folder, number, writers)
+    described = describe(flat)
+    deadline = time.monotonic() + settings.timeout_s
 
     def write() -> None:
+        """Runs in the thread; the tensors themselves are none of its business."""
         record = write_own_part(
             folder, part, len(parts), data, data_start=len(image.header), own=places
         )
         saving.written.append(record)
         if records is not None:
             records.tell(record)
-            outline = _outline(world, settings, prepared, folder, number, writers, parts)
-            finish(outline, records, deadline=time.monotonic() + settings.timeout_s)
+            finish(outline, render_tree(described, parts), records, deadline=deadline)
             retain(settings.directory, settings.keep)
             sweep(settings.directory, describe_owner(world.launch.job_id))
 
@@ -189,7 +186,6 @@ def _outline(
     folder: Path,
     number: int,
     writers: tuple[int, ...],
-    parts: tuple[tuple[Piece, ...], ...],
 ) -> Outline:
     return Outline(
         directory=settings.directory,
@@ -197,7 +193,6 @@ def _outline(
         number=number,
         step=prepared.step,
         writers=writers,
-        tree=render_tree(prepared.flat, parts),
         num_ranks=world.size,
         has_own=prepared.own is not None,
         versions=versions(),

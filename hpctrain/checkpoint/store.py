@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +22,7 @@ __all__ = ["Loaded", "Store"]
 
 _GRACE_S = 60.0
 """What rank 0 may need longer than the others before all learn how a save ended."""
+_MARGIN_S = 5.0
 
 
 class Store:
@@ -77,7 +77,7 @@ class Store:
         self._saving: Saving | None = None
         self._last: Path | None = None
         self._staging = Staging()
-        self._background = self._make_background()
+        self._polite, self._hurried = self._make_threads()
         self._is_closed = False
         world.at_exit(self.close)
 
@@ -122,9 +122,10 @@ class Store:
             trouble = str(error)
         saving = begin(self._world, self._settings, prepared, trouble, self._staging)
         self._saving = saving
+        in_a_hurry = wait or not self._asynchronous
         if saving.errand is not None:
-            self._background.start(saving.errand)
-        if wait or not self._asynchronous:
+            (self._hurried if in_a_hurry else self._polite).start(saving.errand)
+        if in_a_hurry:
             self.wait()
 
     @property
@@ -177,12 +178,13 @@ class Store:
                     saving.records.tell(record)
                 if why is not None:
                     saving.records.give_up(why)
-            saving.errand.wait(self._left_s(saving))
-            trouble = saving.errand.trouble(0.0)
+            # A little longer than its own deadline: it knows whom it waits for.
+            trouble = saving.errand.outcome(self.timeout_s + _MARGIN_S)
         self._saving = None
         if saving.errand is not None and saving.errand.is_running:
             # It hangs in the file system and holds its memory: the next save has others.
-            self._staging, self._background = Staging(), self._make_background()
+            self._staging = Staging()
+            self._polite, self._hurried = self._make_threads()
         agree(
             self._world.comm,
             trouble,
@@ -228,18 +230,14 @@ class Store:
         try:
             self.wait()
         finally:
-            self._background.close(timeout_s=_GRACE_S)
+            for thread in (self._polite, self._hurried):
+                thread.close(timeout_s=_GRACE_S)
 
     def _await_own(self, saving: Saving) -> str | None:
         """Wait for this rank's part; rank 0 also has the end to wait for, later."""
         if saving.errand is None or saving.records is not None:
             return None
-        saving.errand.wait(self._left_s(saving))
-        return saving.errand.trouble(0.0)
-
-    def _left_s(self, saving: Saving) -> float:
-        begun = time.monotonic() if saving.errand is None else saving.errand.started
-        return max(0.0, begun + self.timeout_s - time.monotonic())
+        return saving.errand.outcome(self.timeout_s)
 
     def _open(self) -> str | None:
         """Rank 0's part: the directory, without what killed saves have left."""
@@ -254,6 +252,8 @@ class Store:
             log.notice(f"{self.directory}: removed {len(swept)} unfinished checkpoints")
         return None
 
-    def _make_background(self) -> Background:
-        here = (info for info in self._world.ranks if info.node_rank == self._world.node_rank)
-        return Background(cpu for info in here for cpu in parse_cpus(info.cpus))
+    def _make_threads(self) -> tuple[Background, Background]:
+        """For saves beside training, and for those that training waits for."""
+        here = [info for info in self._world.ranks if info.node_rank == self._world.node_rank]
+        cpus = [cpu for info in here for cpu in parse_cpus(info.cpus)]
+        return Background(cpus), Background(cpus, is_polite=False)

@@ -21,7 +21,18 @@ from hpctrain.checkpoint.part import Staging, lay_out
 from hpctrain.checkpoint.unflattening import unflatten
 from hpctrain.errors import CheckpointError
 
-__all__ = ["Place", "TensorSpec", "Tree", "items_of", "pack", "parse_tree", "render_tree", "unpack"]
+__all__ = [
+    "Described",
+    "Place",
+    "TensorSpec",
+    "Tree",
+    "describe",
+    "items_of",
+    "pack",
+    "parse_tree",
+    "render_tree",
+    "unpack",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,15 @@ class Tree:
     tensors: Mapping[str, TensorSpec]
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state without its tensors: only what they are."""
+
+    skeleton: Any
+    tensors: Mapping[str, tuple[str, list[int]]]
+    """By name: dtype and shape."""
+
+
 def items_of(tensors: Mapping[str, Tensor]) -> tuple[Item, ...]:
     """Tensors as what the layout needs to know of them."""
     return tuple(
@@ -59,9 +79,15 @@ def items_of(tensors: Mapping[str, Tensor]) -> tuple[Item, ...]:
     )
 
 
-def render_tree(flat: Flat, parts: Sequence[Sequence[Piece]]) -> str:
+def describe(flat: Flat) -> Described:
+    """What `tree.json` says of a state, without holding on to its tensors."""
+    shapes = {name: (dtype_name(t.dtype), list(t.shape)) for name, t in flat.tensors.items()}
+    return Described(flat.skeleton, shapes)
+
+
+def render_tree(state: Described, parts: Sequence[Sequence[Piece]]) -> str:
     """As text; `parts` are the pieces of each part, which follow each other without gaps."""
-    places: dict[str, list[list[int]]] = {name: [] for name in flat.tensors}
+    places: dict[str, list[list[int]]] = {name: [] for name in state.tensors}
     for number, pieces in enumerate(parts):
         start = 0
         for piece in pieces:
@@ -71,14 +97,10 @@ def render_tree(flat: Flat, parts: Sequence[Sequence[Piece]]) -> str:
     for found in places.values():
         found.sort(key=lambda place: place[3])
     tensors = {
-        name: {
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "places": places[name],
-        }
-        for name, tensor in flat.tensors.items()
+        name: {"dtype": dtype, "shape": shape, "places": places[name]}
+        for name, (dtype, shape) in state.tensors.items()
     }
-    return json.dumps({"state": flat.skeleton, "tensors": tensors}, separators=(",", ":"))
+    return json.dumps({"state": state.skeleton, "tensors": tensors}, separators=(",", ":"))
 
 
 def parse_tree(text: bytes, path: object) -> Tree:
@@ -111,7 +133,7 @@ def pack(tree: object) -> bytes:
     flat = flatten(tree)
     (pieces,) = divide(items_of(flat.tensors), 1)
     image = lay_out(pieces, flat.tensors, {})
-    text = render_tree(flat, [pieces]).encode()
+    text = render_tree(describe(flat), [pieces]).encode()
     data = Staging().fill(image, pieces, flat.tensors, {})
     return len(text).to_bytes(8, "little") + text + bytes(data[len(image.header) :])
 

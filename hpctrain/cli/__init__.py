@@ -19,10 +19,18 @@ __all__ = ["VERBS", "main"]
 VERBS = {
     # verb: its line in the overview; the module hpctrain.cli.VERB has the rest
     "run": "run a script on all ranks, starting mpirun where nothing has",
+    "train": "train from a TOML file: evaluation, checkpoints, logs, a run directory",
+    "config": "explain, check and list what such a file may say",
+    "watch": "follow a run from its directory, on a login node too",
     "data": "write a data set as shards, say what is in one, or check it",
+    "checkpoint": "list checkpoints, check them, export the model, or import a torch file",
     "doctor": "check MPI, torch, Horovod and the machine, with the cure for what is broken",
+    "bench": "measure how a script scales, the best layout of a node, collectives, data",
     "job": "write, submit, watch and lint job scripts",
     "sweep": "run a command over many settings, here or as a job array, and rank the results",
+    "report": "make a page, pictures and tables of benchmark results and run directories",
+    "trace": "merge what the ranks of a traced run recorded into one timeline",
+    "plan": "predict a training step at N ranks, and what to ask a machine for; all simulated",
     "pack": "put an environment into one archive that jobs unpack on every node's own disk",
     "horovod": "build Horovod against this torch and this MPI, or check the one that is here",
 }

@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]
@@ -32,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "-np",
         "--ranks",
-        type=int,
+        type=ranks_or_auto,
         metavar="N",
-        help="ranks to start (default: those of the hosts, or 1)",
+        help="ranks to start (default: those of the hosts, or 1); auto: what `bench layout` found",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:4,B:4", help="hosts and their ranks")
@@ -44,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="D",
         help="also keep each rank's output, in D/rank-00000.log",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="D",
+        help="record what every rank does when, in D/trace.json.gz for ui.perfetto.dev",
     )
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="show the output of rank 0 alone"
@@ -66,6 +73,8 @@ def main(args: argparse.Namespace) -> int:
     if not words:
         raise ConfigError("no script was given; write `hpctrain run [-n N] SCRIPT [ARGS ...]`")
     program = Program(target=words[0], is_module=is_module, arguments=tuple(words[1:]))
+    if args.trace is not None:  # the ranks read it from their environment, however they start
+        os.environ["HPCTRAIN_TRACE"] = str(args.trace.resolve())
     environ = dict(os.environ)
     launch = detect(environ)
     if launch.row is not None and launch.row.starts_mpi:
@@ -75,6 +84,12 @@ def main(args: argparse.Namespace) -> int:
                 "leave -n, --hosts and --hostfile to the launcher"
             )
         return run_here(program, launch, environ, log_dir=args.log_dir)
+    if args.ranks == AUTO:
+        if args.hosts or args.hostfile:
+            raise ConfigError("-n auto is the best of this machine alone; with hosts, give numbers")
+        program.check()
+        key = program.target if program.is_module else str(Path(program.target).resolve())
+        args.ranks, environ = choose_layout(key, program.arguments, environ)
     hosts: Hosts | None = None
     if args.hosts:
         hosts = parse_hosts(args.hosts)

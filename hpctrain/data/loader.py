@@ -19,6 +19,7 @@ from hpctrain.data.source import Batch
 from hpctrain.data.transfer import Sent, Transfer
 from hpctrain.errors import ConfigError
 from hpctrain.world import World, agree
+from hpctrain.world.observing import observed
 
 __all__ = ["Loader"]
 
@@ -156,6 +157,14 @@ class Loader:
         """How many samples the current batch has over all ranks."""
         return 0 if self._part is None else self._part.global_samples
 
+    @property
+    def num_left(self) -> int | None:
+        """Batches of this epoch that were not handed out yet; None for a stream."""
+        num_samples = self._settled.feed.num_samples
+        if num_samples is None:
+            return None
+        return self._settled.batching.count(num_samples - self._consumed)
+
     def __len__(self) -> int:
         """Steps in a whole epoch; the same on every rank."""
         num_samples = self._settled.feed.num_samples
@@ -178,7 +187,7 @@ class Loader:
         return self._loop(where, self._loops)
 
     def _loop(self, where: Where, number: int) -> Iterator[Batch]:
-        for part, batch in self._arrivals(where):
+        for part, batch in self._observed(self._arrivals(where)):
             if number != self._loops:
                 break
             self._part = part
@@ -191,6 +200,11 @@ class Loader:
                 "time, or a loader for each"
             )
         self._next_epoch()
+
+    def _observed(self, arrivals: Iterator[tuple[Part, Batch]]) -> Iterator[tuple[Part, Batch]]:
+        """The same; waiting for each batch is a phase where somebody observes the world."""
+        observers = self.world.observers
+        return observed(arrivals, observers, "input") if observers else arrivals
 
     def _arrivals(self, where: Where) -> Iterator[tuple[Part, Batch]]:
         """Batches on the device, by as few steps as there must be: each costs every batch."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
 import os
-from collections.abc import Callable, Iterable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +16,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpctrain.data.mapped import MapSource
 from hpctrain.data.source import Batch, Indices
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, DataError
 
 __all__ = ["METHODS", "WorkerOptions", "Workers"]
 
 METHODS = ("forkserver", "spawn")
+_DEATH_S = 0.2
 _NO_MPI = "MPI4PY_RC_INITIALIZE"
 
 Job = tuple[Indices, int]
@@ -83,9 +86,30 @@ class Workers:
     def fetch(self, jobs: Iterable[Job] = ()) -> Iterator[Batch]:
         """The batches of these jobs, in order; a stream's own batches need none."""
         self._jobs.now = jobs
-        with _without_mpi():
+        with _without_mpi(), _without_warnings():
             batches = iter(self._loader)
-        yield from batches
+        try:
+            yield from batches
+        except (RuntimeError, OSError, EOFError) as error:
+            # A worker that dies while it hands memory over is seen as a broken connection.
+            if (death := _find_death(getattr(batches, "_workers", ()))) is not None:
+                raise DataError(death) from error
+            raise
+
+
+def _find_death(workers: Sequence[multiprocessing.process.BaseProcess]) -> str | None:
+    """Which worker has died, and of what; None while all live or have ended well."""
+    for number, worker in enumerate(workers):
+        worker.join(_DEATH_S)
+        code = worker.exitcode
+        if code:
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            hint = "; the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
+            return (
+                f"worker {number} of the loader (process {worker.pid}) ended {how}{hint}; see what "
+                "its samples need, or use fewer workers (num_workers)"
+            )
+    return None
 
 
 class _Jobs:
@@ -123,3 +147,17 @@ def _without_mpi() -> Iterator[None]:
             del os.environ[_NO_MPI]
         else:
             os.environ[_NO_MPI] = before
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Processes started here do not get SIGUSR1 and SIGUSR2, by which workers would die.
+
+    Batch systems send them to every process of a job, to warn the ranks. Those that come meanwhile
+    wait for the end of the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

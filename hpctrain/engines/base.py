@@ -76,6 +76,8 @@ class Engine(Meeting, ABC):
         ends = self._run(
             lambda: [self._start_allreduce(piece, on_wire, what) for piece in pieces], "allreduce"
         )
+        if self.on_post is not None:
+            self.on_post(wire.describe("allreduce", what, tensor))
 
         def finish() -> None:
             self.meet(lambda: _end_all(ends), "allreduce", what, tensor)
@@ -160,12 +162,12 @@ class Engine(Meeting, ABC):
 
     def barrier(self) -> None:
         """Collective: wait for all ranks."""
-        self._check_open("barrier")
+        self.check_open("barrier")
         self.meet(self._control.barrier, "barrier", "", None)
 
     def split(self, color: int | None, key: int = 0) -> Engine | None:
         """Collective: an engine over the ranks of the same color, ordered by key; None: in none."""
-        self._check_open("split")
+        self.check_open("split")
         return self.meet(lambda: self._divide(color, key), "split", "", None)
 
     def close(self, *, cure: str = "make another one") -> None:

@@ -45,6 +45,10 @@ class Watchdog(Watch, Protocol):
     def among(self, ranks: Sequence[int]) -> Watch:
         """A watch for the collectives of some ranks only."""
 
+    @property
+    def all_waited_s(self) -> float:
+        """Seconds that this thread has spent in collectives, in all."""
+
 
 class Meeting:
     """What engines share besides the collectives: ranks, device, checks, watch.
@@ -70,6 +74,8 @@ class Meeting:
         self.device = device
         self.members: tuple[int, ...] = tuple(range(self.size))
         """The ranks of the world that this engine is over, in the order of its own."""
+        self.on_post: Callable[[str], None] | None = None
+        """Who is told of collectives that are started now and waited for later."""
 
     @property
     def watchdog(self) -> Watchdog | None:
@@ -91,13 +97,18 @@ class Meeting:
         *,
         written: bool = True,
     ) -> None:
-        self._check_open(call)
+        self.check_open(call)
         written = written and call != "reduce_scatter"
         wire.check_tensor(tensor, call=call, device=self.device, written=written)
         if op is not None:
             wire.check_op(tensor, op, call=call, ops=ops, engine=self.name)
 
-    def _check_open(self, call: str) -> None:
+    def check_open(self, call: str) -> None:
+        """Refuse a call of an engine that was closed.
+
+        Raises:
+            ConfigError: with what to do.
+        """
         if self._closed:
             raise ConfigError(f"{call}: this {self.name} engine is closed; {self._cure}")
 

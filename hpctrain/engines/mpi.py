@@ -62,15 +62,17 @@ class MpiEngine(Engine):
     def node_group(self) -> NodeGroup:
         """Collective at the first call: this node's ranks and their counterparts elsewhere."""
         if self._group is None:
-            self._group = NodeGroup(self._data)
+            self._group = self.meet(lambda: NodeGroup(self._data), "meeting of nodes", "", None)
         return self._group
 
     def allocate(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Collective: a flat buffer of zeros that this engine combines with the fewest copies.
 
-        On CPUs it is this rank's part of node-shared memory, which lives as long as the engine.
+        On CPUs it is this rank's part of node-shared memory, which lives as long as the engine. A
+        collective gets it from every rank or from none: ranks that pass different tensors are
+        refused together, or, where they wait in different ways, named by the watchdog.
         """
-        self._check_open("allocate")
+        self.check_open("allocate")
         if self.device.type != "cpu":
             return super().allocate(num_elements, dtype)
         return self.meet(
@@ -82,12 +84,12 @@ class MpiEngine(Engine):
         buffers = self._buffers
         if op is not Op.SUM or buffers is None or not buffers.holds(tensor):
             return super().allreduce_(tensor, op, what=what)
-        self._check_open("allreduce")
+        self.check_open("allreduce")
 
         def exchange() -> None:
             self._worker.run(lambda: buffers.allreduce(tensor, op))
 
-        self.meet(exchange, "allreduce", what, tensor)
+        self.meet(exchange, "allreduce of an allocated buffer", what, tensor)
         torch.autograd.graph.increment_version(tensor)
         return tensor
 

@@ -92,17 +92,34 @@ class NodeGroup:
         every = self.node.allgather(own)
         threads = [number for number, _ in every]
         cores = {core for _, mask in every for core in mask}
-        self.barrier = make_barrier(self.node, sleep=must_sleep(threads, len(cores)))
+        self.barrier = make_barrier(self.comm, self.node, sleep=must_sleep(threads, len(cores)))
         everyone = self.comm.allgather(own[0])
         self.num_threads = min(everyone)
         """What all ranks can compute with alike: more on some would round differently."""
         self.threads_differ = max(everyone) != self.num_threads
 
     def allocate(
-        self, num_bytes: int, what: str, slices: Sequence[tuple[int, int]] | None = None
+        self,
+        num_bytes: int,
+        what: str,
+        slices: Sequence[tuple[int, int]] | None = None,
+        *,
+        private: Sequence[tuple[int, int]] = (),
     ) -> SharedBlock:
-        """Collective: memory that this node's ranks share."""
-        return allocate(self.comm, self.node, num_bytes, what=what, slices=slices)
+        """Collective: memory that this node's ranks share; see `hpctrain.world.shared_memory`."""
+        return allocate(self.comm, self.node, num_bytes, what=what, slices=slices, private=private)
+
+    def compute_alike(self, call: Callable[[], object]) -> None:
+        """Compute with as many threads as every rank has: a loop cut elsewhere rounds otherwise."""
+        if not self.threads_differ:
+            call()
+            return
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.num_threads)
+        try:
+            call()
+        finally:
+            torch.set_num_threads(before)
 
     def own_slice(self, num_elements: int) -> slice:
         """The elements that this rank adds up."""

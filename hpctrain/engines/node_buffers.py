@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpctrain.engines.node import NodeGroup, combine, slice_bounds
 from hpctrain.engines.op import Op
+from hpctrain.errors import CollectiveError
 from hpctrain.world.shared_memory import SharedBlock
 
 __all__ = ["NodeBuffers", "is_large"]
@@ -33,6 +36,8 @@ def is_large(flat: Tensor) -> bool:
 class _Buffer:
     """A node's buffers, cut beforehand as every allreduce needs them."""
 
+    number: int
+    """The first one is 1; all ranks allocate in the same order."""
     block: SharedBlock
     own: Tensor
     terms: list[Tensor]
@@ -44,12 +49,17 @@ class _Buffer:
 
 
 class NodeBuffers:
-    """The shared buffers of an engine."""
+    """The shared buffers of an engine. Collective to make."""
 
     def __init__(self, group: NodeGroup) -> None:
         self.group = group
         self._scratch: SharedBlock | None = None
         self._made: dict[int, _Buffer] = {}
+        self._num_made = 0
+        self._notes = group.allocate(8 * group.local_size, "which buffers are combined")
+        numbers = self._notes.tensor(torch.int64, num_elements=group.local_size)
+        self._passed: np.ndarray[Any, np.dtype[np.int64]] = numbers.numpy()
+        """What each rank of the node has passed: the number of a buffer, 0 for any other tensor."""
 
     @property
     def shares_memory(self) -> bool:
@@ -70,8 +80,10 @@ class NodeBuffers:
         me = self.group.local_rank
         bounds = slice_bounds(num_elements, size)
         start, stop = bounds[me]
+        self._num_made += 1
         if num_elements:
             self._made[parts[me].data_ptr()] = _Buffer(
+                number=self._num_made,
                 block=block,
                 own=parts[me],
                 terms=[part[start:stop] for part in parts],
@@ -94,15 +106,38 @@ class NodeBuffers:
         return buffer.own.numel() == tensor.numel() and buffer.own.dtype is tensor.dtype
 
     def allreduce(self, flat: Tensor, op: Op) -> None:
-        """Collective: combine in place."""
+        """Collective: combine in place.
+
+        Raises:
+            CollectiveError: on all ranks of a node, of which some passed a buffer from `allocate`
+                and others another tensor; nothing is combined then.
+        """
         if self.holds(flat):
             self._combine_in_place(self._made[flat.data_ptr()], op)
         else:
             self._combine_foreign(flat, op)
 
+    def _meet(self, number: int) -> None:
+        """Collective: wait for the node's ranks, and see that all have passed the same.
+
+        The next call's notes are written after this call's later barriers: nobody reads them here.
+        """
+        self._passed[self.group.local_rank] = number
+        self.group.barrier.wait()
+        if (self._passed == number).all():
+            return
+        told = [f"buffer {n}" if n else "another tensor" for n in self._passed.tolist()]
+        by_rank = ", ".join(f"{what} on local rank {rank}" for rank, what in enumerate(told))
+        self.group.barrier.wait()  # all have read
+        raise CollectiveError(
+            f"allreduce: the ranks of this node passed different tensors: {by_rank} (buffers count "
+            "in the order of engine.allocate()); pass the same allocated buffer on every rank, or "
+            "none of them"
+        )
+
     def _combine_in_place(self, buffer: _Buffer, op: Op) -> None:
         group = self.group
-        group.barrier.wait()
+        self._meet(buffer.number)
         if buffer.total.numel():
             combine(buffer.terms, buffer.total, op)
         if group.num_nodes > 1:
@@ -114,6 +149,7 @@ class NodeBuffers:
 
     def _combine_foreign(self, flat: Tensor, op: Op) -> None:
         group = self.group
+        self._meet(0)
         if self._scratch is None:
             self._scratch = group.allocate(PIECE_BYTES * (group.local_size + 1), "pieces under way")
         most = PIECE_BYTES // flat.element_size()
@@ -129,6 +165,7 @@ class NodeBuffers:
 
     def close(self) -> None:
         """Let the files go; buffers that are still held stay readable."""
+        self._notes.close()
         for buffer in self._made.values():
             buffer.block.close()
         self._made.clear()

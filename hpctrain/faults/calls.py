@@ -1,7 +1,8 @@
 """What a rank is doing: its collectives, numbered in the order in which it enters them.
 
 `enter` and `leave` are on the path of every collective, so they only write plain attributes: no
-locks, and nothing is formatted. Whoever wants to know reads a snapshot from another thread.
+locks, and nothing is formatted. The last calls stay known, with the places they were made from.
+Whoever wants to know reads a snapshot from another thread.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import itertools
 import sys
 from _thread import get_ident
+from operator import itemgetter
 from time import monotonic
 
 from hpctrain.faults.answer import Call, Standing
+from hpctrain.faults.ledger import Page
+from hpctrain.faults.sites import Site, describe_site, users_site
 
 __all__ = ["Lane"]
 
 _RING = 64
 _MASK = _RING - 1  # 64 is a power of two
-_Entry = tuple[int, str, float]
+_Entry = tuple[int, str, float, Site | None]
 
 
 class Lane:
@@ -32,13 +36,17 @@ class Lane:
         self.key = key
         self._numbers = itertools.count(1)
         self._stacks: dict[int, list[_Entry]] = {}
-        self._ring: list[_Entry] = [(0, "", 0.0)] * _RING
+        self._ring: list[_Entry] = [(0, "", 0.0, None)] * _RING
         self._ended: tuple[_Entry, float] | None = None
+        self._depths: dict[str, int] = {}
+        self._home = get_ident()
+        self.waited_s = 0.0
+        """Seconds that the thread that made this lane has spent in its calls."""
 
     def enter(self, call: str) -> None:
         """A collective begins; `call` names it and is the same on all ranks of the lane."""
         number = next(self._numbers)
-        entry = (number, call, monotonic())
+        entry = (number, call, monotonic(), users_site(call, self._depths))
         self._ring[number & _MASK] = entry
         try:
             self._stacks[get_ident()].append(entry)
@@ -51,19 +59,25 @@ class Lane:
         Raises:
             RuntimeError: this thread has not entered one.
         """
+        thread = get_ident()
         try:
-            self._ended = (self._stacks[get_ident()].pop(), monotonic())
+            stack = self._stacks[thread]
+            entry = stack.pop()
         except (KeyError, IndexError):
             raise RuntimeError(
                 "leave() without enter(): each collective is left by the thread that entered it"
             ) from None
+        now = monotonic()
+        self._ended = (entry, now)
+        if not stack and thread == self._home:
+            self.waited_s += now - entry[2]
 
     def pending(self, now: float) -> list[Call]:
         """The innermost open call of every thread, and how long nothing has moved in it."""
         ended = self._ended
         calls = []
         for stack in self._open_stacks():
-            number, name, since = stack[-1]
+            number, name, since, _ = stack[-1]
             # A call that contains others moves as long as they do.
             if ended is not None and ended[0][0] > number:
                 since = max(since, ended[1])
@@ -76,13 +90,13 @@ class Lane:
         ended = self._ended
         # The stacks before the ring: a call that is open is then always known by name, too.
         stacks = self._open_stacks()
-        recent = {number: name for number, name, _ in list(self._ring) if number}
+        recent = {number: name for number, name, *_ in list(self._ring) if number}
         return Standing(
             entered=max(recent, default=0),
             open=tuple(
                 Call(number=number, name=name, seconds=now - since)
                 for stack in stacks
-                for number, name, since in stack
+                for number, name, since, _ in stack
             ),
             innermost=tuple(stack[-1][0] for stack in stacks),
             ended=None
@@ -90,6 +104,14 @@ class Lane:
             else Call(number=ended[0][0], name=ended[0][1], seconds=now - ended[1]),
             recent=recent,
             num_threads=len(self._stacks),
+        )
+
+    def page(self) -> Page:
+        """This rank's last calls, and where they were made."""
+        entries = sorted((entry for entry in list(self._ring) if entry[0]), key=itemgetter(0))
+        return Page(
+            names={number: name for number, name, *_ in entries},
+            places={number: describe_site(site) for number, _, _, site in entries},
         )
 
     def _open_stacks(self) -> list[tuple[_Entry, ...]]:

@@ -1,7 +1,8 @@
 """Questions and answers between ranks beside MPI, over TCP: MPI is what hangs.
 
-One line of JSON goes each way, then the connection is closed. Every rank has a token of its own
-that travels by MPI at the start; whoever does not know it gets no answer.
+One line of JSON goes each way, then the connection is closed; who asks to stay is told when this
+rank leaves. Every rank has a token of its own that travels by MPI at the start; whoever does not
+know it gets no answer.
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ from typing import Any
 from hpctrain import log
 from hpctrain.faults.stacks import THREAD_PREFIX
 
-__all__ = ["Message", "Responder"]
+__all__ = ["GOODBYE", "WELCOME", "Message", "Responder"]
 
 Message = dict[str, Any]
+
+WELCOME = b"hello\n"
+"""What those hear who ask to stay."""
+GOODBYE = b"bye\n"
+"""What those who stay hear when this rank leaves in order."""
 
 _LONGEST_QUESTION = 4096
 _BACKLOG = 1024
@@ -38,6 +44,8 @@ class _Guest:
     sock: socket.socket
     heard: bytes = b""
     to_say: bytes = b""
+    stays: bool = False
+    """Whether it only waits for the goodbye."""
 
 
 class Responder:
@@ -67,10 +75,18 @@ class Responder:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Stop answering; the thread ends within `timeout_s`."""
+        self.say_goodbye()
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
         self._thread.join(timeout_s)
         self._wake.close()
+
+    def say_goodbye(self) -> None:
+        """Tell those who stay that this rank leaves."""
+        for guest in list(self._guests):
+            if guest.stays:
+                with contextlib.suppress(OSError):
+                    guest.sock.send(GOODBYE)
 
     def forget(self) -> None:
         """Give up the sockets in a forked child, so that the parent's death can be seen."""
@@ -122,23 +138,34 @@ class Responder:
         """Go on with a conversation; False ends it."""
         if guest.to_say:
             guest.to_say = guest.to_say[guest.sock.send(guest.to_say[:_PIECE]) :]
-            return bool(guest.to_say)
+            if guest.stays and not guest.to_say:
+                self._selector.modify(guest.sock, selectors.EVENT_READ, guest)
+            return guest.stays or bool(guest.to_say)
         data = guest.sock.recv(_LONGEST_QUESTION)
+        if guest.stays:
+            return bool(data)
         guest.heard += data
         if b"\n" not in guest.heard:
             return bool(data) and len(guest.heard) < _LONGEST_QUESTION
-        guest.to_say = self._reply(guest.heard.partition(b"\n")[0])
+        question = self._read(guest.heard.partition(b"\n")[0])
+        guest.stays = question is not None and question.get("ask") == "stay"
+        guest.to_say = WELCOME if guest.stays else self._reply(question)
         self._selector.modify(guest.sock, selectors.EVENT_WRITE, guest)
         return bool(guest.to_say)
 
-    def _reply(self, line: bytes) -> bytes:
-        """The answer to a question, or nothing for a stranger."""
+    def _read(self, line: bytes) -> Message | None:
+        """A question; None from a stranger."""
         try:
             question = json.loads(line)
             token = str(question["token"]).encode()
         except (ValueError, KeyError, TypeError):
-            return b""
-        if not secrets.compare_digest(token, self.token.encode()):
+            return None
+        known = secrets.compare_digest(token, self.token.encode())
+        return question if known and isinstance(question, dict) else None
+
+    def _reply(self, question: Message | None) -> bytes:
+        """The answer to a question, or nothing for a stranger."""
+        if question is None:
             return b""
         try:
             reply = self._answer(question)

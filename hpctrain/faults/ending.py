@@ -8,18 +8,18 @@ import os
 import sys
 from typing import NoReturn
 
+from hpctrain.exit_codes import DIED, TIMED_OUT
 from hpctrain.world import Launch
-from hpctrain.world.guard import leave, report_exit
+from hpctrain.world.guard import leave, report_exit, say_farewell
 
-__all__ = ["EXIT_CODE", "end_all_ranks"]
+__all__ = ["DIED", "EXIT_CODE", "end_all_ranks"]
 
-EXIT_CODE = 124
-"""How a job ends whose collective did not: as after `timeout`, a time limit has passed."""
+EXIT_CODE = TIMED_OUT
 
 _ABORT_S = 5
 
 
-def end_all_ranks(launch: Launch, text: str, cause: str) -> NoReturn:
+def end_all_ranks(launch: Launch, text: str, cause: str, *, code: int = EXIT_CODE) -> NoReturn:
     """Print `text` and end every rank of the job, from a thread while others are inside MPI.
 
     `hpctrain run` is told first; where MPI cannot even abort, this process ends all the same.
@@ -33,8 +33,9 @@ def end_all_ranks(launch: Launch, text: str, cause: str) -> NoReturn:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
-    report_exit(launch, EXIT_CODE, cause)
+    report_exit(launch, code, cause)
+    say_farewell()
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(EXIT_CODE)
-    leave(EXIT_CODE)
+        MPI.COMM_WORLD.Abort(code)
+    leave(code)

@@ -165,10 +165,6 @@ class Governor:
         """How much time must be left when the last step ends."""
         return min(self.pace.lead_s, _SHORT * self._span_s) + self.pace.margin * self.save_s
 
-    def allotted(self, time_left_s: float) -> None:
-        """How much time there was at the start: a short job keeps less of it for its end."""
-        self._span_s = time_left_s
-
     def save_is_due(self, now_s: float) -> bool:
         """Whether it is time for a save: waiting another step would be further from the moment."""
         return now_s - self._saved_at + self.step_s / 2 >= self.interval_s
@@ -177,9 +173,14 @@ class Governor:
         """Whether this is the last boundary that is safe: another step might not leave the reserve.
 
         None, for no limit, never stops. Nor does a training stop before its first step: a job that
-        is requeued without progress would be so for ever.
+        is requeued without progress would be so for ever. The first time that is told here counts
+        as the job's: of a short one less is kept for its end.
         """
-        if time_left_s is None or not self._steps:
+        if time_left_s is None:
+            return False
+        if self._span_s == math.inf:
+            self._span_s = time_left_s
+        if not self._steps:
             return False
         return time_left_s - _STEPS_AHEAD * self.slow_step_s < self.reserve_s
 

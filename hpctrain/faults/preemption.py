@@ -11,12 +11,13 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
 from hpctrain import log
 from hpctrain.errors import ConfigError
+from hpctrain.faults.native_signals import find_native
 
 __all__ = ["SIGNALS", "Preemption", "signal_number"]
 
@@ -44,23 +45,12 @@ def signal_number(name: str) -> signal.Signals:
     return signal.Signals[full]
 
 
-def _is_native(number: signal.Signals) -> bool:
-    """Whether code that is not Python's handles a signal: the kernel knows, Python does not."""
-    if callable(signal.getsignal(number)):
-        return False
-    try:
-        with open("/proc/self/status", "rb") as status:
-            caught = next(line for line in status if line.startswith(b"SigCgt:"))
-    except (OSError, StopIteration):
-        return signal.getsignal(number) is None
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-
-
 class Preemption:
     """Remembers the first of some signals. A context manager; `close` puts everything back.
 
-    Handlers that were set by Python code before are called as well, after the flag is set. A signal
-    that native code handles (faulthandler, NCCL) is left to it, with a warning. In forked children
+    Handlers that were set by Python code before are called as well, after the flag is set. Those of
+    native code cannot be called from here: they are replaced until `close`, with a warning unless
+    they are MPI's own (MPICH has one for SIGUSR1). In forked children
     the signals are ignored, except SIGTERM, which ends them as before: batch systems often send a
     signal to every process of a job, and a worker's death would end the training before its save.
 
@@ -68,10 +58,10 @@ class Preemption:
         signals: Names, with or without `SIG`.
 
     Raises:
-        ConfigError: not in the main thread, a name is unknown or given twice, or none is left.
+        ConfigError: not in the main thread, or a name is unknown, missing or given twice.
     """
 
-    def __init__(self, signals: tuple[str, ...] = SIGNALS) -> None:
+    def __init__(self, signals: Sequence[str] = SIGNALS) -> None:
         if isinstance(signals, str):
             raise ConfigError(f"signals={signals!r} is one text; give a tuple, ({signals!r},)")
         numbers = [signal_number(name) for name in signals]
@@ -84,15 +74,14 @@ class Preemption:
             )
         self._requested: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
-        self._owner = os.getpid()
-        native = [number.name for number in numbers if _is_native(number)]
-        if len(native) == len(numbers):
-            raise ConfigError(
-                f"{', '.join(native)}: native code handles them already (faulthandler.register, a "
-                "library); choose another signal, or make this object before it"
-            )
-        if native:
-            log.warn(f"{', '.join(native)} stay with the native code that handles them already")
+        self._native = [found for number in numbers if (found := find_native(number)) is not None]
+        for found in self._native:
+            if not found.is_mpis:
+                log.warn(
+                    f"{signal.Signals(found.number).name} was handled by native code "
+                    f"({found.owner or 'unknown'}), and now asks this training to stop; choose "
+                    "other signals if that was meant for something else"
+                )
         # Bound methods are made anew at each look; this one can be compared and has no cycle.
         itself = weakref.ref(self)
 
@@ -102,8 +91,7 @@ class Preemption:
 
         self._handler: Handler = remember
         for number in numbers:
-            if number.name not in native:
-                self._previous[number] = signal.signal(number, self._handler)
+            self._previous[number] = signal.signal(number, self._handler)
         _open.add(self)
 
     @property
@@ -119,10 +107,15 @@ class Preemption:
     def close(self) -> None:
         """Put the previous handlers back, where ours are still in place. May be called again."""
         _open.discard(self)
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) is self._handler:
-                signal.signal(number, previous)
-        self._previous = {}
+        ours = [n for n in self._previous if signal.getsignal(n) is self._handler]
+        for number in ours:
+            # None stands for native code, which follows below.
+            previous = self._previous[number]
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        for found in self._native:
+            if found.number in ours:
+                found.restore()
+        self._previous, self._native = {}, []
 
     def __enter__(self) -> Preemption:
         return self

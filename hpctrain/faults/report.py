@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain.faults.answer import Call, quote
 from hpctrain.faults.survey import UNREACHED
 from hpctrain.faults.verdict import Kind, Verdict
 from hpctrain.log import format_ranges
 
-__all__ = ["name_ranks", "render", "summarize"]
+__all__ = ["describe_death", "name_ranks", "render", "summarize"]
 
 _MOST_RANKS = 16
 _GRADIENTS = (" bucket ", "gradients")  # what the exchanges of a training step are called
@@ -33,6 +33,19 @@ def summarize(verdict: Verdict, *, timeout_s: float) -> str:
     return f"{head}, and no rank is missing: the exchange itself does not end"
 
 
+def describe_death(*, num_oom_kills: int) -> str:
+    """How a rank ended that said nothing, as far as it can be known.
+
+    Args:
+        num_oom_kills: How many processes of its control group the kernel has killed for memory.
+    """
+    died = "died without a word (killed, or crashed)"
+    if not num_oom_kills:
+        return died
+    s = "es" if num_oom_kills > 1 else ""
+    return f"{died}; the kernel has killed {num_oom_kills} process{s} here for want of memory"
+
+
 def render(
     verdict: Verdict,
     *,
@@ -41,6 +54,7 @@ def render(
     stacks: Mapping[int, str],
     speaker: tuple[int, Call],
     code: int,
+    calls: Sequence[str] = (),
 ) -> str:
     """The whole report.
 
@@ -51,6 +65,7 @@ def render(
         stacks: Python stacks by rank, as far as they are known.
         speaker: The rank that speaks and the call that it waits in.
         code: The exit code that follows.
+        calls: What the ranks' ledgers say.
     """
     size = len(verdict.waiting) + len(verdict.missing) + len(verdict.ahead)
     lines = [f"hpctrain: watchdog: {summarize(verdict, timeout_s=timeout_s)} (of {size})"]
@@ -73,6 +88,7 @@ def render(
         )
     if not verdict.missing:
         lines.append("  see to the network, or allow more time where the exchange is merely long")
+    lines += calls
     absent = {one.rank for one in verdict.missing}
     for rank, text in stacks.items():
         role = "missing" if rank in absent else "waiting"

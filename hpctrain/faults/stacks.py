@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 import threading
 import traceback
+
+from hpctrain.faults.sites import is_users
 
 __all__ = ["THREAD_PREFIX", "format_stacks", "users_place"]
 
 THREAD_PREFIX = "hpctrain-watchdog"
 """How the watchdog's own threads are called; they are left out."""
-
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = tuple(
-    {
-        os.path.abspath(path) + os.sep
-        for name, path in sysconfig.get_paths().items()
-        if name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
-)
 
 
 def users_place() -> str:
@@ -30,7 +21,7 @@ def users_place() -> str:
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = frame
-    while found is not None and not _is_users(found.f_code.co_filename):
+    while found is not None and not is_users(found.f_code.co_filename):
         found = found.f_back
     found = found or frame
     if found is None:
@@ -39,13 +30,9 @@ def users_place() -> str:
     return f"{code.co_filename}:{found.f_lineno} in {code.co_qualname}"
 
 
-def _is_users(path: str) -> bool:
-    return not path.startswith(("<", _OURS, *_LIBRARIES))
-
-
 def _below_launcher(stack: traceback.StackSummary) -> traceback.StackSummary:
     """Drop the frames at the top that run the user's script and say nothing about it."""
-    first = next((i for i, frame in enumerate(stack) if _is_users(frame.filename)), 0)
+    first = next((i for i, frame in enumerate(stack) if is_users(frame.filename)), 0)
     return traceback.StackSummary.from_list(stack[first:])
 
 

@@ -7,28 +7,31 @@ one report and ends the job.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import NoReturn
 
 from hpctrain import log
 from hpctrain.errors import ConfigError, LaunchError
-from hpctrain.faults import meeting, report, survey
+from hpctrain.faults import meeting, report
 from hpctrain.faults.answer import Answer, Call, Silence, Standing
 from hpctrain.faults.calls import Lane
 from hpctrain.faults.channel import Message, Responder
-from hpctrain.faults.ending import EXIT_CODE, end_all_ranks
+from hpctrain.faults.ending import DIED, EXIT_CODE, end_all_ranks
+from hpctrain.faults.inquiry import ANSWER_S, Inquiry
+from hpctrain.faults.neighbour import Neighbour
 from hpctrain.faults.stacks import THREAD_PREFIX, format_stacks, users_place
 from hpctrain.faults.verdict import Kind, Verdict, judge
 from hpctrain.world import World, agree
+from hpctrain.world.guard import farewells
+from hpctrain.world.oom import count_oom_kills
 
 __all__ = ["Watchdog", "start"]
 
-_ANSWER_S = 2.0
-_STACKS_S = 1.5
 _MOST_STACKS = 4
 # A rank that has been asked leaves the report to the one that asked, for this long.
 _DEFER_S = 10.0
@@ -76,6 +79,7 @@ class Watchdog(Lane):
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._responder: Responder | None = None
+        self._neighbour: Neighbour | None = None
         if world.size == 1:
             return
         trouble = None
@@ -88,8 +92,12 @@ class Watchdog(Lane):
         except LaunchError:
             self.stop()
             raise
+        self._inquiry = Inquiry(world, self._peers)
         self._thread = threading.Thread(target=self._watch, name=THREAD_PREFIX, daemon=True)
         self._thread.start()
+        self._neighbour = self._meet_neighbour()
+        atexit.register(self.stop)  # a rank that ends well says goodbye
+        farewells.append(self._say_goodbye)
 
     def among(self, ranks: Iterable[int]) -> Lane:
         """A watch for the collectives of some ranks only, as of an engine that was split.
@@ -108,6 +116,11 @@ class Watchdog(Lane):
             lane = Lane(members, f"{prefix}{nth}")
             self._lanes = {**self._lanes, lane.key: lane}
         return lane
+
+    @property
+    def all_waited_s(self) -> float:
+        """Seconds that this thread has spent in the calls of all lanes."""
+        return sum(lane.waited_s for lane in self._lanes.values())
 
     @contextlib.contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -133,11 +146,42 @@ class Watchdog(Lane):
         """
         self._stopping.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2 * _ANSWER_S)
+            self._thread.join(2 * ANSWER_S)
             self._thread = None
+        if self._neighbour is not None:
+            self._neighbour.close()
+            self._neighbour = None
         if self._responder is not None:
             self._responder.close()
             self._responder = None
+        atexit.unregister(self.stop)
+        if self._say_goodbye in farewells:
+            farewells.remove(self._say_goodbye)
+
+    def _meet_neighbour(self) -> Neighbour | None:
+        """Hold on to the next rank, to hear of its death; `hpctrain run` hears of it itself."""
+        if self._world.launch.control_fd is not None:
+            return None
+        rank = (self._world.rank + 1) % self._world.size
+        try:
+            return Neighbour(self._peers[rank], lambda: self._mourn(rank))
+        except OSError:
+            return None  # nodes that cannot reach each other were warned of already
+
+    def _say_goodbye(self) -> None:
+        if self._responder is not None:
+            self._responder.say_goodbye()
+
+    def _mourn(self, rank: int) -> None:
+        """The next rank is gone without a goodbye: end all ranks, in the neighbour's thread."""
+        if self._stopping.is_set():
+            return
+        peer, host = self._peers[rank], self._world.ranks[rank].host
+        here = self._world.ranks[rank].node_rank == self._world.node_rank
+        cause = report.describe_death(num_oom_kills=count_oom_kills() if here else 0)
+        where = f"rank {rank} of {self._world.size} on {host} (process {peer.pid})"
+        text = f"hpctrain: {where} {cause}; ending all ranks with exit code {DIED}\n"
+        end_all_ranks(self._world.launch, text, f"{where} {cause}", code=DIED)
 
     @property
     def _patience_s(self) -> float:
@@ -195,30 +239,18 @@ class Watchdog(Lane):
                 self._surveying = False
                 self._not_before = time.monotonic() + min(max(left_s, 0.0), self.timeout_s)
             return
-        self._speak(lane, call, verdict, max(told))
+        self._speak(lane, call, verdict, max(told), answers)
 
     def _survey(self, lane: Lane) -> dict[int, Answer | Silence]:
-        rank = self._world.rank
-        peers = {r: self._peers[r] for r in lane.ranks if r != rank}
-        question = {"ask": "where", "lane": lane.key, "by": rank}
-        answers: dict[int, Answer | Silence] = {rank: self._own_answer(lane.key)}
-        for r, told in survey.ask_all(peers, question, timeout_s=_ANSWER_S).items():
-            answers[r] = (
-                Silence(reason=self._why(r, told)) if isinstance(told, str) else Answer.read(told)
-            )
-        return answers
-
-    def _why(self, rank: int, reason: str) -> str:
-        """Add to why a rank does not answer what the kernel knows, where it is on this node."""
-        if self._world.ranks[rank].node_rank != self._world.node_rank:
-            return f"{reason}; it has ended, is stopped, or its node is out of reach"
-        listens = not reason.startswith(survey.UNREACHED)
-        return f"{reason}; {survey.describe_process(self._peers[rank], listens=listens)}"
+        return self._inquiry.where(lane, self._own_answer(lane.key))
 
     def _answer(self, question: Message) -> Message:
         """Answer another rank; runs in the channel's thread."""
         if question["ask"] == "stacks":
             return {"stacks": format_stacks()}
+        if question["ask"] == "ledger":
+            lanes = self._lanes
+            return asdict(lanes[question["lane"]].page()) if question["lane"] in lanes else {}
         if question["ask"] == "hello":
             return {"rank": self._world.rank}
         answer = asdict(self._own_answer(question["lane"]))
@@ -243,25 +275,27 @@ class Watchdog(Lane):
             place=users_place(),
         )
 
-    def _speak(self, lane: Lane, call: Call, verdict: Verdict, timeout_s: float) -> NoReturn:
+    def _speak(
+        self,
+        lane: Lane,
+        call: Call,
+        verdict: Verdict,
+        timeout_s: float,
+        answers: Mapping[int, Answer | Silence],
+    ) -> NoReturn:
         """Print the report and end all ranks."""
         rank = self._world.rank
         witness = rank if rank in verdict.waiting else verdict.waiting[0]
         named = [one.rank for one in verdict.missing if one.kind is not Kind.SILENT][:_MOST_STACKS]
-        ask = {r: self._peers[r] for r in (*named, witness) if r != rank}
-        told = survey.ask_all(ask, {"ask": "stacks"}, timeout_s=_STACKS_S)
-        stacks = {}
-        for r in (*named, witness):
-            answer = {"stacks": format_stacks()} if r == rank else told[r]
-            stacks[r] = answer if isinstance(answer, str) else str(answer["stacks"])
         text = report.render(
             verdict,
             timeout_s=timeout_s,
             hosts={
                 r: f"{self._world.ranks[r].host} (process {self._peers[r].pid})" for r in lane.ranks
             },
-            stacks=stacks,
+            stacks=self._inquiry.stacks([*named, witness]),
             speaker=(rank, call),
             code=EXIT_CODE,
+            calls=self._inquiry.compare(lane, verdict, answers, [*named, witness]),
         )
         end_all_ranks(self._world.launch, text, report.summarize(verdict, timeout_s=timeout_s))

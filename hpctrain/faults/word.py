@@ -21,7 +21,8 @@ _TICKS = 1e6  # microseconds
 _MOST_TICKS = (1 << 32) - 1
 
 _FLAGS = ("signal", "save", "stop", "failure", "nonfinite")
-NUM_SLOTS = len(_FLAGS) + 3
+_SILENCE = (0.0,) * len(_FLAGS)
+NUM_SLOTS = len(_FLAGS) + 4
 """How many numbers a word takes."""
 
 
@@ -40,7 +41,9 @@ class Word:
     nonfinite: bool = False
     """A loss or gradient is inf or NaN."""
     step_s: float | None = None
-    """How long the last step took here."""
+    """How long the last step took here, from boundary to boundary."""
+    worked_s: float | None = None
+    """The same without waiting for other ranks; the boundary measures it where none is given."""
     left_s: float | None = None
     """How much time the allocation has left, where this rank knows it."""
 
@@ -63,12 +66,14 @@ class Agreed:
     stop: Said | None = None
     failure: Said | None = None
     nonfinite: Said | None = None
-    slowest: Said | None = None
-    """The rank whose last step took longest."""
     step_s: float | None = None
-    """Its time."""
+    """The longest step that a rank spoke of."""
+    slowest: Said | None = None
+    """The rank that worked longest at the last step."""
+    longest_s: float | None = None
+    """How long it worked."""
     shortest_s: float | None = None
-    """The time of the rank whose last step was the shortest."""
+    """How long the rank worked that did so the shortest time."""
     left_s: float | None = None
     """The least time left that a rank knew of."""
 
@@ -78,50 +83,70 @@ class Agreed:
         return not (self.signal_by or self.save or self.stop or self.failure or self.nonfinite)
 
 
-def encode(word: Word, rank: int, size: int) -> list[float]:
+def encode(word: Word, rank: int, size: int, worked_s: float | None = None) -> list[float]:
     """Write a rank's word as numbers of which the ranks take the maximum.
+
+    Args:
+        word: What it says.
+        rank: Who says it.
+        size: Of how many.
+        worked_s: What counts where the word has none.
 
     Raises:
         ConfigError: the signal is no signal's name.
     """
+    flags = _SILENCE
+    if word.signal is not None or word.save or word.stop or word.failure or word.nonfinite:
+        flags = _encode_flags(word, (size - rank) * _VALUES)
+    if word.worked_s is not None:
+        worked_s = word.worked_s
+    slow = short = -math.inf
+    if worked_s is not None:
+        ticks = min(max(round(worked_s * _TICKS), 0), _MOST_TICKS)
+        slow, short = float(ticks * _RANKS + (_RANKS - 1 - rank)), -worked_s
+    left = -math.inf if word.left_s is None else -word.left_s
+    step = -math.inf if word.step_s is None else word.step_s
+    return [*flags, slow, short, left, step]
+
+
+def _encode_flags(word: Word, mine: int) -> tuple[float, ...]:
     code = 0
     if word.signal is not None:
         try:
             code = int(signal.Signals[word.signal])
         except KeyError:
             raise ConfigError(f"signal={word.signal!r} is no signal; give SIGUSR2 or so") from None
-    mine = (size - rank) * _VALUES
-    flags = [mine + code if word.signal is not None else 0]
-    flags += [mine if getattr(word, name) else 0 for name in _FLAGS[1:]]
-    slow = short = -math.inf
-    if word.step_s is not None:
-        ticks = min(max(round(word.step_s * _TICKS), 0), _MOST_TICKS)
-        slow, short = float(ticks * _RANKS + (_RANKS - 1 - rank)), -word.step_s
-    left = -math.inf if word.left_s is None else -word.left_s
-    return [*map(float, flags), slow, short, left]
+    said = (word.signal is not None, word.save, word.stop, word.failure, word.nonfinite)
+    return (
+        float(mine + code) if said[0] else 0.0,
+        *(float(mine) if one else 0.0 for one in said[1:]),
+    )
 
 
 def decode(slots: Sequence[float], size: int) -> Agreed:
     """Read the maximum over all ranks' words."""
-    said: dict[str, Said | None] = {}
-    for name, slot in zip(_FLAGS, slots, strict=False):
-        high, value = divmod(int(slot), _VALUES)
-        said[name] = Said(rank=size - high, value=value) if slot > 0 else None
-    slow, short, left = slots[len(_FLAGS) :]
-    slowest = step_s = None
+    slow, short, left, step = slots[len(_FLAGS) :]
+    slowest = longest_s = None
     if slow >= 0:
         ticks, behind = divmod(int(slow), _RANKS)
-        slowest, step_s = Said(rank=_RANKS - 1 - behind, value=ticks), ticks / _TICKS
-    by = said["signal"]
+        slowest, longest_s = Said(rank=_RANKS - 1 - behind, value=ticks), ticks / _TICKS
+    said: dict[str, Said] = {}
+    if any(slots[: len(_FLAGS)]):
+        for name, slot in zip(_FLAGS, slots, strict=False):
+            if slot > 0:
+                high, value = divmod(int(slot), _VALUES)
+                said[name] = Said(rank=size - high, value=value)
+    by = said.get("signal")
     return Agreed(
         signal=None if by is None else signal.Signals(by.value).name,
         signal_by=by,
-        save=said["save"],
-        stop=said["stop"],
-        failure=said["failure"],
-        nonfinite=said["nonfinite"],
+        save=said.get("save"),
+        stop=said.get("stop"),
+        failure=said.get("failure"),
+        nonfinite=said.get("nonfinite"),
+        step_s=step if step >= 0 else None,
         slowest=slowest,
-        step_s=step_s,
+        longest_s=longest_s,
         shortest_s=None if math.isinf(short) else -short,
         left_s=None if math.isinf(left) and left < 0 else -left,
     )

@@ -135,6 +135,20 @@ class Listener:
         """How many ranks have come so far."""
         return len(self._present)
 
+    def local_pids(self) -> list[int]:
+        """The processes of the ranks that run on this host, in rank order."""
+        here = socket.gethostname()
+        return [
+            connection.pid
+            for connection in sorted(self._controls(), key=lambda one: one.rank)
+            if connection.host == here
+        ]
+
+    def _controls(self) -> list[_Connection]:
+        """The ranks' control sockets that are still open."""
+        found = [key.data for key in self._selector.get_map().values()]
+        return [one for one in found if isinstance(one, _Connection) and one.stream == "control"]
+
     def watch(self, descriptor: int, stream: str) -> None:
         """Also show what mpirun itself says, on a pipe of its own."""
         os.set_blocking(descriptor, False)

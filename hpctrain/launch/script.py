@@ -28,7 +28,7 @@ from hpctrain.world.library import load_mpi
 from hpctrain.world.output import write_whole_lines
 from hpctrain.world.topology import Place, split
 
-__all__ = ["Program", "make_log_dir", "run_here"]
+__all__ = ["Program", "make_log_dir", "run_here", "tee_output"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ def run_here(
     """
     launch = relay.attach(launch, environ)
     if log_dir is not None:
-        _tee_output(log_dir, launch.rank)
+        tee_output(log_dir, launch.rank)
     if launch.size != 1:
         write_whole_lines()
     install_hook(launch)
@@ -185,11 +185,12 @@ def make_log_dir(folder: Path) -> None:
         ) from error
 
 
-def _tee_output(folder: Path, rank: int) -> None:
+def tee_output(folder: Path, rank: int, *, append: bool = False) -> None:
     """Copy this rank's output to a file, by a process of its own that outlives a killed rank."""
     make_log_dir(folder)
     path = folder / f"rank-{rank:05d}.log"
-    path.write_bytes(b"")
+    if not append:
+        path.write_bytes(b"")
     out, err = os.pipe(), os.pipe()
     subprocess.Popen(
         [sys.executable, "-I", "-S", tee.__file__, str(path), str(out[0]), str(err[0])],

@@ -27,12 +27,20 @@ from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import Program, make_log_dir
 from hpctrain.world import detect
+from hpctrain.world.launcher import BENCH_VARIABLE
+from hpctrain.world.oom import count_oom_kills
 
 __all__ = ["start"]
 
 # After one rank has failed, MPI ends the others; if it does not within this time, we do.
 _GRACE_S = 3.0
-_PASS_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+_PASS_ON = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"),
+    BENCH_VARIABLE,
+    "HPCTRAIN_TRACE",
+)
+_WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What a batch system sends to say that the time is nearly over."""
 
 
 def start(
@@ -107,6 +115,7 @@ class _Job:
         self.listener = listener
         self.hosts = hosts
         self.mpirun = command[0]
+        self.num_oom_kills = count_oom_kills()
         # A session of its own: Ctrl-C comes to us alone, and we end the ranks in order.
         self.process = subprocess.Popen(
             command,
@@ -123,16 +132,27 @@ class _Job:
     def stay(self) -> int:
         """Show output until mpirun ends; end it when a rank has failed or the user interrupts."""
         interrupted: int | None = None
+        warned: list[int] = []
 
         def interrupt(number: int, _frame: object) -> None:
             nonlocal interrupted
             interrupted = number
 
-        before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+        def warn(number: int, frame: object) -> None:
+            if number == signal.SIGTERM and number in warned:
+                interrupt(number, frame)  # asked twice
+            warned.append(number)
+
+        before = {n: signal.signal(n, warn) for n in _WARNINGS}
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+        num_passed_on = 0
         try:
             deadline: float | None = None
             while self.process.poll() is None:
                 self.listener.pump(0.2)
+                while num_passed_on < len(warned):
+                    self._pass_on(warned[num_passed_on])
+                    num_passed_on += 1
                 if deadline is None and interrupted is not None:
                     self.process.send_signal(signal.SIGTERM)
                     deadline = time.monotonic() + _GRACE_S
@@ -148,6 +168,23 @@ class _Job:
         self.listener.drain(timeout_s=2.0)
         self.listener.close()
         return self._conclude(interrupted)
+
+    def _pass_on(self, number: int) -> None:
+        """Hand a warning to the ranks: those of this host, for one is enough where they agree.
+
+        A rank without a handler ends by it; a training that saves at signals goes on until then.
+        """
+        name = signal.Signals(number).name
+        pids = self.listener.local_pids()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(pid, number)
+        if pids:
+            more = "; send it again to end them now" if number == signal.SIGTERM else ""
+            log.notice(f"{name} passed on to {len(pids)} ranks{more}")
+        else:
+            log.notice(f"{name}: no rank runs on this host; mpirun is asked to end them")
+            self.process.send_signal(signal.SIGTERM)
 
     def _failure(self) -> Outcome | None:
         """The rank that failed first; later ones are usually its victims."""
@@ -173,7 +210,10 @@ class _Job:
         sys.stderr.buffer.write(screen.hidden.get(failed.rank, b""))
         sys.stderr.flush()
         if failed.code < 0:
-            log.notice(f"rank {failed.rank} on {failed.host}: {failed.cause}; all ranks ended")
+            killed = count_oom_kills() - self.num_oom_kills
+            why = f"; the kernel killed {killed} here for want of memory" if killed > 0 else ""
+            cause = f"{failed.cause}{why}"
+            log.notice(f"rank {failed.rank} on {failed.host}: {cause}; all ranks ended")
             # Hydra gives the bare number of a signal and says so; Open MPI and shells 128 more.
             if code == 0:
                 return 128 + signal.SIGKILL

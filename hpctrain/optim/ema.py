@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["EMA"]
+if TYPE_CHECKING:
+    from hpctrain.engines.base import Engine
+
+__all__ = ["EMA", "places_for"]
 
 
 class EMA:
@@ -20,6 +23,7 @@ class EMA:
     After each step, average = decay * average + (1 - decay) * weight. All ranks have the same
     weights, so all have the same average. Floating-point buffers (running statistics) are averaged
     too; other buffers are the model's. Averages of half-precision weights are kept in float32.
+    `once_a_node` makes one that the ranks of a node hold together.
 
     Args:
         model: Whose weights are averaged; parameters are looked up by name, so `model.to()` and
@@ -53,7 +57,8 @@ class EMA:
         self._model = model
         self._swapped = False
         sources = _averaged(model)
-        self._averages = _places(sources) if into is None else _checked(sources, into)
+        self._averages = places_for(sources) if into is None else _checked(sources, into)
+        self._homes = self._averages  # where averages are written
         strangers = set(owns or ()) - sources.keys()
         if strangers:
             raise ConfigError(
@@ -62,7 +67,34 @@ class EMA:
             )
         self._owned = [name for name in sources if owns is None or name in owns]
         for name in self._owned:
-            self._averages[name].copy_(sources[name].detach())
+            self._homes[name].copy_(sources[name].detach())
+        self.where = "each rank's own" if into is None else "as given"
+        """Where the averages are, in words."""
+
+    @classmethod
+    def once_a_node(
+        cls, engine: Engine, model: nn.Module, decay: float = 0.999, *, warm_up: bool = False
+    ) -> EMA:
+        """Collective: an average that a node holds once, where its ranks share memory.
+
+        Everything else about it is as with `EMA(model)`: reading it, also on one rank alone, waits
+        for nobody; `update` and `load_state_dict` are collective, and each rank does its share of
+        them. Buffers are averaged by each rank for itself, since they may differ between ranks.
+        Ranks share memory on CPUs with the `mpi` engine; elsewhere (GPUs, other engines) the
+        average is each rank's own, and `where` says so.
+
+        Args:
+            engine: A replica's.
+            model: With equal weights on all ranks, as after `distribute`.
+            decay: As above, the same on every rank.
+            warm_up: As above, the same on every rank.
+
+        Raises:
+            ConfigError: on all ranks: weights, decay or warm_up differ between them.
+        """
+        from hpctrain.optim.node_ema import make
+
+        return make(engine, model, decay, warm_up=warm_up)
 
     @staticmethod
     def wanted(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -90,17 +122,19 @@ class EMA:
         if self._swapped:
             raise ConfigError("the averages are in the model; update() after the `with` block")
         sources = self._sources()
-        weight = 1 - self.decay_after(self.num_updates)
+        self._take(sources, 1 - self.decay_after(self.num_updates))
+        self.num_updates += 1
+
+    def _take(self, sources: Mapping[str, Tensor], weight: float) -> None:
         lists: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for name in self._owned:
-            average = self._averages[name]
+            average = self._homes[name]
             source = sources[name].detach().to(device=average.device, dtype=average.dtype)
             here = lists.setdefault((average.device, average.dtype), ([], []))
             here[0].append(average)
             here[1].append(source)
         for averages, values in lists.values():
             torch._foreach_lerp_(averages, values, weight)
-        self.num_updates += 1
 
     @contextmanager
     def swapped_in(self) -> Iterator[nn.Module]:
@@ -129,10 +163,15 @@ class EMA:
         Raises:
             ConfigError: they are those of another model.
         """
-        saved = _checked(self._averages, state["averages"], same_dtype=False)
-        for name in self._owned:
-            self._averages[name].copy_(saved[name])
+        self._load(self._check_saved(state))
         self.num_updates = int(state["num_updates"])
+
+    def _check_saved(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        return _checked(self._averages, state["averages"], same_dtype=False)
+
+    def _load(self, saved: Mapping[str, Tensor]) -> None:
+        for name in self._owned:
+            self._homes[name].copy_(saved[name])
 
     def _sources(self) -> dict[str, Tensor]:
         sources = _averaged(self._model)
@@ -154,7 +193,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _places(sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def places_for(sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """New tensors for the averages of these."""
     return {
         name: torch.empty_like(tensor, dtype=_wide(tensor.dtype), requires_grad=False)
         for name, tensor in sources.items()

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from hpctrain.errors import ConfigError
+
 __all__ = ["Masters"]
 
 
@@ -36,11 +38,15 @@ class Masters:
         self._optimizer = optimizer
         self._entries: dict[int, _Entry] = {}
         self._is_full = False
+        self._num_blocks = 0
+        """`full` blocks that are open."""
+        self._num_calls = 0
+        """Steps and loads of the optimizer that have begun; one that raised does not end."""
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._enter()),
-            optimizer.register_step_post_hook(lambda *_: self._leave()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._enter()),
-            optimizer.register_load_state_dict_post_hook(lambda *_: self._leave()),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: self._end()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._begin()),
+            optimizer.register_load_state_dict_post_hook(lambda *_: self._end()),
         ]
 
     def adopt(self) -> None:
@@ -83,16 +89,41 @@ class Masters:
     @contextmanager
     def full(self) -> Iterator[None]:
         """Parameters hold their masters inside: to read, save or load them in float32."""
-        self._enter()
+        self._num_blocks += 1
         try:
+            self._enter()
             yield
         finally:
+            self._num_blocks -= 1
             self._leave()
 
-    def restore(self) -> None:
-        """After an exception in the optimizer: parameters hold bfloat16 again."""
-        if self._is_full:
-            self._leave()
+    def settle(self) -> None:
+        """Outside of the optimizer: one that raised in a step or a load is done with it."""
+        self._num_calls = 0
+        self._leave()
+
+    def _before_step(
+        self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
+            raise ConfigError(
+                "optimizer.step(closure) would run the model on the float32 masters of "
+                "precision='bf16-pure'; call backward before step"
+            )
+        self._begin()
+
+    def _begin(self) -> None:
+        self._num_calls += 1
+        self._enter()
+
+    def _end(self) -> None:
+        if not self._num_calls:
+            raise ConfigError(
+                "replica(x) was called inside the optimizer's step, by a hook, while the weights "
+                "were float32 masters; run the model before or after the step"
+            )
+        self._num_calls -= 1
+        self._leave()
 
     @torch.no_grad()
     def _enter(self) -> None:
@@ -119,7 +150,8 @@ class Masters:
 
     @torch.no_grad()
     def _leave(self) -> None:
-        if not self._is_full:
+        """Back to bfloat16, unless a block or a call around this one still needs the masters."""
+        if not self._is_full or self._num_blocks or self._num_calls:
             return
         self._is_full = False
         entries = list(self._entries.values())
@@ -138,7 +170,8 @@ class Masters:
         with self.full():
             pass  # takes in what the user has written to the weights since the last step
         return {
-            name: self._entries[id(parameter)].master
+            # In a block of the user's own the parameters are still the masters.
+            name: parameter.data if self._is_full else self._entries[id(parameter)].master
             for name, parameter in self._model.named_parameters()
             if id(parameter) in self._entries
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -82,14 +82,25 @@ def check_choice(
 
 
 def check_parameters(
-    precision: str, names: Sequence[str], parameters: Sequence[Tensor], clip_value: float | None
+    precision: str,
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    clip_value: float | None,
+    unclipped: Collection[int] = (),
 ) -> None:
-    """Refuse parameters that a precision cannot train.
+    """Refuse parameters that a precision cannot train, or clipping cannot clip.
+
+    Args:
+        precision: Its name.
+        names: Of the parameters.
+        parameters: In the order of the optimizer's groups.
+        clip_value: Limit of each element.
+        unclipped: Indices of those that are not clipped.
 
     Raises:
         ConfigError: the first of them, by name.
     """
-    for name, parameter in zip(names, parameters, strict=True):
+    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if precision == "fp16" and parameter.dtype == torch.float16:
             raise ConfigError(
                 f"parameter {name} is float16, whose small updates are lost and whose gradients "
@@ -102,7 +113,7 @@ def check_parameters(
                 "precision='bf16-pure' has float32 masters; convert it to float32, or use "
                 "another precision"
             )
-        if clip_value is not None and parameter.is_complex():
+        if clip_value is not None and parameter.is_complex() and index not in unclipped:
             raise ConfigError(
                 f"clip_value={clip_value} has no meaning for complex parameter {name}; use "
                 "clip_norm, or a group of its own with clip=False"

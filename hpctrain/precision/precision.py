@@ -60,6 +60,11 @@ class Precision:
                 "clip yourself"
             )
 
+    def settle(self) -> None:
+        """Before a forward or backward pass: an optimizer that raised has left nothing behind."""
+        if self.masters is not None:
+            self.masters.settle()
+
     def step(self, update: Callable[[], object]) -> Treated:
         """Update or skip; see `Treatment.step`."""
         self._steps = True
@@ -67,8 +72,7 @@ class Precision:
             return self.treatment.step(self._optimizer, update)
         finally:
             self._steps = False
-            if self.masters is not None:
-                self.masters.restore()
+            self.settle()
 
     def adopt(self) -> None:
         """Convert what is new in the model; before its gradients are laid out."""
@@ -88,18 +92,21 @@ class Precision:
             state["masters"] = self.masters.state_dict()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Take what is this object's and return the rest, for the optimizer.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the optimizer's state, and then what is this object's.
 
         A state without these keys leaves scale and masters as they are; keys that this precision
         does not need are dropped, so that a run may go on in another precision.
         """
         rest = {key: value for key, value in state.items() if key not in ("scaler", "masters")}
+        try:
+            self._optimizer.load_state_dict(rest)
+        finally:
+            self.settle()
         if self.treatment.scaler is not None and "scaler" in state:
             self.treatment.scaler.load_state_dict(state["scaler"])
         if self.masters is not None and "masters" in state:
             self.masters.load_state_dict(state["masters"])
-        return rest
 
     def describe(self) -> Iterator[tuple[str, str]]:
         """What was chosen, in words."""

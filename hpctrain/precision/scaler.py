@@ -51,6 +51,15 @@ class Scaler:
         """A step went well that was known to be the last chance."""
         self._watch.num_in_a_row = 0
 
+    def has_collapsed(self) -> bool:
+        """Whether too many steps in a row were skipped by now. Waits for a GPU.
+
+        There the last chance was known from a count that is some steps old: since then a step may
+        have gone well.
+        """
+        self._watch.num_in_a_row = self.num_in_a_row
+        return self._watch.num_in_a_row >= self.options.max_skips
+
     @property
     def num_skipped(self) -> int:
         """Steps skipped so far. Waits for a GPU."""

@@ -219,11 +219,12 @@ class Treatment:
         self.scaler.update(overflow)
         if examined and skipped is False:
             self.scaler.pass_last_chance()
+        collapsed = examined and skipped is True and self.scaler.has_collapsed()
         return Treated(
             overflow=skipped,
             scale=scale,
             norm=norm,
-            collapsed=examined and skipped is True,
+            collapsed=collapsed,
             finding=finding,
         )
 

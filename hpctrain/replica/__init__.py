@@ -27,10 +27,12 @@ from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import named_parameters
+from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.overlapping import bucket_size, can_hide
-from hpctrain.replica.precision import choose_precision
+from hpctrain.replica.precision import check_trained, choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
+from hpctrain.replica.timed import TimedReplica
 from hpctrain.world import World
 
 __all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
@@ -89,6 +91,9 @@ def distribute(
             between ranks.
     """
     check_world(world)
+    asked = world.bench.asked
+    if asked is not None and asked.engine is not None and engine == "auto":
+        engine = asked.engine
     must_match = {
         "accumulate": accumulate,
         "overlap": overlap,
@@ -129,6 +134,7 @@ def distribute(
     by_horovod = horovod is not None and horovod.fusion == "horovod"
 
     def lay_out(broadcast: bool) -> Mode:
+        check_trained(model, optimizer, precision=precision, clip_value=clip_value)
         with numerics.full():
             make_equal(world, link, model, optimizer, broadcast=broadcast)
         numerics.adopt()
@@ -180,7 +186,9 @@ def distribute(
     world.streams.bind_own()
     for what, text in own_statistics(model, link.size) if world.rank == 0 else ():
         log.notice(f"{what}: {text}")
-    replica = Replica(
+    timed = asked is not None and world.bench.take_replica()
+    kind = TimedReplica if timed else ObservedReplica if world.observers else Replica
+    replica = kind(
         world,
         model,
         optimizer,
@@ -193,6 +201,8 @@ def distribute(
         release=(lambda: None) if given else connection.close,
     )
     world.at_exit(_let_go(weakref.ref(replica)))
+    if isinstance(replica, TimedReplica) and asked is not None:
+        replica.attend(asked)
     return replica
 
 

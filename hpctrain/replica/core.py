@@ -74,6 +74,7 @@ class Replica:
         Collective when parameters were added or converted since the last step: they become rank
         0's before they are used.
         """
+        self._precision.settle()
         if not self._window.calls and self._is_outgrown():
             self._rebuild_mode(broadcast=True)
         if torch.is_grad_enabled() and self._mode.foreign():
@@ -113,6 +114,7 @@ class Replica:
         Raises:
             ConfigError: the call does not fit what came before; the message says what to do.
         """
+        self._precision.settle()
         if self._window.exchanged and self._mode.has_none():  # somebody's zero_grad(): begin anew
             self._window.clear()
             self._treatment.forget()
@@ -207,17 +209,15 @@ class Replica:
         alone = self.engine.size == 1  # then this rank knows the totals without asking a GPU
         on_cpu = alone or arrived.control.device.type == "cpu"
         if on_cpu or window.weight == 0 or self._joining:
-            totals = words if alone else arrived.control.tolist()
-            weight, calls, ranks, counted = totals
-            check_counted(calls, counted, here=window.weighted)
-            self._empty = weight == 0
-            if not self._empty:
-                divisor = window.divisor(weight, calls, ranks)
-                self._treatment.average(self._mode, divisor / (self._scale or 1.0), groups)
-                self._scale = divisor if on_cpu else self._scale
-        else:
-            divisor_there = window.divisor(*arrived.control[:3].unbind())
-            self._treatment.average(self._mode, divisor_there / (self._scale or 1.0), groups)
+            totals = words if alone else tuple(arrived.control.tolist())
+            check_counted(totals[1], totals[3], here=window.weighted)
+            self._empty = totals[0] == 0
+        if not self._empty:
+            # On a GPU the device divides on all ranks, also where the totals were read: same bits.
+            given = totals[:3] if on_cpu else arrived.control[:3].unbind()
+            divisor = window.divisor(*given)
+            self._treatment.average(self._mode, divisor / (self._scale or 1.0), groups)
+            self._scale = float(divisor) if on_cpu else self._scale
         self._mode.hide_unused(frozenset() if self._empty else arrived.used())
         window.mark_exchanged()
         return arrived
@@ -347,7 +347,7 @@ class Replica:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load an optimizer's state, of one process or of many; the same on every rank."""
-        self.optimizer.load_state_dict(self._precision.load_state_dict(state))
+        self._precision.load_state_dict(state)
 
     @property
     def is_mid_step(self) -> bool:

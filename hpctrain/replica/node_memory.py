@@ -76,16 +76,19 @@ class NodeMemory:
         plans = [(bucket, _pages(bucket), getattr(torch, bucket.dtype)) for bucket in buckets]
         num_parts = group.local_size + 1
         total = sum(pages * num_parts for _, pages, _ in plans)
-        self.block = group.allocate(total, "gradients", _placed(plans, group.local_size))
+        sums, at = [], 0
+        for _, pages, _ in plans:
+            sums.append((at + pages * group.local_size, pages))
+            at += pages * num_parts
+        placed = _placed(plans, group.local_size)
+        self.block = group.allocate(total, "gradients", placed, private=sums)
         self.rooms: list[Room] = []
         at = 0
-        for bucket, pages, dtype in plans:
+        for (bucket, pages, dtype), own in zip(plans, self.block.views, strict=True):
             parts = [
                 self.block.tensor(dtype, start=at + pages * part, num_elements=bucket.stop)
                 for part in range(num_parts)
             ]
-            start = at + pages * group.local_size
-            own = self.block.private(start=start, num_bytes=pages)
             part = at + pages * group.local_rank
             self.rooms.append(
                 Room(

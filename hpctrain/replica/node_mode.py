@@ -16,6 +16,7 @@ from hpctrain.replica.mode import Control
 from hpctrain.replica.node_memory import NodeMemory, Room
 from hpctrain.replica.node_norms import NodeNorms
 from hpctrain.replica.on_parameters import OnTorchsOwn
+from hpctrain.update.summary import some_names
 from hpctrain.world.shared_memory import describe_bytes
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ class NodeMode(OnTorchsOwn):
         """The flags and control words in this rank's part."""
         self._copies = False
         """Whether this rank writes to gradients: it then has them in pages of its own."""
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        self._text = f"exchange of gradients ({', '.join(self.names[:3])}{more})"
+        self._text = f"exchange of gradients ({some_names(self.names)})"
         self._num_exchanges = 0
 
     def fits(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.precision import LossScaling, Precision, PrecisionName
+from hpctrain.precision.arithmetic import excluded_from_clipping
 from hpctrain.precision.casting import Casting
 from hpctrain.precision.options import check_choice, check_parameters
 from hpctrain.precision.treatment import Treatment
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.engines.base import Engine
     from hpctrain.world import World
 
-__all__ = ["choose_precision"]
+__all__ = ["check_trained", "choose_precision"]
 
 
 def choose_precision(
@@ -43,8 +44,7 @@ def choose_precision(
         clip_norm=clip_norm,
         clip_value=clip_value,
     )
-    names, parameters = named_parameters(model, optimizer)
-    check_parameters(precision, names, parameters, clip_value)
+    check_trained(model, optimizer, precision=precision, clip_value=clip_value)
     spread = None
     scales = precision == "fp16"
     if (scales or clip_norm is not None) and len(set(world.comm.allgather(_hardware(world)))) > 1:
@@ -54,13 +54,30 @@ def choose_precision(
 
     treatment = Treatment(
         world,
-        parameters[0].device,
+        named_parameters(model, optimizer)[1][0].device,
         scaling=scaling or LossScaling() if scales else None,
         clip_norm=clip_norm,
         clip_value=clip_value,
         spread=spread,
     )
     return Precision(Casting(precision, world.device.type), treatment, model, optimizer)
+
+
+def check_trained(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precision: PrecisionName,
+    clip_value: float | None,
+) -> None:
+    """Refuse parameters that cannot be trained or clipped so. Pure.
+
+    Raises:
+        ConfigError: the first of them, by name.
+    """
+    names, parameters = named_parameters(model, optimizer)
+    unclipped = excluded_from_clipping(optimizer.param_groups)
+    check_parameters(precision, names, parameters, clip_value, unclipped)
 
 
 def _hardware(world: World) -> str:

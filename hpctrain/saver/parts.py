@@ -22,9 +22,13 @@ _OF_REPLICA = ("model", "optimizer", "counters")
 class Stateful(Protocol):
     """Anything that can be saved: schedules, averages, a user's own counters."""
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, Any]:
+        """Everything that is needed to go on."""
+        ...
 
-    def load_state_dict(self, state: Any, /) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from what `state_dict` gave."""
+        ...
 
 
 class Parts:
@@ -94,6 +98,11 @@ class Parts:
         return {_key(name, "model"): one.model.state_dict() for name, one in self.replicas.items()}
 
     @property
+    def watchdog(self) -> Any:
+        """Who watches over the replicas' collectives, if there are any."""
+        return next((replica.engine.watchdog for replica in self.replicas.values()), None)
+
+    @property
     def is_mid_step(self) -> bool:
         """Whether gradients of an unfinished step are waiting in a replica."""
         return any(replica.is_mid_step for replica in self.replicas.values())
@@ -110,16 +119,20 @@ class Parts:
         """
         common: dict[str, Any] = {}
         own: dict[str, Any] = {}
+        differing: set[str] = set()
         for name, replica in self.replicas.items():
             model = dict(replica.model.state_dict())
             buffers = {key: model[key] for key, _ in replica.model.named_buffers() if key in model}
-            own[name] = statistics.find_own(world, buffers)
-            model |= statistics.take_from_first(world, own[name])
+            own[_key(name, "model")] = mine = statistics.find_own(world, buffers)
+            differing |= set(mine)
+            model |= statistics.take_from_first(world, mine)
             common[_key(name, "model")] = model
             common[_key(name, "optimizer")] = replica.state_dict()
             common[_key(name, "counters")] = replica.counters()
         for name, other in self.others.items():
-            common[name] = dict(other.state_dict())
+            state = other.state_dict()
+            own[name] = mine = statistics.pick(state, differing)
+            common[name] = statistics.replace(state, statistics.take_from_first(world, mine))
         if self.loader is not None:
             common["loader"] = self.loader.state_dict()
         return common, own
@@ -141,9 +154,10 @@ class Parts:
             replica.load_state_dict(common[_key(name, "optimizer")])
             replica.load_counters(common[_key(name, "counters")])
             if own is not None:
-                _load_buffers(replica, own[name])
+                _load_buffers(replica, own[_key(name, "model")])
         for name, other in self.others.items():
-            other.load_state_dict(common[name])
+            mine = {} if own is None else own[name]
+            other.load_state_dict(statistics.replace(common[name], mine))
         if self.loader is not None:
             self.loader.load_state_dict(common["loader"])
 

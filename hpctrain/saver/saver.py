@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain import log
@@ -19,7 +20,7 @@ from hpctrain.faults.governor import Governor, format_seconds
 from hpctrain.faults.preemption import SIGNALS, Preemption
 from hpctrain.saver import randomness
 from hpctrain.saver.parts import Parts
-from hpctrain.saver.timing import settle_timing
+from hpctrain.saver.timing import SaveClock, settle_timing
 from hpctrain.world import World, agree
 from hpctrain.world.guard import AgreedExit
 
@@ -80,7 +81,7 @@ class Saver:
         every_steps: int | None = None,
         mtbf_hours: float = 24.0,
         lead_s: float = 60.0,
-        signals: tuple[str, ...] = SIGNALS,
+        signals: Sequence[str] = SIGNALS,
         writers_per_node: int | None = None,
         asynchronous: bool = True,
         note: Mapping[str, Any] | None = None,
@@ -98,12 +99,12 @@ class Saver:
         agree(world.comm, trouble, error=ConfigError)
         self._store = Store(
             world,
-            directory,
+            Path(directory),
             keep=keep or Keep(),
             writers_per_node=writers_per_node,
             asynchronous=asynchronous,
         )
-        self._boundary = Boundary(world, timeout_s=timeout_s)
+        self._boundary = Boundary(world, timeout_s=timeout_s, watchdog=self._parts.watchdog)
         self._note = dict(note or {})
         self._listeners: dict[str, list[Callable[..., object]]] = {name: [] for name in EVENTS}
         self._step = 0
@@ -113,8 +114,10 @@ class Saver:
         self._stop_reason: str | None = None
         self._agreed = Agreed()
         self._governor = Governor(self._timing.pace, now_s=time.monotonic())
+        self._clock = SaveClock(self._governor)
         self._began = self._at = time.monotonic()
         self._num_saves = 0
+        self._slow: tuple[int, ...] = ()
         world.at_exit(self.close)
 
     @property
@@ -234,8 +237,14 @@ class Saver:
         return self._parts.loader
 
     def _begin(self) -> None:
+        """Collective: restore, once; a new run saves what it begins with.
+
+        So a disk that is full or not writable is known at once and not after hours, and so is what
+        a save costs.
+        """
         if not self._begun:
-            self.restore()
+            if self.restore() is None and self._timing.by_time:
+                self.save()
             self._at = time.monotonic()
 
     def boundary(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -251,12 +260,12 @@ class Saver:
         self._step += 1
         now = time.monotonic()
         took_s, self._at = now - self._at, now
-        self._agreed = agreed = self._boundary.meet(self._word(now, took_s))
-        if agreed.step_s is not None:
-            self._governor.step_took(agreed.step_s)
+        self._clock.look(now, is_saving=self._store.is_saving)
+        self._governor.step_took(took_s)
+        self._agreed = self._boundary.meet(self._word(now))
         self._act(metrics)
 
-    def _word(self, now: float, took_s: float) -> Word:
+    def _word(self, now: float) -> Word:
         """What this rank has to say; time is kept by rank 0 alone."""
         signal = None if self._preemption is None else self._preemption.requested
         first = self.world.rank == 0
@@ -266,7 +275,6 @@ class Saver:
             save=first and self._is_due(now),
             stop=self._stop_reason is not None or (first and self._governor.must_stop(left_s)),
             failure=self._store.failed is not None,
-            step_s=took_s,
             left_s=left_s,
         )
 
@@ -320,7 +328,17 @@ class Saver:
         self._saved_step = self._step
         self._num_saves += 1
         self._at = time.monotonic()
+        self._clock.began(began, self._at)
+        self._clock.look(self._at, is_saving=self._store.is_saving)
+        self._name_stragglers()
         self._tell("saved", self._step)
+
+    def _name_stragglers(self) -> None:
+        """Collective: say which ranks hold the others up, when that changes."""
+        finding = self._boundary.compare_ranks(step=self._step)
+        if finding.is_news and finding.slow != self._slow and self.world.rank == 0:
+            log.notice(finding.text)
+        self._slow = finding.slow
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to save and leave at the next boundary, as a signal would."""

@@ -8,7 +8,7 @@ from typing import Literal
 from hpctrain.errors import ConfigError
 from hpctrain.faults.governor import Governor, Pace
 
-__all__ = ["Timing", "settle_timing"]
+__all__ = ["SaveClock", "Timing", "settle_timing"]
 
 _FIRST_AFTER_S = 60.0
 """The first save comes early: until one was made, nobody knows what it costs."""
@@ -41,6 +41,25 @@ class Timing:
     def is_due_by_count(self, step: int) -> bool:
         """Whether the number of steps says so; all ranks know it by themselves."""
         return self.every_steps is not None and step > 0 and step % self.every_steps == 0
+
+
+class SaveClock:
+    """Tells the governor what saves take, as soon as they are complete."""
+
+    def __init__(self, governor: Governor) -> None:
+        self._governor = governor
+        self._under_way: tuple[float, float] | None = None
+
+    def began(self, began_s: float, now_s: float) -> None:
+        """A save was begun; the training goes on from now."""
+        self._under_way = (began_s, now_s - began_s)
+
+    def look(self, now_s: float, *, is_saving: bool) -> None:
+        """See whether it is complete."""
+        if self._under_way is not None and not is_saving:
+            began_s, blocked_s = self._under_way
+            self._governor.save_took(now_s - began_s, blocked_s=blocked_s)
+            self._under_way = None
 
 
 def settle_timing(

@@ -136,21 +136,26 @@ class SharedState:
 
     # After an update
 
-    def adopt(
-        self, inner: torch.optim.Optimizer, pieces: Sequence[Piece], used: Sequence[bool]
-    ) -> None:
-        """Collective when a parameter is updated for the first time: share the new state."""
+    def bring_home(self, used: Sequence[bool]) -> frozenset[int]:
+        """Keep state where it is shared; parameters whose state nobody knows about yet.
+
+        Args:
+            used: Which parameters the update has moved; the same on all ranks.
+        """
         for home in self._homes.values():
             self._bring_home(home)
         if len(self._told) == len(self._parameters):
-            return
-        new = {
+            return frozenset()
+        return frozenset(
             index
             for index, parameter in enumerate(self._parameters)
             if index not in self._told and (used[index] or self._optimizer.state.get(parameter))
-        }
-        if not new:
-            return
+        )
+
+    def share(
+        self, inner: torch.optim.Optimizer, pieces: Sequence[Piece], new: frozenset[int]
+    ) -> None:
+        """Collective: share the state of parameters that were updated for the first time."""
         mine = [piece for piece in pieces if piece.fragment.parameter in new]
         agree(self._group.comm, self._trouble(inner, mine), error=ConfigError)
         entries = [entry for piece in mine for entry in _entries(inner, piece)]
@@ -172,8 +177,8 @@ class SharedState:
             empty_keys = [key for key, value in state.items() if value is None]
             self._homes[piece.fragment] = _Home(piece, state, dict.fromkeys(empty_keys))
         if num_bytes:
-            block = self._group.allocate(num_bytes, "optimizer state")
-            private = block.private(start=0, num_bytes=num_bytes)
+            block = self._group.allocate(num_bytes, "optimizer state", private=[(0, num_bytes)])
+            private = block.views[0]
             self._blocks.append((block, private))
             for piece in mine:
                 self._move(inner, piece, block, slots)

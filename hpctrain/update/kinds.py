@@ -8,11 +8,13 @@ that couples parameters cannot be divided. A class of one's own says which it is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["shards_by"]
+__all__ = ["refuse_fused_complex", "shards_by"]
 
 _BY_ELEMENT = (
     "ASGD",
@@ -53,3 +55,23 @@ def shards_by(optimizer: torch.optim.Optimizer) -> tuple[str | None, str]:
         f"{kind.__name__} is not known to treat elements or parameters alone (a class of your own "
         'can say so: shards_by = "element" or "parameter")'
     )
+
+
+def refuse_fused_complex(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    """Refuse, on all ranks alike, what torch refuses where the piece is updated alone.
+
+    Args:
+        optimizer: With the gradients of the step.
+        names: Of its parameters, in the order of its groups.
+
+    Raises:
+        ConfigError: a fused group is about to update a complex parameter.
+    """
+    fused = [bool(group.get("fused")) for group in optimizer.param_groups for _ in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, parameter, is_fused in zip(names, parameters, fused, strict=True):
+        if is_fused and parameter.is_complex() and parameter.grad is not None:
+            raise ConfigError(
+                f"{name} is complex, and torch's fused {type(optimizer).__name__} takes real "
+                "parameters alone; put it into a parameter group of its own with fused=False"
+            )

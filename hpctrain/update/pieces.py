@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.optim.optimizer as torchs_hooks
 from torch import Tensor
 
 from hpctrain.update.memory import flat_gradient, flat_memory
 from hpctrain.update.sharing import Fragment
 
-__all__ = ["Piece", "make_inner", "make_pieces", "take_options"]
+__all__ = ["Piece", "make_inner", "make_pieces", "take_options", "without_global_hooks"]
 
 _OF_ONES_OWN = ("param_groups", "state", "defaults")
 
@@ -81,3 +83,21 @@ def take_options(inner: torch.optim.Optimizer, optimizer: torch.optim.Optimizer)
             setattr(inner, name, getattr(optimizer, name))
         elif hasattr(inner, name):
             delattr(inner, name)
+
+
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Inside, steps run none of the hooks that torch calls around every optimizer's step.
+
+    They run around the step of the user's optimizer, once, and this one is a part of that.
+    """
+    kept = (torchs_hooks._global_optimizer_pre_hooks, torchs_hooks._global_optimizer_post_hooks)
+    if not any(kept):
+        yield
+        return
+    torchs_hooks._global_optimizer_pre_hooks = OrderedDict()
+    torchs_hooks._global_optimizer_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        torchs_hooks._global_optimizer_pre_hooks, torchs_hooks._global_optimizer_post_hooks = kept

@@ -9,7 +9,7 @@ there for all to see: on every rank, for all parameters, though a node holds it 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,18 @@ from torch import Tensor
 
 from hpctrain.errors import ConfigError
 from hpctrain.update.holding import SharedState
+from hpctrain.update.kinds import refuse_fused_complex
 from hpctrain.update.memory import flat_memory, is_dense
-from hpctrain.update.pieces import Piece, make_inner, make_pieces, take_options
+from hpctrain.update.pieces import (
+    Piece,
+    make_inner,
+    make_pieces,
+    take_options,
+    without_global_hooks,
+)
 from hpctrain.update.shared_weights import SharedWeights
 from hpctrain.update.sharing import cut_elements, divide_parameters
+from hpctrain.update.summary import describe_shares, some_names
 from hpctrain.world.shared_memory import describe_bytes
 
 if TYPE_CHECKING:
@@ -68,6 +76,7 @@ class ShardedUpdate:
         self._names = names
         self._parameters = list(parameters)
         self._views = views
+        self._has_complex = any(p.is_complex() for p in parameters)
         sizes = [p.numel() for p in parameters]
         if by == "element":
             shares = cut_elements(
@@ -103,11 +112,18 @@ class ShardedUpdate:
             num_bytes = parameter.numel() * parameter.element_size()
             end += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         what = "weights" if share_weights else "weights under way"
-        self.block = self._group.allocate(end + self._group.local_size, what)
+        size = end + self._group.local_size
+        private = [(0, size)] if share_weights else []
+        self.block = self._group.allocate(size, what, private=private)
         if share_weights:
             own = self.shares[self._group.local_rank]
             places = [*starts, end]
-            self._weights = SharedWeights(self._group, self.block, places, self._parameters, own)
+            self._weights = self._engine.meet(
+                lambda: SharedWeights(self._group, self.block, places, self._parameters, own),
+                "sharing of weights",
+                "",
+                None,
+            )
         self._staged = [
             self.block.tensor(p.dtype, start=start, num_elements=p.numel())
             for p, start in zip(self._parameters, starts, strict=True)
@@ -239,14 +255,17 @@ class ShardedUpdate:
             self._move_house()
         take_options(self.inner, self._optimizer)
         used = tuple(p.grad is not None for p in self._parameters)
+        if self._has_complex:
+            refuse_fused_complex(self._optimizer, self._names)
         self._state.take_in(self.inner, self.pieces)
         for piece, ready in zip(self.pieces, self._gradients, strict=True):
             self._give_gradient(piece, ready)
-        _with_threads(self._group, self.inner.step)
+        with without_global_hooks():
+            self._group.compute_alike(self.inner.step)
         if getattr(self._optimizer, "grad_scale", None) is not None:
             # Fused kernels have unscaled the gradients in place, and do not count it as a write.
             torch.autograd.graph.increment_version([g for g in self._gradients if g is not None])
-        self._state.adopt(self.inner, self.pieces, used)
+        self._share_state(self._state.bring_home(used))
         if self._routes is None or self._routes[0] != used:
             self._routes = (used, (_route(self._sent, used), _route(self._received, used)))
         out, back = self._routes[1]
@@ -254,6 +273,17 @@ class ShardedUpdate:
         if self._weights is not None:
             self._weights.show(used)
         self._state.refresh()
+
+    def _share_state(self, new: frozenset[int]) -> None:
+        """Collective for parameters that were updated for the first time."""
+        if new:
+            names = some_names([self._names[index] for index in sorted(new)])
+            self._engine.meet(
+                lambda: self._state.share(self.inner, self.pieces, new),
+                f"sharing of optimizer state ({names})",
+                "",
+                None,
+            )
 
     def _move_house(self) -> None:
         """Somebody gave a parameter other memory (`p.data = ...`): cut it anew, keep the state."""
@@ -300,6 +330,7 @@ class ShardedUpdate:
                 f"sharded by {self.by}: {min(counts):,} to {max(counts):,} elements a rank, "
                 f"in {sum(map(len, self.shares))} fragments",
             ),
+            *describe_shares(self.shares, self._names, [p.numel() for p in self._parameters]),
             ("state", self._state.describe()),
             (
                 "weights",
@@ -326,16 +357,3 @@ def _route(
     """Targets and sources of the parameters that moved."""
     moved = [(target, source) for index, target, source in triples if used[index]]
     return [target for target, _ in moved], [source for _, source in moved]
-
-
-def _with_threads(group: NodeGroup, call: Callable[[], object]) -> None:
-    """Compute with as many threads as every rank has: a loop cut elsewhere rounds differently."""
-    if not group.threads_differ:
-        call()
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(group.num_threads)
-    try:
-        call()
-    finally:
-        torch.set_num_threads(before)

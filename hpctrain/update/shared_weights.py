@@ -30,7 +30,7 @@ class SharedWeights:
 
     Args:
         group: The ranks of the node.
-        block: Node-shared memory, with a byte for each rank after the weights.
+        block: Node-shared memory, with a byte for each rank after the weights, and a view of all.
         starts: Where each parameter begins in the block, and at last where the bytes for ranks do.
         parameters: Dense, equal on all ranks.
         own: The fragments that this rank updates.
@@ -54,7 +54,7 @@ class SharedWeights:
         """The shared weights, as they lie in memory."""
         self._edited = block.tensor(torch.uint8, start=end, num_elements=group.local_size)
         self._rank = group.local_rank
-        self._view = block.private(start=0, num_bytes=block.num_bytes)
+        self._view = block.views[0]
         self._seen = [
             self._view.tensor(p.dtype, start=start, num_elements=p.numel())
             for p, start in zip(parameters, starts, strict=True)

@@ -52,9 +52,24 @@ def must_sleep(num_threads: Sequence[int], num_cores: int) -> bool:
     return sum(num_threads) > num_cores
 
 
-def make_barrier(node: Comm, *, sleep: bool) -> Barrier:
-    """Collective: over the ranks of a node; `sleep` must match."""
-    return SleepingBarrier(node) if sleep else SpinningBarrier(node)
+def make_barrier(comm: Comm, node: Comm, *, sleep: bool) -> Barrier:
+    """Collective over all ranks: a barrier for each node; `sleep` must match on a node.
+
+    Raises:
+        CollectiveError: on all ranks of all nodes: one node's ranks cannot connect.
+    """
+    made: Barrier
+    if not sleep:
+        made, trouble = SpinningBarrier(node), None
+    else:
+        made = sleeping = SleepingBarrier(node)
+        trouble = sleeping.trouble
+    try:
+        agree(comm, trouble)
+    except CollectiveError:
+        made.close()
+        raise
+    return made
 
 
 class SpinningBarrier:
@@ -84,23 +99,24 @@ class SpinningBarrier:
 
 
 class SleepingBarrier:
-    """Every rank reports to the node's first one by a local socket and sleeps until it answers."""
+    """Every rank reports to the node's first one by a local socket and sleeps until it answers.
+
+    Collective over the ranks of a node to make; whoever makes it looks at `trouble` on all ranks.
+    """
 
     how = "sleeping: there are more threads than cores"
 
     def __init__(self, node: Comm) -> None:
         self._rank, self._size = node.Get_rank(), node.Get_size()
         self._links: list[socket.socket] = []
-        trouble = None
+        self.trouble: str | None = None
+        """Why this rank is not connected, in words."""
         try:
             self._connect(node)
         except OSError as error:
-            trouble = f"local sockets do not work here ({error}); ranks of one node must share one"
-        try:
-            agree(node, trouble)
-        except CollectiveError:
-            self.close()
-            raise
+            self.trouble = (
+                f"local sockets do not work here ({error}); ranks of one node must share one"
+            )
 
     def _connect(self, node: Comm) -> None:
         server = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -19,11 +20,13 @@ __all__ = [
     "AgreedExit",
     "end_all_ranks",
     "exit_code_of",
+    "farewells",
     "install_hook",
     "leave",
     "leave_together",
     "report_exit",
     "report_hard_exits",
+    "say_farewell",
     "whereabouts",
 ]
 
@@ -95,6 +98,17 @@ def whereabouts(launch: Launch) -> tuple[int, int]:
     return launch.rank, launch.size
 
 
+farewells: list[Callable[[], None]] = []
+"""Called before this rank ends all others, so that its end is not taken for a death."""
+
+
+def say_farewell() -> None:
+    """Call the farewells; whatever goes wrong in them, the end comes."""
+    for call in list(farewells):
+        with contextlib.suppress(Exception):
+            call()
+
+
 def end_all_ranks(launch: Launch, error: BaseException) -> NoReturn:
     """Print this rank's traceback and end every rank of the job with its exit code. Never returns.
 
@@ -120,6 +134,7 @@ def end_all_ranks(launch: Launch, error: BaseException) -> NoReturn:
     sys.stderr.write(f"hpctrain: {body}\n")
     _flush()
     report_exit(launch, code, cause)
+    say_farewell()
     _abort(code)
 
 

@@ -15,8 +15,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.errors import LaunchError
+from hpctrain.world.bench import Asked, parse_asked
 
-__all__ = ["BATCH_SYSTEMS", "LAUNCHERS", "Launch", "LauncherRow", "current", "detect"]
+__all__ = [
+    "BATCH_SYSTEMS",
+    "BENCH_VARIABLE",
+    "LAUNCHERS",
+    "Launch",
+    "LauncherRow",
+    "current",
+    "detect",
+]
+
+BENCH_VARIABLE = "HPCTRAIN_BENCH"
+"""Where a sweep says what it asks for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +160,10 @@ class Launch:
     """The task of a job array, where the job id does not tell it (LSF)."""
     end_time: float | None = None
     """When the allocation ends (Unix time), where a variable says so."""
+    bench: Asked | None = None
+    """What a sweep asks for; None outside one."""
+    trace_dir: str | None = None
+    """Where `hpctrain run --trace` wants every rank's events."""
 
     @property
     def title(self) -> str:
@@ -180,6 +196,8 @@ def detect(environ: Mapping[str, str]) -> Launch:
         # 0 is LSF's word for "no array".
         job_index=(_number(environ, "LSB_JOBINDEX") or None) if batch == "LSF" else None,
         end_time=_end_time(environ, batch),
+        bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
+        trace_dir=environ.get("HPCTRAIN_TRACE") or None,
     )
 
 

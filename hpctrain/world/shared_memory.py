@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hpctrain.errors import CollectiveError
 from hpctrain.world.agreement import agree, roll_call
@@ -65,19 +65,23 @@ class Backing:
 class SharedBlock:
     """Bytes that the ranks of a node share. Made by `allocate`."""
 
-    def __init__(self, descriptor: int, num_bytes: int, backing: Backing) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        num_bytes: int,
+        backing: Backing,
+        private: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.num_bytes = num_bytes
         self.backing = backing
         self._descriptor = descriptor
         self._mapped = mmap.mmap(descriptor, num_bytes)
+        self.views = [PrivateView(descriptor, start, size) for start, size in private]
+        """The views of one's own that `allocate` was asked for, in that order."""
 
     def tensor(self, dtype: torch.dtype, *, start: int = 0, num_elements: int) -> Tensor:
         """A flat tensor over the block, from byte `start` on; every rank sees every write."""
         return _tensor(self._mapped, dtype, start, num_elements)
-
-    def private(self, *, start: int, num_bytes: int) -> PrivateView:
-        """A view of one's own, from byte `start`, a multiple of the page size, on."""
-        return PrivateView(self._descriptor, start, num_bytes)
 
     @property
     def descriptor(self) -> int:
@@ -125,6 +129,7 @@ def allocate(
     *,
     what: str,
     slices: Sequence[tuple[int, int]] | None = None,
+    private: Sequence[tuple[int, int]] = (),
     backings: Sequence[Path] | None = None,
 ) -> SharedBlock:
     """Collective: reserve memory that the ranks of each node share.
@@ -135,11 +140,14 @@ def allocate(
         num_bytes: How much; the same on all ranks of a node.
         what: What it is for, for messages.
         slices: The bytes that each rank of the node uses most; None divides evenly.
+        private: Views of one's own to make as well: where each begins, a multiple of the page size,
+            and its bytes.
         backings: Folders to look for space in; None: /dev/shm, then the temporary folder.
 
     Raises:
         CollectiveError: on all ranks; names the folder, its free space, the need and the cure.
     """
+    # Whatever can fail on one rank alone, mapping included, comes before all agree.
     num_bytes = max(num_bytes, mmap.PAGESIZE)
     roll_call(comm, f"allocating {what}", timeout_s=_MEET_S)
     found: tuple[Backing, str] | str | None = None
@@ -147,23 +155,23 @@ def allocate(
     if node.Get_rank() == 0:
         found, descriptor = _create(num_bytes, backings, what)
     found = node.bcast(found, root=0)
-    trouble = found if isinstance(found, str) else None
+    made: SharedBlock | str | None = None
     if isinstance(found, tuple):
-        backing, path = found
-        descriptor, trouble = _reserve(
-            descriptor, path, page_slices(num_bytes, node.Get_size(), slices)[node.Get_rank()]
-        )
+        part = page_slices(num_bytes, node.Get_size(), slices)[node.Get_rank()]
+        made = _attach(found, descriptor, part, num_bytes, private)
+    else:
+        made = found
     try:
-        agree(comm, trouble, error=CollectiveError)
+        agree(comm, made if isinstance(made, str) else None, error=CollectiveError)
     except CollectiveError:
-        if descriptor >= 0:
-            os.close(descriptor)
+        if isinstance(made, SharedBlock):
+            made.close()
         raise
     finally:
         if node.Get_rank() == 0 and isinstance(found, tuple):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(found[1])
-    return SharedBlock(descriptor, num_bytes, backing)
+    return cast(SharedBlock, made)
 
 
 def places(
@@ -244,23 +252,62 @@ def _create(
     ), -1
 
 
-def _reserve(descriptor: int, path: str, part: tuple[int, int]) -> tuple[int, str | None]:
-    """Every rank's part: open the file and reserve one's own slice of it, which places it."""
+def _attach(
+    found: tuple[Backing, str],
+    descriptor: int,
+    part: tuple[int, int],
+    num_bytes: int,
+    private: Sequence[tuple[int, int]],
+) -> SharedBlock | str:
+    """Every rank's part: open the file, reserve one's own slice, which places it, and map all.
+
+    Returns:
+        The block, or in words why there is none on this rank.
+    """
+    backing, path = found
+    trying = "open"
     try:
         if descriptor < 0:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        trying = "reserve"
         start, stop = part
         if stop > start:
             _fallocate(descriptor, start, stop - start)
-    except OSError as error:
+        trying = "map"
+        return SharedBlock(descriptor, num_bytes, backing, private)
+    except (OSError, MemoryError) as error:
         if descriptor >= 0:
             os.close(descriptor)
-        space = describe_bytes(part[1] - part[0])
-        return -1, (
-            f"{space} of node-shared memory could not be reserved in {Path(path).parent} "
-            f"({error.strerror}); free some space there, or run fewer ranks on a node"
+        return _explain(trying, backing.folder, part[1] - part[0], num_bytes, error)
+
+
+def _explain(
+    trying: str, folder: Path, own_bytes: int, num_bytes: int, error: OSError | MemoryError
+) -> str:
+    """Why a rank could not use the file that the first rank of its node has made. Pure."""
+    why = getattr(error, "strerror", None) or str(error)
+    if trying == "open" and isinstance(error, FileNotFoundError):
+        return (
+            f"this rank does not see the file that another rank of its node has made in {folder}: "
+            "the ranks of this node do not have the same folder there (a container or a private "
+            f"{folder} for each of them?); start all ranks of a node in one container, or bind "
+            f"the host's {folder} into each"
         )
-    return descriptor, None
+    if trying == "open":
+        return (
+            f"this rank cannot open the file that another rank of its node has made in {folder} "
+            f"({why}); run all ranks as one user, with as many open files as they need (ulimit -n)"
+        )
+    if trying == "map":
+        return (
+            f"{describe_bytes(num_bytes)} of node-shared memory in {folder} could not be mapped "
+            f"({why}); allow this process more address space (ulimit -v, vm.max_map_count, "
+            "vm.overcommit_memory), or use a smaller model"
+        )
+    return (
+        f"{describe_bytes(own_bytes)} of node-shared memory could not be reserved in {folder} "
+        f"({why}); free some space there, or run fewer ranks on a node"
+    )
 
 
 def _fallocate(descriptor: int, start: int, length: int) -> None:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from hpctrain import log
 from hpctrain.world import guard
+from hpctrain.world.bench import Bench
 from hpctrain.world.cores import parse_cpus
 from hpctrain.world.devices import DeviceInfo
 from hpctrain.world.launcher import Launch
+from hpctrain.world.observing import Observer
 from hpctrain.world.seeding import Streams
 from hpctrain.world.topology import Place, Rooms
 
@@ -54,6 +56,10 @@ class World:
     ranks: tuple[RankInfo, ...]
     streams: Streams
     """Random streams by the stated rule; see `hpctrain.world.seeding`."""
+    bench: Bench = field(default_factory=Bench, repr=False)
+    """What a sweep asks of this script; outside one, the script's own defaults."""
+    observers: list[Observer] = field(default_factory=list, repr=False)
+    """Who is told what this rank is doing, from `distribute` on; see `hpctrain.world.observing`."""
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
     _ended: Event = field(default_factory=Event, repr=False)
 
@@ -166,7 +172,10 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Collective when the block ended well: all ranks leave together."""
+        """Collective when the block ended well, or with an exit that all have agreed on.
+
+        Nobody is left waiting then, and a rank that was aborted would hide the code under another.
+        """
         not_alone = guard.whereabouts(self.launch)[1] > 1
         agreed = isinstance(error, guard.AgreedExit)
         if not_alone and error is not None and not agreed and guard.exit_code_of(error) != 0:

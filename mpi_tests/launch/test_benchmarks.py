@@ -10,9 +10,11 @@ import time
 import psutil
 import pytest
 
-from benchmarks.harness.control import Launch
-from benchmarks.harness.schema import validate
 from hpctrain.errors import LaunchError
+from hpctrain.scaling.harness.command import RESULTS
+from hpctrain.scaling.harness.control import Launch
+from hpctrain.scaling.harness.schema import validate
+from hpctrain.scaling.sweeps.comparing import compare_counts
 from mpi_tests.built import BUILT
 from mpi_tests.full import FULL
 from mpi_tests.launch.benchmark_results import LIMIT_S, PYTHON, result_of
@@ -43,6 +45,10 @@ def test_step_overhead_runs_its_variants_and_counts_exactly(tmp_path):
     for name in fusion:  # each of the 40 parameters travels on its own until Horovod fuses it
         assert series[name]["counts"]["messages"] >= 40
     assert all(series[name]["counts"] == {} for name in plain | peers)
+    # and what is committed is what a step costs: no more messages, hooks or bytes than that
+    compared = compare_counts(json.loads((RESULTS / "counts.json").read_text()), result)
+    assert {row.variant for row in compared if row.verdict == "same"} == engines | fusion
+    assert {row for row in compared if row.verdict in ("more", "less")} == set()
     # all of them did train together: equal weights on the ranks, and the same loss everywhere
     losses = [series[name]["outcome"]["loss"] for name in engines | fusion | peers]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
@@ -87,7 +93,7 @@ def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
     result_of_part = tmp_path / "result_loader.json"
     variants = "dataloader,loader,loader-keyed"
     words = ["--parts", "loader", "--variants", variants, "--json", tmp_path / "result.json"]
-    done = run(*PYTHON, "benchmarks.data", "--quick", *words, timeout_s=LIMIT_S)
+    done = run(*PYTHON, "hpctrain.scaling.benches.data", "--quick", *words, timeout_s=LIMIT_S)
     assert done.code == 0, done.text
     result = json.loads(result_of_part.read_text())
     assert validate(result) == []
@@ -123,14 +129,14 @@ def test_movement_is_a_part_of_the_data_benchmark(tmp_path):
     ],
 )
 def test_mistakes_are_named(words, message):
-    done = run(*PYTHON, "benchmarks.step_overhead", *words)
+    done = run(*PYTHON, "hpctrain.scaling.benches.step_overhead", *words)
     assert done.code == 2, done.text
     assert message in done.err
     assert "Traceback" not in done.err
 
 
 def test_a_killed_benchmark_leaves_no_stopped_ranks_behind():
-    words = ["benchmarks.step_overhead", "--variants", "compute,compute-beside-idle"]
+    words = ["hpctrain.scaling.benches.step_overhead", "--variants", "compute,compute-beside-idle"]
     with subprocess.Popen(
         [*PYTHON, *words, "--blocks", "100000"],
         cwd=ROOT,
@@ -167,7 +173,11 @@ def status_of(process: psutil.Process) -> str:
 def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
     variant = "horovod" if "horovod" in BUILT else "ddp"
     launch = Launch(
-        variant, "benchmarks.step_overhead", num_ranks=2, variants=[variant], environ={}
+        variant,
+        "hpctrain.scaling.benches.step_overhead",
+        num_ranks=2,
+        variants=[variant],
+        environ={},
     )
     try:
         ranks = [psutil.Process(hello["pid"]) for hello in launch.greet(LIMIT_S)]
@@ -187,7 +197,11 @@ def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
 
 def test_a_rank_that_fails_is_told_with_its_traceback():
     launch = Launch(
-        "broken", "benchmarks.step_overhead", num_ranks=2, variants=["compute"], environ={}
+        "broken",
+        "hpctrain.scaling.benches.step_overhead",
+        num_ranks=2,
+        variants=["compute"],
+        environ={},
     )
     try:
         launch.greet(LIMIT_S)

@@ -127,6 +127,22 @@ def test_linting_an_example():
     assert (done.code, "J09" in done.out) == (1, True), done.text  # there is no folder logs here
 
 
+def test_a_training_from_a_file(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for line, told in (
+        ("hpctrain train examples/train/digits_mlp.toml -n 2", "finished after 230 steps"),
+        (
+            "hpctrain train examples/train/digits_mlp.toml -n 64 --ranks-per-node 8 --dry-run",
+            "64 on 8 nodes",
+        ),
+        ("hpctrain watch runs/digits_mlp", "finished: epoch 10, step 230/230"),
+        ("hpctrain config explain optimizer.lr", "must be given"),
+    ):
+        assert line in COMMANDS
+        done = run(*shlex.split(line), cwd=tmp_path, env=tools(), timeout_s=120)
+        assert (done.code, told in done.out) == (0, True), done.text
+
+
 def test_the_doctor_lines():
     lines = ["hpctrain doctor", "hpctrain doctor --json", "hpctrain horovod check"]
     assert set(lines) <= set(COMMANDS)

@@ -83,6 +83,7 @@ def test_a_rank_that_sleeps_outside(hang):
         r"rank 1 on \S+ \(process \d+\) is outside; its last call, 'allr.*' #3", report
     )
     assert re.search(r"at \S+train\.py:\d+ in dawdle", report)
+    assert re.search(r"  rank 0 waits at \S+train\.py:\d+ in call\n", report)
     missing, _, waiting = report.partition("(waiting):")
     assert "dawdle()\n" in missing
     assert "allreduce(3)\n" in waiting
@@ -112,6 +113,7 @@ def test_a_rank_whose_data_ended_early_is_told_of_join(tmp_path):
     assert re.search(r"in 'exchange of gradients \(.* for rank 1 \(of 2\)", done.err), done.text
     words = "if rank 1 had no data left while the others had: put the training loop into "
     assert f"{words}`with replica.join():`" in done.err, done.text
+    assert re.search(r"  rank 0 waits at \S+train\.py:11 in <module>\n", done.err), done.text
 
 
 def test_a_rank_that_fails_catches_and_goes_on_to_another_call(hang):
@@ -128,6 +130,12 @@ def test_a_rank_that_fails_catches_and_goes_on_to_another_call(hang):
     assert re.search(
         r"rank 2 on \S+ \(process \d+\) is in 'broadcast weights' #4 for [\d.]+ s, while ranks 0-1 "
         r"are in 'allreduce bucket 3: layer3.weight' #4",
+        report,
+    )
+    assert re.search(
+        r"calls differ first at #4:\n    ranks 0-1: 'allreduce bucket 3: layer3.weight'\n"
+        r"      at \S+train\.py:\d+ in call\n"
+        r"    rank 2: 'broadcast weights' \(another call\)\n      at \S+train\.py:\d+ in call\n",
         report,
     )
 

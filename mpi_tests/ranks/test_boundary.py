@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -37,12 +38,15 @@ def test_what_one_rank_says_is_known_to_all_one_step_later(world, boundary):
 def test_at_once_nothing_is_lost_and_nothing_is_told_twice(world, boundary):
     first = world.rank == 0
     boundary.meet(Word(save=True))
-    agreed = boundary.meet(Word(failure=first, step_s=1.0 + world.rank, left_s=50.0), now=True)
+    agreed = boundary.meet(
+        Word(failure=first, worked_s=1.0 + world.rank, step_s=9.0, left_s=50.0), now=True
+    )
     assert agreed.save.rank == agreed.failure.rank == 0
     assert agreed.slowest.rank == world.size - 1
-    assert (agreed.step_s, agreed.shortest_s, agreed.left_s) == (world.size, 1.0, 50.0)
-    assert boundary.meet() == Agreed()
-    assert boundary.meet(now=True) == Agreed()
+    assert (agreed.longest_s, agreed.shortest_s) == (world.size, 1.0)
+    assert (agreed.step_s, agreed.left_s) == (9.0, 50.0)
+    assert boundary.meet().quiet
+    assert boundary.meet(now=True).quiet
 
 
 def test_the_text_of_the_rank_that_spoke_is_heard_by_all(world, boundary):
@@ -62,6 +66,20 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(world, boundary):
                 break
         assert world.comm.allgather(step) == [11] * world.size
         assert (agreed.signal, agreed.signal_by.rank) == ("SIGUSR2", world.size - 1)
+
+
+def test_the_rank_that_works_longest_is_named_not_those_who_wait_for_it(world, boundary):
+    last = world.size - 1
+    for _ in range(4):
+        time.sleep(0.06 if world.rank == last else 0.01)
+        agreed = boundary.meet(now=True)
+    found = boundary.compare_ranks(step=4)
+    assert (found.slowest, agreed.slowest.rank) == (last, last)
+    assert 0.06 <= agreed.longest_s < 0.6
+    assert f"rank {last} on {world.ranks[last].host} works longest" in found.text
+    if world.size > 1:
+        assert found.slow[0] == last
+        assert world.comm.allgather(found) == [found] * world.size
 
 
 def test_it_is_a_call_of_the_watchdog(world):

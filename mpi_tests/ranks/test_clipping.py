@@ -67,6 +67,35 @@ def test_by_value_and_a_group_that_is_left_out(world, engines, way):
     p.check()
 
 
+def test_by_value_beside_complex_weights_that_are_left_out(world, engines):
+    torch.manual_seed(2)
+    model = nn.Module()
+    model.phase = nn.Parameter(torch.randn(70, dtype=torch.complex128))
+    model.weight = nn.Parameter(torch.randn(9).double())
+    groups = [{"params": [model.phase], "clip": False}, {"params": [model.weight]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"], clip_value=0.01)
+    replica.backward(model.phase.abs().square().sum() + 3 * model.weight.sum())
+    assert torch.allclose(model.phase.grad, 2 * model.phase)
+    assert model.weight.grad.eq(0.01).all()
+    assert replica.step()
+    groups = optimizer.param_groups
+    extra = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+    optimizer.add_param_group({"params": [extra]})
+    with pytest.raises(hpc.ConfigError, match=r"no meaning for complex parameter group2\.0"):
+        replica.backward(model.weight.sum() + extra.abs().sum())
+    groups.pop()
+    replica.close()
+    with pytest.raises(hpc.ConfigError, match="no meaning for complex parameter phase"):
+        hpc.distribute(
+            world,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            engine=engines["mpi"],
+            clip_value=0.01,
+        )
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_by_norm_with_a_group_left_out_and_accumulation(world, engines, way):
     p = make_pair(world, engines, way, clip_norm=0.05, accumulate=2, precision="fp16")

@@ -195,3 +195,66 @@ def test_writing_the_same_bits_leaves_the_masters_alone(world, engines):
     assert after["layers.0.bias"][0] == 0.5
     assert torch.equal(after["layers.0.bias"][1:], before["layers.0.bias"][1:])
     replica.close()
+
+
+def dtypes(model):
+    return {p.dtype for p in model.parameters()}
+
+
+def test_full_precision_inside_full_precision(world, engines):
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](model)
+    replica = distribute(world, engines, model, optimizer)
+    train(world, replica, 1)
+    x, y = batch(1, [4] * world.size)[world.rank]
+    replica.backward(nn.functional.cross_entropy(replica(x.float(), world.rank), y))
+    with replica.full_precision():
+        with replica.full_precision():
+            assert dtypes(model) == {torch.float32}
+        assert dtypes(model) == {torch.float32}
+        replica.load_state_dict(copy.deepcopy(replica.state_dict()))
+        assert dtypes(model) == {torch.float32}
+        assert replica.step()
+        assert dtypes(model) == {torch.float32}
+        masters = [p.detach().clone() for p in model.parameters()]
+    assert dtypes(model) == {torch.bfloat16}
+    assert digest(masters) == digest(replica.state_dict()["masters"].values())
+    with pytest.raises(KeyError), replica.full_precision(), replica.full_precision():
+        raise KeyError
+    assert dtypes(model) == {torch.bfloat16}
+    train(world, replica, 1)
+    replica.close()
+
+
+def test_a_failed_load_or_step_leaves_bfloat16(world, engines):
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](model)
+    replica = distribute(world, engines, model, optimizer)
+    train(world, replica, 2)
+    masters = digest(replica.state_dict()["masters"].values())
+    bad = replica.state_dict()
+    bad["param_groups"] = []
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        replica.load_state_dict(bad)
+    assert dtypes(model) == {torch.bfloat16}
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(bad)
+    x, _ = batch(1, [4] * world.size)[world.rank]
+    replica(x.float(), world.rank)  # by now at the latest
+    assert dtypes(model) == {torch.bfloat16}
+    assert digest(replica.state_dict()["masters"].values()) == masters
+    with pytest.raises(hpc.ConfigError, match=r"optimizer\.step\(closure\) would run the model"):
+        optimizer.step(lambda: None)
+    assert dtypes(model) == {torch.bfloat16}
+
+    def run_the_model(*_):
+        replica(x.float(), world.rank)
+
+    hook = optimizer.register_step_pre_hook(run_the_model)
+    replica.backward(replica(x.float(), world.rank).sum())
+    with pytest.raises(hpc.ConfigError, match="called inside the optimizer's step"):
+        replica.step()
+    hook.remove()
+    replica.zero_grad()
+    train(world, replica, 1)
+    replica.close()

@@ -309,3 +309,16 @@ def test_hardware_that_differs_takes_rank_zeros_norm(world, engines, monkeypatch
         told.append((replica.step().norm, digest(model.parameters())))
     assert all(other == told for other in world.comm.allgather(told))
     replica.close()
+
+
+def test_a_lone_skip_ends_no_run_when_the_count_is_old(world, engines):
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](model)
+    replica = distribute(world, engines, model, optimizer, precision="fp16", scaling=SCALING)
+    train_together(world, replica, steps=range(3))
+    scaler = replica._treatment.scaler
+    scaler._watch.num_in_a_row = SCALING.max_skips - 1  # as a GPU tells it, some steps late
+    told = train_together(world, replica, steps=range(3, 6))
+    assert [skipped for skipped, *_ in told] == [True, True, False]
+    assert scaler.num_in_a_row == 0
+    replica.close()

@@ -165,3 +165,35 @@ def test_a_gradscaler_of_the_users_own(gpu_world):
     assert len(set(world.comm.allgather(facts))) == 1
     assert scaler.get_scale() == 1024.0  # halved once, doubled once
     replica.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}])
+def test_a_rank_without_samples_has_the_same_bits(gpu_world, options):
+    world = gpu_world
+    model = build(dtype=torch.float32)
+    replica = hpc.distribute(world, model, OPTIMIZERS["adamw"](model), **options)
+    for step in range(9):
+        counts = [0 if rank == step % world.size else 3 + rank for rank in range(world.size)]
+        x, y = batch(step, [max(1, count) for count in counts])[world.rank]
+        count = counts[world.rank] if world.size > 1 else 3
+        loss = cross_entropy(replica(x.float().cuda(), world.rank), y.cuda())
+        replica.backward(loss, num_samples=count)
+        assert replica.step()
+        assert len(set(world.comm.allgather(digest(model.parameters())))) == 1, step
+    replica.close()
+
+
+def test_a_lone_skip_ends_no_run(gpu_world):
+    world = gpu_world
+    model = build()
+    replica = hpc.distribute(
+        world, model, OPTIMIZERS["adamw-fused"](model), precision="fp16", scaling=SCALING
+    )
+    # Three skips when it is looked, all well until that is known, and then one more alone.
+    bad = {(step, 0) for step in (1, 2, 3, 8)}
+    skipped = []
+    for step in range(12):
+        replica.backward(loss_of(replica, step, world.rank, world.size, bad=bad))
+        skipped.append(replica.step().skipped)
+    assert [step for step, one in enumerate(skipped) if one] == [1, 2, 3, 8]
+    replica.close()

@@ -8,6 +8,10 @@ import io
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import hpctrain as hpc
 from mpi_tests.ranks.split import (
@@ -264,6 +268,20 @@ def test_hooks_around_the_step_run_as_around_torchs_own(pair):
             with pytest.raises(hpc.ConfigError, match="register it before backward"):
                 t.optimizer.step()
             late.remove()
+
+
+def test_hooks_of_all_optimizers_run_once_a_step(pair):
+    seen = []
+    before = register_optimizer_step_pre_hook(lambda o, *_: seen.append(("before", id(o))))
+    after = register_optimizer_step_post_hook(lambda o, *_: seen.append(("after", id(o))))
+    try:
+        with pair(model=Matrices) as t:
+            t.train(2)
+    finally:
+        before.remove()
+        after.remove()
+    one, other = id(t.optimizer), id(t.own)
+    assert seen == [(when, o) for o in (one, other) for when in ("before", "after")] * 2
 
 
 def test_a_closure_is_refused_and_none_is_none(pair):

@@ -45,7 +45,9 @@ def own_threads():
 def test_start_and_stop_leave_no_threads(world):
     before = own_threads()
     dog = faults.start(world, timeout_s=60)
-    assert len(own_threads()) - len(before) == (0 if world.size == 1 else 2)
+    # One looks, one answers, and one listens for a death where `hpctrain run` does not.
+    wanted = 2 + (world.launch.control_fd is None)
+    assert len(own_threads()) - len(before) == (0 if world.size == 1 else wanted)
     dog.enter("barrier")
     world.comm.Barrier()
     dog.leave()
@@ -84,6 +86,28 @@ def test_every_rank_can_say_who_is_missing(world, make):
         assert verdict.waiting == tuple(range(absent))
         assert [(one.rank, one.kind) for one in verdict.missing] == [(absent, Kind.OUTSIDE)]
         assert "test_watchdog.py" in verdict.missing[0].place
+    world.comm.Barrier()
+
+
+def test_every_rank_can_say_where_the_calls_differ(world, make):
+    dog = make(60)
+    odd = world.size - 1
+    dog.enter("broadcast w float32 (3)")
+    dog.leave()
+    if world.rank == odd:
+        dog.enter("allreduce w float32 (4, 3)")
+    else:
+        dog.enter("allreduce w float32 (3, 4)")
+    world.comm.Barrier()
+    if world.size > 1:
+        answers = dog._survey(dog)
+        lines = dog._inquiry.compare(dog, judge(answers), answers, [odd, 0])
+        assert lines[0] == "  the ranks' calls differ first at #2:"
+        assert "'allreduce w float32 (3, 4)'" in lines[1]
+        assert f"    rank {odd}: 'allreduce w float32 (4, 3)' (another shape)" in lines
+        places = {line for line in lines if line.startswith("      at ")}
+        assert len(places) == 2
+        assert all("test_watchdog.py:" in place for place in places)
     world.comm.Barrier()
 
 

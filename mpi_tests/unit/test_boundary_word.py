@@ -16,6 +16,7 @@ words = st.builds(
     signal=st.none() | st.sampled_from(["SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT"]),
     **dict.fromkeys(FLAGS, st.booleans()),
     step_s=times,
+    worked_s=times,
     left_s=st.none() | st.floats(0, 1e7, allow_subnormal=False),
 )
 
@@ -34,11 +35,13 @@ def test_all_ranks_know_who_said_what(said):
     told = (agreed.signal_by.rank, agreed.signal) if agreed.signal_by else None
     assert told == (signals[0] if signals else None)
     steps = [word.step_s for word in said if word.step_s is not None]
-    assert agreed.shortest_s == (min(steps) if steps else None)
-    assert (agreed.step_s is None) == (not steps)
+    assert agreed.step_s == (max(steps) if steps else None)
+    worked = [word.worked_s for word in said if word.worked_s is not None]
+    assert agreed.shortest_s == (min(worked) if worked else None)
+    assert (agreed.longest_s is None) == (not worked)
     if agreed.slowest is not None:
-        assert agreed.step_s == pytest.approx(max(steps), abs=1e-6)
-        assert said[agreed.slowest.rank].step_s == pytest.approx(max(steps), abs=1e-6)
+        assert agreed.longest_s == pytest.approx(max(worked), abs=1e-6)
+        assert said[agreed.slowest.rank].worked_s == pytest.approx(max(worked), abs=1e-6)
     left = [word.left_s for word in said if word.left_s is not None]
     assert agreed.left_s == (min(left) if left else None)
     assert agreed.quiet == (not signals and all(getattr(agreed, name) is None for name in FLAGS))
@@ -55,6 +58,6 @@ def test_the_largest_job_loses_no_bit(rank, word):
 
 def test_silence():
     assert decode(encode(Word(), 2, 3), 3) == Agreed()
-    assert decode(encode(Word(step_s=1e9), 0, 1), 1).step_s == pytest.approx(2**32 / 1e6)
+    assert decode(encode(Word(worked_s=1e9), 0, 1), 1).longest_s == pytest.approx(2**32 / 1e6)
     with pytest.raises(ConfigError, match="signal='USR2' is no signal"):
         encode(Word(signal="USR2"), 0, 1)

@@ -6,9 +6,12 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import hpctrain as hpc
+from hpctrain.optim.node_ema import divide
 
 
 def make(dtype=torch.float64):
@@ -121,3 +124,11 @@ def test_mistakes_are_named():
     model.append(nn.Linear(2, 2))
     with pytest.raises(hpc.ConfigError, match=r"2\.bias came or went"):
         ema.update()
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers(0, 100), max_size=12), st.integers(1, 5))
+def test_every_tensor_has_one_owner_and_work_is_even(sizes, num_ranks):
+    shares = divide(sizes, num_ranks)
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    load = [sum(sizes[name] for name in share) for share in shares]
+    assert max(load) - min(load) <= max(sizes.values(), default=0)

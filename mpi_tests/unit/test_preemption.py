@@ -11,6 +11,7 @@ import time
 import pytest
 
 from hpctrain.errors import ConfigError
+from hpctrain.faults.native_signals import find_native
 from hpctrain.faults.preemption import SIGNALS, Preemption, signal_number
 
 
@@ -72,17 +73,21 @@ def test_a_handler_that_came_later_is_left_in_place():
         signal.signal(signal.SIGUSR2, old)
 
 
-def test_native_handlers_keep_their_signal(capsys):
-    with open(os.devnull, "w") as nowhere:
-        faulthandler.register(signal.SIGUSR1, file=nowhere)
+def test_native_handlers_are_replaced_with_a_warning_and_put_back(capsys, tmp_path):
+    with (tmp_path / "stacks").open("w+") as dump:
+        faulthandler.register(signal.SIGUSR1, file=dump)
         try:
             with Preemption(("SIGUSR1", "SIGUSR2")) as asked:
-                assert asked.signals == ("SIGUSR2",)
-            assert "SIGUSR1 stay with the native code" in capsys.readouterr().err
-            with pytest.raises(ConfigError, match="native code handles them already"):
-                Preemption(("SIGUSR1",))
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert asked.requested == "SIGUSR1"
+            assert "SIGUSR1 was handled by native code (" in capsys.readouterr().err
+            assert dump.tell() == 0
+            os.kill(os.getpid(), signal.SIGUSR1)
+            dump.seek(0)
+            assert "test_preemption.py" in dump.read()
         finally:
             faulthandler.unregister(signal.SIGUSR1)
+    assert find_native(signal.SIGUSR1) is None
 
 
 def test_a_forked_child_ignores_warnings_and_can_be_terminated():

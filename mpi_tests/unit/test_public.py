@@ -14,18 +14,35 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CheckpointError CollectiveError ConfigError Connection DataError EMA HpcTrainError InstallError
-JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica Shard Store
-World __version__ agree average_batchnorm checkpoint_activations connect distribute files gather
-init metrics quantize_int8 reshuffle scatter share split_parameters stage sync_batchnorm
+CheckpointError CollectiveError ConfigError Connection DataError DriftError EMA HpcTrainError
+InstallError JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica
+Saver Sentinel Shard Store Trainer World __version__ agree average_batchnorm
+checkpoint_activations connect distribute files gather init metrics quantize_int8 reshuffle
+scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
-    "run": "--help --hostfile --hosts --log-dir --quiet --ranks -h -m -n -np -q",
+    "run": "--help --hostfile --hosts --log-dir --quiet --ranks --trace -h -m -n -np -q",
+    "bench": "--help -h",
+    "report": "--format --help --json --reserve --runs --samples --title -h -o",
+    "trace": "--help -h",
+    "train": (
+        "--dry-run --fresh --help --hosts --json --ranks --ranks-per-node --resume --set -h -n"
+    ),
+    "config": "--help -h",
+    "watch": "--every --help --json --once -h",
+    "checkpoint": "--help -h",
     "data": "--help -h",
     "doctor": "--all-nodes --clean --help --json --time-limit -h",
     "horovod": "--help -h",
     "job": "--help -h",
     "sweep": "--help -h",
+    "plan": (
+        "--accumulate --activation-mib --bucket-mib --cycle-ms --drop-last --efficiency "
+        "--engine --epochs --global-batch --help --json --keep --machine --machines "
+        "--measure-profile --profile --ranks --ranks-per-node --rehearse --repeats --requeue "
+        "--samples --save-dir --site --state-copies --subject --time --topology "
+        "--train-samples --warmup-steps --wire-bits -h"
+    ),
     "pack": "--help --output --prefix -h -o",
 }
 
@@ -51,7 +68,17 @@ JOB = """--account --after --after-kind --array --array-limit --constraint --cpu
 --pack --partition --prologue --qos --queue --ranks-per-node --requeue --reservation --signal
 --signal-lead --site --source --stage --template --time --venv -h"""
 SWEEP = "--dir --grid --help --list --num --random --seed -h"
+SWEPT = """--batch --dir --help --load-limit --repeats --retries --seed --steps --timeout --warmup
+-h -m"""
+CURVE = "--engines --mode --vary"
+OUTPUT = "--compare --json"
+HARNESS = """--bind --blocks --help --json --load-limit --quick --ranks --retries --save --seed
+--variants --worker -h"""
 ACTIONS = {
+    ("checkpoint", "list"): "--help --json -h",
+    ("checkpoint", "verify"): "--help --json -h",
+    ("checkpoint", "export"): "--all --help --key -h",
+    ("checkpoint", "import"): "--help --key --step --to -h",
     ("job", "render"): f"{JOB} --output -o",
     ("job", "submit"): f"{JOB} --chain --json --quiet -q",
     ("job", "status"): "--help --json -h",
@@ -59,6 +86,17 @@ ACTIONS = {
     ("job", "cancel"): "--help -h",
     ("job", "sites"): "--help --json -h",
     ("job", "lint"): "--help --json -h",
+    ("bench", "scale"): f"{SWEPT} {CURVE} {OUTPUT} --ranks --threads",
+    ("bench", "submit"): f"{SWEPT} {CURVE} {JOB} --node-counts",
+    ("bench", "collect"): f"{OUTPUT} --help --wait -h",
+    ("bench", "layout"): f"{SWEPT} {OUTPUT} --cores --ranks",
+    ("bench", "compare"): "--counts --help --json --tolerance --write-counts -h",
+    ("bench", "overhead"): f"{HARNESS} --steps --workloads",
+    ("bench", "collectives"): f"{HARNESS} --sizes",
+    ("bench", "data"): f"{HARNESS} --parts",
+    ("bench", "checkpoint"): "--help -h",
+    ("bench", "fit"): "--engines --help --ranks --title -h",
+    ("bench", "measure"): "--help -h",
     ("sweep", "run"): SWEEP,
     ("sweep", "submit"): f"{JOB} {SWEEP}",
     ("sweep", "table"): "--dir --help --json --max --metric -h",
@@ -66,7 +104,7 @@ ACTIONS = {
 
 
 def test_flags_of_actions():
-    for verb in ("job", "sweep"):
+    for verb in ("bench", "checkpoint", "job", "sweep"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
         (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]

@@ -15,8 +15,9 @@ from hpctrain.engines.node import combine, slice_bounds
 from hpctrain.engines.op import Op
 from hpctrain.update.sharing import Fragment, cut_elements, divide_parameters
 from hpctrain.update.state import Entry, lay_out
+from hpctrain.update.summary import describe_shares, some_names
 from hpctrain.world.barrier import must_sleep
-from hpctrain.world.shared_memory import describe_bytes, page_slices, places
+from hpctrain.world.shared_memory import Backing, _attach, describe_bytes, page_slices, places
 
 GRAIN = 1024
 SIZES = st.lists(st.integers(0, 9000), min_size=1, max_size=12)
@@ -176,3 +177,37 @@ def test_places_say_why_they_do_not_do(tmp_path):
 def test_ranks_sleep_when_threads_exceed_cores():
     assert not must_sleep([1, 1], 2)
     assert must_sleep([2, 1], 2)
+
+
+def test_shares_are_told_in_few_words():
+    names = ["a", "b", "c", "d", "e"]
+    sizes = [2048, 10, 10, 4096, 10]
+    shares = [
+        [Fragment(0, 0, 2048), Fragment(1, 0, 10), Fragment(2, 0, 10), Fragment(3, 0, 1024)],
+        [Fragment(3, 1024, 4096), Fragment(4, 0, 10)],
+        [],
+        [Fragment(0, 0, 2048), Fragment(2, 0, 10), Fragment(4, 0, 10)],
+        [Fragment(0, 0, 2048)],
+    ]
+    assert dict(describe_shares(shares, names, sizes)) == {
+        "local rank 0": "a to c, d[:1,024]",
+        "local rank 1": "d[1,024:], e",
+        "local rank 2": "nothing",
+        "local rank 3": "a, c, e",
+        "": "the other 1 of the node likewise",
+    }
+    assert some_names(names) == "a, b, c and 2 more"
+
+
+def test_a_file_that_a_rank_does_not_see_is_no_lack_of_space(tmp_path):
+    backing = Backing(folder=tmp_path, free_bytes=1, why="")
+    told = _attach((backing, str(tmp_path / "other")), -1, (0, 4096), 4096, ())
+    assert isinstance(told, str)
+    assert f"does not see the file that another rank of its node has made in {tmp_path}" in told
+    assert "one container" in told
+    assert "space" not in told
+    file = tmp_path / "directory"
+    file.mkdir()
+    told = _attach((backing, str(file)), -1, (0, 4096), 4096, ())
+    assert isinstance(told, str)
+    assert "cannot open the file" in told

@@ -247,7 +247,7 @@ def test_a_long_history_keeps_the_last_calls():
     assert standing.recent == {n: f"call {n - 1}" for n in range(937, 1001)}
 
 
-def test_noting_a_call_costs_about_a_microsecond():
+def test_noting_a_call_and_its_place_costs_a_microsecond_or_two():
     # CPU time: beside two busy processes on two cores wall time doubles, and this does not move.
     lane = Lane((0, 1), "world")
     repeats = timeit.repeat(
@@ -257,7 +257,7 @@ def test_noting_a_call_costs_about_a_microsecond():
         number=20_000,
         repeat=9,
     )
-    assert statistics.median(repeats) / 20_000 < 1.5e-6
+    assert statistics.median(repeats) / 20_000 < 2.5e-6
 
 
 def test_many_ranks_are_asked_at_once_and_the_dead_ones_are_told():

@@ -1,0 +1,112 @@
+"""A rank's side of `predict`: profile, collectives, and the steps that are to be predicted."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+import hpctrain as hpc
+from hpctrain.scaling.plan.measuring import SIZES, measure
+from hpctrain.scaling.plan.profile import Profile
+from hpctrain.scaling.plan.profiling import Subject, measure_profile
+from hpctrain.world import World
+
+__all__ = ["WORKLOADS", "main"]
+
+_WARMUP = 3
+_SEED = 11
+_LAYERS = 20
+WORKLOADS = {"mlp-256": (256, 64), "mlp-512": (512, 16)}
+"""By name, width and batch of a rank: twenty linear layers, 5 and 21 MB of gradients, plain SGD."""
+
+
+class Part:
+    """A workload's model, optimizer and batch on one rank."""
+
+    def __init__(self, name: str, world: World) -> None:
+        width, self.batch = WORKLOADS[name]
+        self.name = name
+        torch.manual_seed(_SEED)
+        layers: list[nn.Module] = []
+        for _ in range(_LAYERS):
+            linear = nn.Linear(width, width)
+            nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+            layers += [linear, nn.ReLU()]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        torch.manual_seed(_SEED + 1 + world.rank)
+        self.x, self.y = torch.randn(self.batch, width), torch.randn(self.batch, width)
+
+    def loss(self) -> Tensor:
+        """The mean over this rank's batch."""
+        return nn.functional.mse_loss(self.model(self.x), self.y)
+
+    def step(self) -> None:
+        """One step without the others."""
+        self.optimizer.zero_grad()
+        torch.autograd.backward(self.loss())
+        self.optimizer.step()
+
+
+def profile_together(world: World, part: Part, repeats: int) -> Profile:
+    """Collective: every rank measures a profile at the same time; rank 0's with the median step."""
+    subject = Subject(
+        model=part.model,
+        optimizer=part.optimizer,
+        loss=part.loss,
+        batch=part.batch,
+        name=part.name,
+    )
+    world.comm.Barrier()
+    mine = measure_profile(subject, repeats=repeats)
+    every: list[Profile] = world.comm.allgather(mine)
+    ordered = sorted(every, key=lambda each: each.compute_s)
+    return ordered[len(ordered) // 2]
+
+
+def train(world: World, part: Part, engine: str, steps: int) -> dict[str, object]:
+    """Collective: the steps that are to be predicted, by the clock of the slowest rank."""
+    replica = hpc.distribute(world, part.model, part.optimizer, engine=engine)
+    times = []
+    for _ in range(_WARMUP + steps):
+        world.comm.Barrier()
+        start = time.perf_counter()
+        replica.backward(part.loss(), num_samples=len(part.x))
+        replica.step()
+        times.append(time.perf_counter() - start)
+    every = world.comm.allgather(times[_WARMUP:])
+    found = {"step_s": median(max(each) for each in zip(*every, strict=True))}
+    replica.close()
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Measure one launch; rank 0 writes it."""
+    out, name, engine, steps, sizes = arguments
+    with hpc.init() as world:
+        part = Part(name, world)
+        largest = int(sizes)
+        measured = measure(
+            world, [engine], sizes=[size for size in SIZES if size <= largest], step=part.step
+        )
+        profile = profile_together(world, part, int(steps))
+        trained = train(world, part, engine, int(steps))
+        if world.rank == 0:
+            data = {
+                "measurement": measured.as_json(),
+                "profile": {"schema": "hpctrain.profile/1", **asdict(profile)},
+                **trained,
+            }
+            Path(out).write_text(json.dumps(data), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

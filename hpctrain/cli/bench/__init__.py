@@ -1,0 +1,56 @@
+"""`hpctrain bench WHAT`: measuring, one kind per file."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+__all__ = ["KINDS", "add_arguments", "main"]
+
+KINDS = {
+    # kind: its line in the overview; the module hpctrain.cli.bench.KIND has the rest
+    "scale": "a script at several numbers of ranks, engines and settings, on this machine",
+    "submit": "the same as batch jobs, one array for each number of nodes",
+    "collect": "what has been measured of a sweep so far, also by jobs that still run",
+    "layout": "every ranks x threads of this node at one batch; the best is for `run -n auto`",
+    "compare": "two results: exit code 1 where points are slower beyond noise, or count more",
+    "overhead": "what exchanging gradients adds to a training step",
+    "collectives": "allreduce from 1 KiB to 256 MiB on each engine",
+    "data": "batches of arrays, and whether a step waits for them",
+    "checkpoint": "what saving costs a training, and the disk (in a checkout)",
+    "fit": "a machine file for `hpctrain plan` from what is measured here",
+    "measure": "one launch of a sweep, as its batch jobs run it",
+}
+
+_EPILOG = """\
+A script takes part in a sweep by asking `world.bench` for its batch and settings; docs/scaling.md
+shows how. One that does not is measured as it is.
+
+exit codes: 0 well; 1 a point failed or is slower; 2 wrong usage; 3 not saved, others computed
+
+examples:
+  hpctrain bench scale --ranks 1,2,4 --mode weak train.py
+  hpctrain bench layout --batch 256 train.py && hpctrain run -n auto train.py
+  hpctrain bench compare old.json new.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the kinds."""
+    parser.epilog = _EPILOG
+    kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
+    for kind, line in KINDS.items():
+        child = kinds.add_parser(
+            kind,
+            help=line,
+            description=line,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        import_module(f"hpctrain.cli.bench.{kind}").add_arguments(child)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure."""
+    code: int = import_module(f"hpctrain.cli.bench.{args.kind}").main(args)
+    return code

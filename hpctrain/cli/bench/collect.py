@@ -1,0 +1,43 @@
+"""`hpctrain bench collect`: a sweep's result so far."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from hpctrain import log
+from hpctrain.cli.bench.options import add_output, conclude
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.sweeps.folder import Folder
+from hpctrain.scaling.sweeps.jobs import gather
+
+__all__ = ["add_arguments", "main"]
+
+_POLL_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("dir", type=Path, metavar="DIR", help="of the sweep")
+    parser.add_argument(
+        "--wait", type=float, metavar="S", help="seconds to wait until all jobs have ended"
+    )
+    add_output(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Ask after jobs, and show what there is."""
+    folder = Folder(args.dir)
+    sweep = folder.open()
+    if (args.dir / "jobs.json").exists():
+        deadline = time.monotonic() + (args.wait or 0.0)
+        left = gather(folder, sweep, say=log.notice)
+        while left and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            left = gather(folder, sweep, say=log.notice)
+        if left:
+            log.notice(f"{left} launches are still queued or running")
+    elif args.wait is not None:
+        raise ConfigError(f"{args.dir} has no jobs to wait for; leave --wait out")
+    return conclude(args, folder, sweep)[0]

@@ -1,0 +1,54 @@
+"""`hpctrain bench fit`: a machine file for `hpctrain plan`, from measurements on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hpctrain import log
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.plan.exchange import ENGINES
+from hpctrain.scaling.plan.machine_files import render_machine, write_machine
+
+__all__ = ["add_arguments", "main"]
+
+_MORE = """\
+Each number of ranks is one launch: computing without communication, for what ranks that share a
+node take from each other, and allreduces of 4 KiB to 64 MiB on each engine. On one node there is
+no network to be measured, and the file is good for that node.
+
+exit codes: 0 well; 1 a launch failed; 2 wrong usage
+
+examples:
+  hpctrain bench fit --ranks 1,2,4 mine.toml
+  hpctrain plan --profile p.json --machine mine.toml --ranks 8,16
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _MORE
+    parser.add_argument("output", type=Path, metavar="M.toml", help="the file to write")
+    parser.add_argument("--ranks", default="1,2", metavar="A,B", help="1 among them; default: 1,2")
+    parser.add_argument("--engines", default="mpi", metavar="A,B", help="default: mpi")
+    parser.add_argument("--title", default="this machine", help="a line about the machine")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, fit and write."""
+    try:
+        ranks = sorted({int(word) for word in args.ranks.split(",")})
+    except ValueError as error:
+        raise ConfigError(f"--ranks {args.ranks}: give whole numbers, such as 1,2,4") from error
+    engines = args.engines.split(",")
+    if unknown := sorted(set(engines) - set(ENGINES)):
+        raise ConfigError(f"--engines {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
+    if args.output.suffix != ".toml" or not args.output.absolute().parent.is_dir():
+        raise ConfigError(f"{args.output} must end in .toml, in a folder that is there")
+    from hpctrain.scaling.plan.measuring import fit_here
+
+    machine = fit_here(ranks, engines, title=args.title)
+    write_machine(machine, args.output)
+    print(render_machine(machine), end="")
+    log.notice(f"written to {args.output}")
+    return 0

@@ -1,0 +1,165 @@
+"""Options that sweeps share, and what is done with a sweep's result."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from hpctrain import log
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness.machine import describe_machine
+from hpctrain.scaling.harness.schema import validate
+from hpctrain.scaling.sweeps.folder import Folder, Sweep
+from hpctrain.scaling.sweeps.outcome import make_result
+from hpctrain.scaling.sweeps.points import Settings
+from hpctrain.scaling.sweeps.table import describe_laws, point_rows, split_rows
+
+__all__ = ["add_output", "add_settings", "conclude", "settings_of"]
+
+
+def add_settings(parser: argparse.ArgumentParser, *, folder: str) -> None:
+    """Declare how points are measured."""
+    parser.add_argument(
+        "--batch", type=int, metavar="B", help="samples of one share (default: the script's own)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="K", help="launches of each point (default: 3)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        metavar="S",
+        help="steps that count in a launch, which then ends; 0: to its own end (default: 20)",
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=3, metavar="W", help="steps before them (default: 3)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="T", help="seconds a launch (default: 600)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffled order (default: 0)")
+    parser.add_argument(
+        "--load-limit",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="share of all cores that others may use during a launch (default: 0.05)",
+    )
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=1,
+        metavar="R",
+        help="how often a launch under foreign load is repeated (default: 1)",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(folder),
+        metavar="D",
+        help=f"where the sweep is kept, and goes on after an interruption (default: {folder})",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="a module, not a file")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Declare what is done with the result."""
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the result to a file")
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD", help="compare with an earlier result; 1 if slower"
+    )
+
+
+def settings_of(args: argparse.Namespace, *, mode: str, batch: int | None) -> Settings:
+    """How points are measured.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    return Settings(
+        mode=mode,
+        batch=batch,
+        steps=args.steps,
+        warmup=args.warmup,
+        repeats=args.repeats,
+        load_limit=args.load_limit,
+        retries=args.retries,
+        seed=args.seed,
+        timeout_s=args.timeout,
+    )
+
+
+def conclude(args: argparse.Namespace, folder: Folder, sweep: Sweep) -> tuple[int, dict[str, Any]]:
+    """Make the result, show it, write it; 1 where a point failed or is slower than before."""
+    measured = folder.measured(sweep)
+    machine = folder.machine()
+    if machine is None:
+        machine = describe_machine(mpi=_mpi())
+    command = ["hpctrain", "bench", "collect", folder.path.name]
+    result = make_result(
+        sweep,
+        measured,
+        machine=machine,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        command=shlex.join(command) if sweep.kind != "scale" else _repeat(sweep),
+    )
+    wrong = validate(result)
+    if wrong:
+        raise ConfigError("the result is not as the schema says: " + "; ".join(wrong))
+    for table in (point_rows(result), split_rows(result)):
+        if table[1]:
+            print(log.table(*table), end="\n\n")
+    for line in [*describe_laws(result), *result["scale"]["notes"]]:
+        print(line)
+    if result["num_noisy"]:
+        log.warn(
+            f"{result['num_noisy']} of {len(result['blocks'])} rounds were disturbed by others; "
+            "do not quote this"
+        )
+    text = json.dumps(result, indent=1) + "\n"
+    (folder.path / "result.json").write_text(text, encoding="utf-8")
+    if args.json is not None:
+        args.json.write_text(text, encoding="utf-8")
+    log.notice(f"the result is {args.json or folder.path / 'result.json'}")
+    failed = [row for row in result["scale"]["points"] if row["state"] != "ok"]
+    for row in failed:
+        log.warn(f"{row['name']} failed: {row['why']}")
+    code = 1 if failed else 0
+    if args.compare is not None:
+        from hpctrain.cli.bench.compare import compare_files
+
+        code = max(code, compare_files(args.compare, folder.path / "result.json"))
+    return code, result
+
+
+def _mpi() -> str:
+    from hpctrain.install.mpi import loaded_mpi
+
+    return str(loaded_mpi().mpi)
+
+
+def _repeat(sweep: Sweep) -> str:
+    """The command that measures the same again."""
+    ranks = sorted({p.num_ranks for p in sweep.points if p.role == "ranks"})
+    engines = dict.fromkeys(p.engine for p in sweep.points if p.role == "ranks")
+    settings = sweep.settings
+    words = ["hpctrain", "bench", "scale", "--ranks", ",".join(map(str, ranks))]
+    words += ["--mode", settings.mode, "--engines", ",".join(engines)]
+    words += ["--repeats", str(settings.repeats), "--steps", str(settings.steps)]
+    words += ["--batch", str(settings.batch)] if settings.batch is not None else []
+    axes: dict[str, dict[str, None]] = {}
+    for point in sweep.points:
+        for key, value in point.values.items() if point.role == "ranks" else ():
+            axes.setdefault(key, {})[value] = None
+    for key, values in axes.items():
+        words += ["--vary", f"{key}={','.join(values)}"]
+    if sweep.label.endswith(".toml"):  # its arguments are what the sweep makes of it
+        return shlex.join([*words, sweep.label])
+    target = sweep.target if sweep.is_module else Path(sweep.target).name
+    return shlex.join([*words, *(["-m"] if sweep.is_module else []), target, *sweep.arguments])

@@ -1,0 +1,112 @@
+"""`hpctrain bench scale`: how a script scales on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from hpctrain import log
+from hpctrain.cli.bench.options import (
+    add_output,
+    add_settings,
+    conclude,
+    settings_of,
+)
+from hpctrain.cli.bench.program import subject_of
+from hpctrain.scaling.harness.command import choose, numbers
+from hpctrain.scaling.harness.machine import describe_machine
+from hpctrain.scaling.sweeps.folder import Folder, Sweep
+from hpctrain.scaling.sweeps.local import run_sweep
+from hpctrain.scaling.sweeps.points import MODES, plan_points
+
+__all__ = ["ENGINES", "add_arguments", "main"]
+
+ENGINES = ("auto", "mpi", "horovod", "torch")
+
+_MORE = """\
+Every point is a launch of its own (`hpctrain run`), all of them interleaved and repeated. Two more
+are measured beside: the undistributed script on one rank's cores, which efficiency is counted
+against, and one process with all cores. A launch that fails is a row that says why; the same
+command goes on where it was interrupted, and tries again what failed.
+
+{batch}, {ranks} and the keys of --vary may stand in the script's arguments.
+
+examples:
+  hpctrain bench scale --ranks 1,2,4 --mode weak --batch 64 train.py
+  hpctrain bench scale --ranks 2,4 --engines mpi,torch --vary precision=fp32,bf16 train.py
+  hpctrain bench scale --ranks 1,2 --mode strong --batch 128 other.py --batch-size {batch}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; everything after the script belongs to the script."""
+    parser.epilog = _MORE
+    parser.usage = "hpctrain bench scale --ranks 1,2,4 [options] SCRIPT|-m MODULE [ARGS ...]"
+    parser.add_argument("--ranks", required=True, metavar="N,M", help="numbers of ranks")
+    add_scaling(parser)
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="T",
+        help="threads a rank (default: what the most ranks leave to each)",
+    )
+    add_settings(parser, folder="bench-scale")
+    add_output(parser)
+
+
+def add_scaling(parser: argparse.ArgumentParser) -> None:
+    """Declare what a curve is made of."""
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="weak",
+        help="weak: every rank brings its share of the batch; strong: they divide one",
+    )
+    parser.add_argument(
+        "--engines",
+        default="auto",
+        metavar="A,B",
+        help=f"from {', '.join(ENGINES)} (default: auto, the script's own choice)",
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="K=A,B",
+        help="a setting that the script reads, such as precision=fp32,bf16 or autotune=off,on",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure what is missing, and show everything."""
+    subject = subject_of(args)
+    program = subject.program
+    settings = settings_of(args, mode=args.mode, batch=subject.batch)
+    points = plan_points(
+        mode=args.mode,
+        ranks=numbers("--ranks", args.ranks),
+        engines=choose("engine", args.engines, ENGINES),
+        num_cores=len(os.sched_getaffinity(0)),
+        num_threads=args.threads,
+        vary=args.vary,
+    )
+    sweep = Sweep(
+        target=program.target,
+        is_module=program.is_module,
+        arguments=program.arguments,
+        label=subject.label,
+        settings=settings,
+        points=tuple(points),
+    )
+    folder = Folder(args.dir)
+    folder.begin(sweep)
+    run_here(folder, sweep)
+    return conclude(args, folder, sweep)[0]
+
+
+def run_here(folder: Folder, sweep: Sweep) -> None:
+    """Measure what is missing on this machine."""
+    from hpctrain.install.mpi import loaded_mpi
+
+    folder.write_machine(describe_machine(mpi=str(loaded_mpi().mpi)))
+    run_sweep(folder, sweep, os.environ, say=log.notice)

@@ -1,0 +1,183 @@
+"""`hpctrain checkpoint list|verify|export|import`: what is in a directory of checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+from pathlib import Path
+
+from hpctrain import log
+from hpctrain.checkpoint.catalog import Entry, list_checkpoints
+from hpctrain.checkpoint.naming import step_of
+from hpctrain.errors import CheckpointError
+
+__all__ = ["add_arguments", "main"]
+
+_MORE = """\
+PATH is a directory of checkpoints or one checkpoint. Everything runs in one process, on a login
+node as well; no MPI is needed.
+
+examples:
+  hpctrain checkpoint list runs/one/checkpoints
+  hpctrain checkpoint verify runs/one/checkpoints
+  hpctrain checkpoint export runs/one/checkpoints model.safetensors
+  hpctrain checkpoint export runs/one/checkpoints/checkpoint-000012-step-1200 all.pt --all
+  hpctrain checkpoint import somebody.pt --to runs/two/checkpoints
+
+exit codes: 0 well; 1 a checkpoint is damaged or missing (it is named); 2 wrong usage
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the verb's actions."""
+    parser.epilog = _MORE
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="list|verify|export|import"
+    )
+    listing = actions.add_parser("list", help="say which checkpoints there are")
+    listing.add_argument("path", type=Path, metavar="PATH", help="a directory of checkpoints")
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    verify = actions.add_parser("verify", help="read all files and compare the checksums")
+    verify.add_argument("path", type=Path, metavar="PATH", help="a directory, or one checkpoint")
+    verify.add_argument("--json", action="store_true", help="as JSON")
+    export = actions.add_parser("export", help="write the model as one file for other tools")
+    export.add_argument(
+        "path", type=Path, metavar="PATH", help="one checkpoint, or a directory: its newest"
+    )
+    export.add_argument("to", type=Path, metavar="FILE", help=".safetensors, .pt or .pth")
+    what = export.add_mutually_exclusive_group()
+    what.add_argument(
+        "--key", default="model", metavar="K", help="what of the state, as a/b (default: model)"
+    )
+    what.add_argument("--all", action="store_true", help="the whole state")
+    importing = actions.add_parser("import", help="make a checkpoint of a torch file")
+    importing.add_argument("file", type=Path, metavar="FILE", help="made by torch.save")
+    importing.add_argument(
+        "--to", type=Path, required=True, metavar="PATH", help="a directory of checkpoints"
+    )
+    importing.add_argument(
+        "--key", default="model", metavar="K", help="where in the state (default: model)"
+    )
+    importing.add_argument(
+        "--step", type=int, default=0, metavar="N", help="the step it stands for (default: 0)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the action that was asked for and return its exit code."""
+    actions = {"list": _list, "verify": _verify, "export": _export, "import": _import}
+    return actions[args.action](args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    entries = _entries(args.path)
+    if args.json:
+        print(json.dumps([_describe(entry) for entry in entries], indent=1))
+        return 0
+    rows = []
+    for entry in entries:
+        manifest = entry.manifest
+        rows.append(
+            (
+                entry.path.name,
+                entry.step,
+                "-" if manifest is None else _when(manifest.saved_at),
+                "-" if manifest is None else manifest.num_ranks,
+                "-" if manifest is None else f"{manifest.num_bytes / 2**20:.1f}",
+                "" if manifest is None else _metrics(entry),
+                entry.trouble or "complete",
+            )
+        )
+    headers = ("checkpoint", "step", "saved", "ranks", "MiB", "metrics", "state")
+    print(log.table(headers, rows, title=str(args.path)))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from hpctrain.checkpoint.verifying import verify
+
+    found = {str(entry.path): verify(entry.path) for entry in _entries(args.path)}
+    broken = {path: texts for path, texts in found.items() if texts}
+    if args.json:
+        print(json.dumps({"num_checkpoints": len(found), "broken": broken}, indent=1))
+    else:
+        for texts in broken.values():
+            for text in texts:
+                print(text)
+        print(f"{args.path}: {len(found)} checkpoints, {len(broken)} damaged")
+    return 1 if broken else 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from hpctrain.checkpoint.exporting import export
+
+    path = args.path
+    if step_of(path) is None:
+        good = [entry for entry in _entries(path) if entry.trouble is None]
+        if not good:
+            raise CheckpointError(f"{path} holds no complete checkpoint")
+        path = good[-1].path
+    count = export(path, args.to, key=None if args.all else args.key)
+    print(f"{args.to}: {count} tensors of {path}")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from hpctrain.checkpoint.alone import write_checkpoint
+    from hpctrain.checkpoint.exporting import import_torch
+
+    state = {args.key: import_torch(args.file)}
+    note = {"imported_from": args.file.name}
+    print(write_checkpoint(args.to, state, step=args.step, note=note))
+    return 0
+
+
+def _entries(path: Path) -> list[Entry]:
+    """The checkpoints of a directory, or the one that the path is."""
+    if step_of(path) is not None:
+        path = path.absolute()
+        return [entry for entry in list_checkpoints(path.parent) if entry.path == path] or _none(
+            path
+        )
+    return list_checkpoints(path) or _none(path)
+
+
+def _none(path: Path) -> list[Entry]:
+    raise CheckpointError(
+        f"{path} holds no checkpoint; give the directory that has been saved to, or one of the "
+        "checkpoint-... directories in it"
+    )
+
+
+def _describe(entry: Entry) -> dict[str, object]:
+    manifest = entry.manifest
+    described: dict[str, object] = {
+        "path": str(entry.path),
+        "number": entry.number,
+        "step": entry.step,
+        "is_complete": entry.trouble is None,
+        "trouble": entry.trouble,
+    }
+    if manifest is not None:
+        described |= {
+            "saved_at": _when(manifest.saved_at),
+            "num_ranks": manifest.num_ranks,
+            "num_bytes": manifest.num_bytes,
+            "num_parts": len(manifest.parts),
+            # JSON has no infinite numbers and no nan.
+            "metrics": {n: v if math.isfinite(v) else str(v) for n, v in manifest.metrics.items()},
+            "note": manifest.note,
+            "versions": manifest.versions,
+        }
+    return described
+
+
+def _metrics(entry: Entry) -> str:
+    metrics = entry.manifest.metrics if entry.manifest else {}
+    return " ".join(f"{name}={value:.6g}" for name, value in metrics.items())
+
+
+def _when(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

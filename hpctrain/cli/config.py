@@ -1,0 +1,57 @@
+"""`hpctrain config explain|schema|template|show`: what a configuration may say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+__all__ = ["add_arguments", "main"]
+
+_MORE = """\
+examples:
+  hpctrain config template > train.toml
+  hpctrain config explain optimizer.lr
+  hpctrain config show train.toml --set train.epochs=3
+  hpctrain config schema > hpctrain.schema.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the verb's actions."""
+    parser.epilog = _MORE
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="explain|schema|template|show"
+    )
+    explain = actions.add_parser("explain", help="what a key means, its kind, default and range")
+    explain.add_argument("key", nargs="?", metavar="KEY", help="a key or a section (default: all)")
+    explain.add_argument("--markdown", action="store_true", help="tables of all keys")
+    actions.add_parser("schema", help="the JSON schema, for editors")
+    actions.add_parser("template", help="a file with every key, explained")
+    show = actions.add_parser("show", help="check a file and print it with all defaults")
+    show.add_argument("path", type=Path, metavar="CONFIG.toml", help="the file")
+    show.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace a key, as in train.epochs=3",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print what was asked for."""
+    from hpctrain.train.config import explaining, load_config, schema, to_toml
+
+    if args.action == "schema":
+        print(json.dumps(schema.json_schema(), indent=2))
+    elif args.action == "template":
+        print(explaining.template(), end="")
+    elif args.action == "show":
+        print(to_toml(load_config(args.path, args.settings)), end="")
+    elif args.markdown:
+        print(explaining.markdown(), end="")
+    else:
+        print(explaining.explain(args.key) if args.key else explaining.list_keys())
+    return 0

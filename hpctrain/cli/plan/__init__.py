@@ -1,0 +1,123 @@
+"""`hpctrain plan`: what happens at N ranks, before there are N ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hpctrain import log
+from hpctrain.cli.plan.asking import profile_from, take_config
+from hpctrain.cli.plan.predicting import (
+    machine_from,
+    parse_ranks,
+    predict_from,
+    print_list,
+    print_plan,
+)
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.plan.exchange import ENGINES
+from hpctrain.scaling.plan.machine import TOPOLOGIES
+from hpctrain.scaling.plan.profile import write_profile
+from hpctrain.scaling.plan.subject import load_subject
+
+__all__ = ["add_arguments", "main"]
+
+_EPILOG = """\
+A profile is what one rank does in a step. It is measured where you are, from CONFIG.toml or with a
+function that returns a hpctrain.scaling.plan.profiling.Subject; a machine is one of --machines, or
+what `hpctrain bench fit` wrote. Everything that is predicted is simulated and says so.
+
+exit codes: 0 well; 1 a rehearsal found an error, or something failed; 2 the command line or a file
+is wrong
+
+examples:
+  hpctrain plan train.toml --machine cpu-ethernet-25g --ranks 8,64
+  hpctrain plan --measure-profile p.json --subject train.py:subject
+  hpctrain plan --profile p.json --machine perlmutter-gpu --ranks 8,64,512,4096
+  hpctrain plan --profile p.json --machine mine.toml --ranks 64 --global-batch 8192 --json
+  hpctrain plan --rehearse --profile p.json --machine frontier --ranks 512 --global-batch 8192 \\
+      --samples 1281167 --epochs 90 --time 12h --site frontier --save-dir runs
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG.toml", help="what `hpctrain train` takes"
+    )
+    parser.add_argument("--profile", type=Path, metavar="P.json", help="one rank's step")
+    parser.add_argument("--machine", metavar="M", help="a name, or a file that ends in .toml")
+    parser.add_argument("--machines", action="store_true", help="list the machines there are")
+    parser.add_argument("--ranks", metavar="A,B", help="numbers of ranks, such as 8,64,512")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    how = parser.add_argument_group("how gradients travel (default: as hpctrain.distribute does)")
+    how.add_argument("--engine", choices=ENGINES, help="whose costs of the machine count")
+    how.add_argument("--topology", choices=TOPOLOGIES, help="how an allreduce goes")
+    how.add_argument("--bucket-mib", type=float, metavar="M", help="fusion size; 0: all at once")
+    how.add_argument("--cycle-ms", type=float, metavar="T", help="pieces leave every T ms")
+    how.add_argument("--accumulate", type=int, metavar="K", help="passes a step (default: 1)")
+    how.add_argument("--wire-bits", type=int, choices=(16, 32), default=32, help="on the wire")
+    what = parser.add_argument_group("what is asked")
+    what.add_argument("--global-batch", type=int, metavar="G", help="of all ranks: strong scaling")
+    what.add_argument("--ranks-per-node", type=int, metavar="R", help="instead of the machine's")
+    what.add_argument("--train-samples", type=int, default=0, metavar="N", help="for node-hours")
+    what.add_argument("--efficiency", type=float, default=0.8, metavar="E", help="still worth it")
+    _add_rehearsal(parser.add_argument_group("rehearsing a job on virtual ranks"))
+    own = parser.add_argument_group("measuring a profile")
+    own.add_argument("--measure-profile", type=Path, metavar="OUT", help="write OUT and end")
+    own.add_argument("--subject", metavar="FILE:NAME", help="what to measure")
+    own.add_argument("--repeats", type=int, default=20, metavar="K", help="steps (default: 20)")
+
+
+def _add_rehearsal(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--rehearse", action="store_true", help="say what would break, and end")
+    group.add_argument("--samples", type=int, metavar="N", help="of the data; default: profile's")
+    group.add_argument("--epochs", type=int, metavar="E", help="default: 1")
+    group.add_argument("--drop-last", action="store_true", help="leave out a last, smaller batch")
+    group.add_argument("--warmup-steps", type=int, metavar="K", help="of the schedule")
+    group.add_argument("--state-copies", type=float, metavar="C", help="default: 2, as Adam has")
+    group.add_argument(
+        "--activation-mib", type=float, default=0.0, metavar="M", help="of a sample, in backward"
+    )
+    group.add_argument("--time", metavar="T", help="walltime: 2h30m, 02:30:00")
+    group.add_argument("--requeue", type=int, default=0, metavar="N", help="restarts")
+    group.add_argument("--save-dir", type=Path, metavar="D", help="where checkpoints would go")
+    group.add_argument("--keep", type=int, default=3, metavar="K", help="checkpoints that stay")
+    group.add_argument("--site", metavar="S", help="show the job script for this site")
+
+
+def main(args: argparse.Namespace) -> int:
+    """List, measure, rehearse or predict."""
+    if args.machines:
+        return print_list(as_json=args.json)
+    take_config(args)
+    if args.measure_profile:
+        return _measure(args)
+    if args.rehearse:
+        from hpctrain.cli.plan.rehearsing import print_rehearsal
+
+        return print_rehearsal(args)
+    profile, machine = profile_from(args), machine_from(args)
+    predictions = [predict_from(args, profile, machine, count) for count in parse_ranks(args.ranks)]
+    print_plan(args, profile, machine, predictions)
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> int:
+    if not args.subject and not args.config:
+        raise ConfigError("--measure-profile needs CONFIG.toml or --subject FILE.py:NAME")
+    if args.subject:
+        subject = load_subject(args.subject)
+        from hpctrain.scaling.plan.profiling import measure_profile
+
+        profile = measure_profile(subject, repeats=args.repeats)
+    else:
+        profile = profile_from(args)
+    write_profile(profile, args.measure_profile)
+    log.notice(
+        f"{profile.model}: {len(profile.layers)} gradients, {profile.gradient_bytes / 1e6:.1f} MB, "
+        f"forward {1000 * profile.forward_s:.2f} ms, backward {1000 * profile.backward_s:.2f} ms; "
+        f"written to {args.measure_profile}"
+    )
+    return 0

@@ -1,0 +1,145 @@
+"""Predictions as tables and JSON, and the options that change them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+from hpctrain import log
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.plan.advice import advise
+from hpctrain.scaling.plan.collectives import Layout
+from hpctrain.scaling.plan.exchange import Exchange, default_exchange
+from hpctrain.scaling.plan.machine import Machine
+from hpctrain.scaling.plan.machine_files import find_machine, machine_names
+from hpctrain.scaling.plan.prediction import Prediction, predict
+from hpctrain.scaling.plan.profile import Profile
+
+__all__ = ["machine_from", "parse_ranks", "predict_from", "print_list", "print_plan"]
+
+
+def print_plan(
+    args: argparse.Namespace, profile: Profile, machine: Machine, predictions: list[Prediction]
+) -> None:
+    """Print predictions and advice."""
+    advice = advise(
+        profile,
+        machine,
+        predictions,
+        efficiency=args.efficiency,
+        num_samples=args.train_samples,
+    )
+    if args.json:
+        data = {
+            "schema": "hpctrain.plan/1",
+            "simulated": True,
+            "model": profile.model,
+            "machine": machine.title,
+            "machine_measured": machine.measured,
+            "predictions": [each.as_json() for each in predictions],
+            "advice": advice.as_json(),
+        }
+        print(json.dumps(data, indent=1))
+        return
+    print(_table(profile, machine, predictions))
+    print("\n".join(f"- {line}" for line in advice.lines(args.efficiency)))
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Numbers of ranks, rising, each once."""
+    try:
+        counts = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise ConfigError(f"--ranks {text}: give whole numbers from 1 on, such as 8,64,512")
+    return counts
+
+
+def machine_from(args: argparse.Namespace) -> Machine:
+    """The machine that was asked for, with what the options change of it."""
+    machine = find_machine(args.machine)
+    if args.ranks_per_node is not None:
+        machine = replace(machine, ranks_per_node=args.ranks_per_node)
+    if args.topology is not None:
+        engines = {
+            name: replace(costs, topology=args.topology) for name, costs in machine.engines.items()
+        }
+        costs = replace(machine.costs, topology=args.topology)
+        machine = replace(machine, costs=costs, engines=engines)
+    return machine
+
+
+def predict_from(
+    args: argparse.Namespace, profile: Profile, machine: Machine, num_ranks: int
+) -> Prediction:
+    """Predict one number of ranks."""
+    if args.global_batch is not None:
+        batch, left = divmod(args.global_batch, num_ranks * args.accumulate)
+        if left or batch < 1:
+            raise ConfigError(
+                f"--global-batch {args.global_batch} does not divide over {num_ranks} ranks x "
+                f"{args.accumulate} passes; choose a multiple of {num_ranks * args.accumulate}"
+            )
+        profile = profile.at_batch(batch)
+    return predict(
+        profile, machine, num_ranks, exchange=_exchange(args, profile, machine, num_ranks)
+    )
+
+
+def _exchange(
+    args: argparse.Namespace, profile: Profile, machine: Machine, num_ranks: int
+) -> Exchange:
+    layout = Layout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
+    chosen = default_exchange(
+        args.engine,
+        layout,
+        gradient_bytes=profile.gradient_bytes,
+        on_gpu=machine.memory_bytes_per_device > 0,
+    )
+    chosen = replace(chosen, accumulate=args.accumulate, wire_ratio=args.wire_bits / 32)
+    if args.overlap is not None:
+        chosen = replace(
+            chosen, overlap=args.overlap, divided_update=chosen.divided_update and not args.overlap
+        )
+    if args.bucket_mib is not None:
+        size = round(args.bucket_mib * 2**20)
+        chosen = replace(chosen, bucket_bytes=size or None, overlap=size > 0, divided_update=False)
+    if args.cycle_ms is not None:
+        chosen = replace(chosen, cycle_s=args.cycle_ms / 1000)
+    return chosen
+
+
+def print_list(*, as_json: bool) -> int:
+    """List the machines there are."""
+    machines = [find_machine(name) for name in machine_names()]
+    if as_json:
+        print(json.dumps([{"name": m.name, "title": m.title} for m in machines], indent=1))
+    else:
+        print(log.table(["machine", "what"], [[m.name, m.title] for m in machines]))
+    return 0
+
+
+def _table(profile: Profile, machine: Machine, predictions: list[Prediction]) -> str:
+    rows = [
+        [
+            each.num_ranks,
+            each.num_nodes,
+            each.batch,
+            f"{1000 * each.step_s.value:.4g}",
+            f"{1000 * each.step_s.low:.4g}-{1000 * each.step_s.high:.4g}",
+            f"{100 * each.efficiency.value:.1f}",
+            f"{100 * each.efficiency.low:.1f}-{100 * each.efficiency.high:.1f}",
+            f"{1000 * each.exposed_s.value:.4g}",
+            f"{1000 * each.straggling_s:.4g}",
+            f"{1000 * each.contention_s:.4g}",
+            f"{each.samples_per_s:.5g}",
+        ]
+        for each in predictions
+    ]
+    headers = ["ranks", "nodes", "batch", "step ms", "+-", "efficiency %", "+-"]
+    headers += ["exposed ms", "straggling ms", "contention ms", "samples/s"]
+    kind = "measured" if machine.measured else "from documentation"
+    title = f"SIMULATED: {profile.model} on {machine.title} (machine file {kind})"
+    return log.table(headers, rows, title=title)

@@ -1,0 +1,188 @@
+"""The sentinel: every few steps all ranks compare their weights, bit by bit.
+
+Ranks hold copies of one model. A flipped bit, a rank that missed an update or made another one
+stays unseen in the loss for long; here it ends the job with the parameter, the rank and the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from hpctrain.errors import ConfigError, DriftError
+from hpctrain.faults.digests import digest_all
+from hpctrain.faults.drift import Odd, describe_difference, find_odd, render
+from hpctrain.world import World, agree, roll_call
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+__all__ = ["Sentinel", "watched_names"]
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_MOST_COMPARED = 64
+
+
+class _Watch(Protocol):
+    def enter(self, call: str) -> None: ...
+    def leave(self) -> None: ...
+
+
+class _Watchdog(Protocol):
+    def among(self, ranks: Sequence[int]) -> _Watch: ...
+
+
+def watched_names(model: nn.Module, exclude: Sequence[str] = ()) -> tuple[str, ...]:
+    """What is compared: all parameters, and all buffers but the statistics of normalisations.
+
+    BatchNorm's running statistics come from each rank's own batches and differ by right. What else
+    differs by rank on purpose is excluded by patterns (`decoder.cache.*`). Sparse tensors and those
+    without memory are left out.
+    """
+    own = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for name in _STATISTICS
+    }
+    return tuple(
+        name
+        for name, tensor in _tensors(model)
+        if name not in own
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+    )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+class Sentinel:
+    """Collective: watches over a model; `every`, `exclude` and the model's names must match.
+
+    Args:
+        world: The ranks. One rank alone compares nothing.
+        model: Whose weights should be the same on all ranks.
+        every: Steps between comparisons.
+        exclude: Names that may differ, as patterns of a shell.
+        watchdog: Who is told about the comparison; None: a roll call finds ranks that stay out.
+        timeout_s: How long that may take.
+
+    Raises:
+        ConfigError: on all ranks; nothing is left to compare, or ranks have different models.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        exclude: Sequence[str] = (),
+        watchdog: _Watchdog | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._world = world
+        self._model = model
+        self._timeout_s = timeout_s
+        self.every = every
+        self.names = watched_names(model, exclude)
+        self._num_steps = 0
+        self._comm: Comm | None = None
+        trouble = self._trouble(exclude)
+        if world.size == 1:
+            if trouble is not None:
+                raise ConfigError(trouble)
+            return
+        agree(world.comm, trouble, error=ConfigError, timeout_s=timeout_s)
+        theirs = world.comm.bcast((self.names, every), root=0)
+        differs = None if theirs == (self.names, every) else "its model, or every, is not rank 0's"
+        agree(world.comm, differs, error=ConfigError, timeout_s=timeout_s)
+        self._watch = None if watchdog is None else watchdog.among(range(world.size))
+        self._comm = world.comm.Dup()
+        world.at_exit(self.close)
+
+    def _trouble(self, exclude: Sequence[str]) -> str | None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            return f"every={self.every!r} must be a whole number of steps, at least 1"
+        if isinstance(exclude, str):
+            return f"exclude={exclude!r} is one text; give a list of patterns"
+        if not self.names:
+            return f"nothing is left to compare: the model has no weights but {list(exclude)}"
+        return None
+
+    def step(self) -> bool:
+        """Collective: after each update of the weights; True where they were compared.
+
+        Raises:
+            DriftError: on all ranks; with the parameter, the ranks and the step.
+        """
+        self._num_steps += 1
+        if self._num_steps % self.every:
+            return False
+        self.compare(step=self._num_steps)
+        return True
+
+    def compare(self, *, step: int) -> None:
+        """Collective: compare now; `step` is for the message.
+
+        Raises:
+            DriftError: on all ranks; with the parameter, the ranks and the step.
+        """
+        self._num_steps = step
+        if self._comm is None:
+            return
+        mine = np.array(digest_all(self._tensors()), dtype=np.int64)
+        call = "comparison of weights"
+        if self._watch is None:
+            roll_call(self._comm, call, timeout_s=self._timeout_s)
+            self._compare(self._comm, mine, step)
+            return
+        self._watch.enter(call)
+        try:
+            self._compare(self._comm, mine, step)
+        finally:
+            self._watch.leave()
+
+    def close(self) -> None:
+        """Collective: give the communicator back. May be called again."""
+        if self._comm is not None:
+            self._comm.Free()
+            self._comm = None
+
+    def _tensors(self) -> list[Tensor | None]:
+        there = dict(_tensors(self._model))
+        return [there.get(name) for name in self.names]
+
+    def _compare(self, comm: Comm, mine: np.ndarray, step: int) -> None:
+        from mpi4py import MPI
+
+        # Largest, and by the complement smallest: they are equal where all ranks are.
+        both = np.concatenate([mine, ~mine])
+        comm.Allreduce(MPI.IN_PLACE, both, op=MPI.MAX)
+        largest, smallest = both[: len(mine)], ~both[len(mine) :]
+        indices = sorted({int(i) // 2 for i in np.nonzero(largest != smallest)[0]})
+        if not indices:
+            return
+        shown = indices[:_MOST_COMPARED]
+        told = comm.allgather([(int(mine[2 * i]), int(mine[2 * i + 1])) for i in shown])
+        odd = [find_odd(self.names[i], [row[n] for row in told]) for n, i in enumerate(shown)]
+        details = comm.allgather(self._look(comm, odd[0], self._tensors()[shown[0]]))
+        hosts = [info.host for info in self._world.ranks]
+        raise DriftError(render(odd, details, hosts, step=step, num_more=len(indices) - len(shown)))
+
+    def _look(self, comm: Comm, odd: Odd, tensor: Tensor | None) -> str:
+        """Collective: how this rank's tensor differs from the reference's."""
+        root = odd.reference
+        value = None if tensor is None else tensor.detach().cpu().contiguous()
+        theirs = comm.bcast(value if comm.Get_rank() == root else None, root=root)
+        return describe_difference(value, theirs)

@@ -1,0 +1,162 @@
+"""Which ranks hold the others up, and which become slower: from what each step cost each rank.
+
+In synchronous training every step lasts as long as the slowest rank's, on all ranks. What tells
+them apart is the time that a rank worked, without the time that it waited for others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.errors import ConfigError
+from hpctrain.faults.governor import format_seconds
+from hpctrain.log import format_ranges
+
+__all__ = ["Finding", "Stragglers", "Tally"]
+
+_SLOW = 1.2
+_DRIFT = 1.15
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one comparison of all ranks showed; the same on all of them."""
+
+    step: int
+    median_s: float
+    slowest: int
+    slowest_s: float
+    slow: tuple[int, ...]
+    """Ranks that work longer than the median by a fifth or more, slowest first."""
+    drifting: tuple[int, ...]
+    """Ranks that have lost 15 % against the median since the first comparison, worst first."""
+    text: str
+    """In plain words, with host names."""
+
+    @property
+    def is_news(self) -> bool:
+        """Whether somebody holds the others up."""
+        return bool(self.slow or self.drifting)
+
+
+class Tally:
+    """What this rank's steps cost it: the time between boundaries less the time it waited."""
+
+    def __init__(self) -> None:
+        self._began: tuple[float, float] | None = None
+        self._total_s = 0.0
+        self._num_steps = 0
+
+    def passed(self, now_s: float, waited_s: float) -> float | None:
+        """A boundary was passed; returns what the step cost, None at the first one.
+
+        Args:
+            now_s: The time.
+            waited_s: How long this rank has waited for others, in all.
+        """
+        before, self._began = self._began, (now_s, waited_s)
+        if before is None:
+            return None
+        worked_s = max((now_s - before[0]) - (waited_s - before[1]), 0.0)
+        self._total_s += worked_s
+        self._num_steps += 1
+        return worked_s
+
+    def take(self) -> float:
+        """The mean of the steps since the last call; 0 where there were none."""
+        mean_s = self._total_s / self._num_steps if self._num_steps else 0.0
+        self._total_s, self._num_steps = 0.0, 0
+        return mean_s
+
+
+class Stragglers:
+    """Compares ranks again and again. Pure: all ranks give it the same tables.
+
+    Args:
+        hosts: Of all ranks.
+        slow: From how many medians on a rank is slow.
+        drift: From which growth of that number on it drifts.
+    """
+
+    def __init__(self, hosts: Sequence[str], *, slow: float = _SLOW, drift: float = _DRIFT) -> None:
+        if not (slow > 1 and drift > 1):
+            raise ConfigError(f"slow={slow:g} and drift={drift:g} must be more than 1")
+        self._hosts = tuple(hosts)
+        self._slow = slow
+        self._drift = drift
+        self._first: tuple[int, list[float]] | None = None
+
+    def compare(self, worked_s: Sequence[float], *, step: int) -> Finding:
+        """Judge what steps cost each rank since the last comparison.
+
+        Args:
+            worked_s: Of all ranks, the mean time of a step without waiting.
+            step: The step at which it was asked.
+        """
+        if len(worked_s) != len(self._hosts):
+            raise ConfigError(f"{len(worked_s)} times for {len(self._hosts)} ranks")
+        median_s = statistics.median_low(worked_s)
+        ratios = [seconds / median_s if median_s > 0 else 1.0 for seconds in worked_s]
+        order = sorted(range(len(ratios)), key=lambda rank: (-ratios[rank], rank))
+        slow = tuple(rank for rank in order if ratios[rank] >= self._slow)
+        growth = dict.fromkeys(order, 1.0)
+        if self._first is None:
+            self._first = (step, ratios)
+        else:
+            growth = {
+                r: ratios[r] / then if then > 0 else 1.0 for r, then in enumerate(self._first[1])
+            }
+        drifting = tuple(
+            sorted((r for r in order if growth[r] >= self._drift), key=lambda r: (-growth[r], r))
+        )
+        return Finding(
+            step=step,
+            median_s=median_s,
+            slowest=order[0],
+            slowest_s=worked_s[order[0]],
+            slow=slow,
+            drifting=drifting,
+            text=self._tell(worked_s, ratios, order[0], slow, drifting, median_s),
+        )
+
+    def _tell(
+        self,
+        worked_s: Sequence[float],
+        ratios: Sequence[float],
+        slowest: int,
+        slow: tuple[int, ...],
+        drifting: tuple[int, ...],
+        median_s: float,
+    ) -> str:
+        worst = (
+            f"rank {slowest} on {self._hosts[slowest]} works longest: "
+            f"{format_seconds(worked_s[slowest])} a step, {ratios[slowest]:.2f} of the median "
+            f"({format_seconds(median_s)})"
+        )
+        parts = [worst]
+        if len(slow) > 1:
+            parts.append(f"also slow: {self._name(slow[1:], ratios)}")
+        if drifting and self._first is not None:
+            step, then = self._first
+            told = [
+                f"rank {rank} on {self._hosts[rank]} from {then[rank]:.2f} to {ratios[rank]:.2f}"
+                for rank in drifting[:_MOST_NAMED]
+            ]
+            parts.append(f"slower against the median since step {step}: {', '.join(told)}")
+        return "; ".join(parts)
+
+    def _name(self, ranks: Sequence[int], ratios: Sequence[float]) -> str:
+        """Ranks by host: a slow node is one thing, not eight."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._hosts[rank], []).append(rank)
+        named = [
+            f"rank{'s' if len(own) > 1 else ''} {format_ranges(own)} on {host} "
+            f"({max(ratios[rank] for rank in own):.2f})"
+            for host, own in list(by_host.items())[:_MOST_NAMED]
+        ]
+        more = len(by_host) - len(named)
+        return ", ".join(named) + (f" and {more} more hosts" if more > 0 else "")

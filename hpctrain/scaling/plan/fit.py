@@ -1,0 +1,174 @@
+"""A machine file from measurements, by least squares. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.plan.collectives import shares_of
+from hpctrain.scaling.plan.machine import Costs, Link, Machine
+from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
+
+__all__ = ["TOPOLOGY_OF", "fit_contention", "fit_costs", "fit_machine"]
+
+TOPOLOGY_OF = {"mpi": "hierarchical", "torch": "ring", "horovod": "halving"}
+"""How each engine of hpctrain adds up on CPUs: shared memory; Gloo's ring; MPI's own allreduce."""
+_NAMES = ("intra.latency_s", "intra", "inter.latency_s", "inter", "reduce")
+_MOST_ERROR = 1.0
+_NO_LATENCY_S = 1e-9
+_NO_LIMIT = 1e15
+
+
+def fit_machine(
+    measurements: Sequence[Measurement],
+    *,
+    title: str,
+    name: str = "measured",
+    ranks_per_node: int | None = None,
+) -> Machine:
+    """A machine from launches on different numbers of ranks.
+
+    Args:
+        measurements: At least one with one rank on a node, and one with several ranks.
+        title: A line about the machine.
+        name: What to call it.
+        ranks_per_node: How many ranks a node is to have; None: the most that were measured.
+
+    Raises:
+        ConfigError: something needed was not measured.
+    """
+    compute = [measurement.compute for measurement in measurements]
+    samples = [sample for each in measurements for sample in each.collectives]
+    engines = {
+        engine: fit_costs([s for s in samples if s.engine == engine], TOPOLOGY_OF[engine])
+        for engine in sorted({sample.engine for sample in samples})
+    }
+    if not engines:
+        raise ConfigError("no collective was measured; launch with at least 2 ranks")
+    points, error = fit_contention(compute)
+    first = engines.get("mpi") or next(iter(engines.values()))
+    most = max(each.ranks_on_node for each in compute)
+    return Machine(
+        name=name,
+        title=title,
+        ranks_per_node=ranks_per_node or most,
+        costs=first,
+        engines=engines,
+        jitter=median([each.jitter for each in compute]),
+        jitter_error=0.5,
+        contention=points,
+        contention_error=error,
+        memory_bytes_per_node=min(each.memory_bytes_per_node for each in measurements),
+        measured=True,
+        as_of=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def fit_contention(
+    samples: Sequence[ComputeSample],
+) -> tuple[tuple[tuple[int, float], ...], float]:
+    """How computing slows down with ranks on the node, and how sure that is."""
+    by_count: dict[int, list[float]] = {}
+    for sample in samples:
+        by_count.setdefault(sample.ranks_on_node, []).append(sample.seconds)
+    if 1 not in by_count:
+        raise ConfigError("contention counts from one rank alone on a node; measure that too")
+    alone = median(by_count[1])
+    points = tuple(
+        (count, max(1.0, median(times) / alone) if count > 1 else 1.0)
+        for count, times in sorted(by_count.items())
+    )
+    spread = median([sample.jitter for sample in samples])
+    lost = max(slow for _, slow in points) - 1.0
+    return points, min(_MOST_ERROR, spread / lost) if lost > 0 else 0.0
+
+
+def fit_costs(samples: Sequence[CollectiveSample], topology: str) -> Costs:
+    """Latency, bandwidth and addition that explain an engine's times best.
+
+    Errors are relative, since times range over orders of magnitude, and nothing is negative. What
+    the samples say nothing about costs nothing: without several nodes there is no link between
+    them, and such a machine is good for one node.
+
+    Args:
+        samples: Of one engine, over several sizes.
+        topology: How it adds up.
+    """
+    if len({sample.num_bytes for sample in samples}) < 2:
+        raise ConfigError("latency and bandwidth need at least two sizes of collectives")
+    rows = np.array(
+        [[term / s.seconds for term in _row(s, topology)] for s in samples], dtype=np.float64
+    )
+    values, errors = _least_squares(rows)
+    found = dict(zip(_NAMES, zip(values, errors, strict=True), strict=True))
+    return Costs(
+        topology=topology,
+        intra=_link(found, "intra"),
+        inter=_link(found, "inter"),
+        reduce_s_per_byte=found["reduce"][0],
+    )
+
+
+def _row(sample: CollectiveSample, topology: str) -> list[float]:
+    """What each unknown is multiplied by in the time of this sample."""
+    shares = shares_of(topology, sample.layout)
+    size = float(sample.num_bytes)
+    # Addition is told from bandwidth by how the two go with the number of ranks.
+    apart = size if topology in ("ring", "halving") else 0.0
+    return [
+        shares.intra_hops,
+        shares.intra_bytes * size,
+        shares.inter_hops,
+        shares.inter_bytes * size,
+        apart,
+    ]
+
+
+def _link(found: dict[str, tuple[float, float]], where: str) -> Link:
+    latency, latency_error = found[f"{where}.latency_s"]
+    per_byte, byte_error = found[where]
+    return Link(
+        latency_s=latency if latency > 0 else _NO_LATENCY_S,
+        bytes_per_s=1.0 / per_byte if per_byte > 0 else _NO_LIMIT,
+        latency_error=latency_error,
+        bandwidth_error=byte_error,
+    )
+
+
+def _least_squares(
+    rows: npt.NDArray[np.float64],
+) -> tuple[list[float], list[float]]:
+    """Non-negative values with rows @ values near 1, and their relative errors.
+
+    Columns whose value would be negative are left out, the most negative first.
+    """
+    width = rows.shape[1]
+    scale = np.abs(rows).max(axis=0)
+    kept = [column for column in range(width) if scale[column] > 0]
+    ones = np.ones(len(rows))
+    solved = np.zeros(0)
+    while kept:
+        part = rows[:, kept] / scale[kept]
+        solved = np.linalg.lstsq(part, ones, rcond=None)[0]
+        worst = int(np.argmin(solved))
+        if solved[worst] >= 0:
+            break
+        kept.pop(worst)
+    values, errors = [0.0] * width, [0.0] * width
+    if not kept:
+        return values, errors
+    part = rows[:, kept] / scale[kept]
+    left = part @ solved - ones
+    free = max(1, len(rows) - len(kept))
+    spread = np.linalg.pinv(part.T @ part) * float(left @ left) / free
+    for place, column in enumerate(kept):
+        values[column] = float(solved[place] / scale[column])
+        if solved[place] > 0:
+            error = float(np.sqrt(max(0.0, spread[place, place])) / solved[place])
+            errors[column] = min(_MOST_ERROR, error)
+    return values, errors

@@ -1,0 +1,189 @@
+"""Measure what a machine file is fitted from: a few collectives, and computing beside each other.
+
+`measure` runs on all ranks of a launch; `measure_here` starts such launches on this machine, one
+for each number of ranks: `python -m hpctrain.scaling.plan.measuring OUT ENGINES`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+
+import psutil
+import torch
+
+import hpctrain as hpc
+from hpctrain.engines.base import Engine, Op
+from hpctrain.errors import CollectiveError, ConfigError, LaunchError
+from hpctrain.scaling.plan.checks import count_of
+from hpctrain.scaling.plan.fit import fit_machine
+from hpctrain.scaling.plan.machine import Machine
+from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
+from hpctrain.world import World
+
+__all__ = ["SIZES", "fit_here", "measure", "measure_collectives", "measure_compute", "measure_here"]
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+_SOME_BYTES = 64 << 20
+_STEPS = 30
+_WARMUP = 5
+_LIMIT_S = 300.0
+
+
+def measure(
+    world: World,
+    engines: Sequence[str] = ("mpi",),
+    *,
+    sizes: Sequence[int] = SIZES,
+    step: Callable[[], None] | None = None,
+) -> Measurement:
+    """Collective: measure this launch; all ranks get the same.
+
+    Args:
+        world: The ranks.
+        engines: Whose collectives; the same on every rank.
+        sizes: Bytes of them; the same on every rank.
+        step: What to compute; None: forward, backward and update of twenty layers of 512.
+    """
+    compute = measure_compute(world, step or _standard_step())
+    samples: list[CollectiveSample] = []
+    if world.size > 1:
+        for name in engines:
+            connection = hpc.connect(world, name)
+            samples += measure_collectives(world, connection.engine, sizes)
+            connection.close()
+    memory = min(world.comm.allgather(psutil.virtual_memory().total))
+    return Measurement(collectives=tuple(samples), compute=compute, memory_bytes_per_node=memory)
+
+
+def measure_collectives(
+    world: World, engine: Engine, sizes: Sequence[int] = SIZES
+) -> list[CollectiveSample]:
+    """Collective: time allreduces of float32 in buffers of the engine's own."""
+    samples = []
+    for size in sizes:
+        buffer = engine.allocate(max(1, size // 4))
+        buffer.fill_(1.0)
+        engine.allreduce_(buffer, Op.SUM)
+        if not bool((buffer == engine.size).all()):
+            raise CollectiveError(f"{engine.name}: the sum of ones is wrong at {size} bytes")
+        buffer.zero_()
+        repeats = max(5, min(100, _SOME_BYTES // size))
+        times = []
+        for _ in range(repeats):
+            world.comm.Barrier()
+            start = time.perf_counter()
+            engine.allreduce_(buffer, Op.SUM)
+            times.append(time.perf_counter() - start)
+        every = world.comm.allgather(times)
+        slowest = [max(each) for each in zip(*every, strict=True)]
+        samples.append(
+            CollectiveSample(
+                engine=engine.name,
+                num_ranks=world.size,
+                ranks_per_node=world.local_size,
+                num_bytes=4 * buffer.numel(),
+                seconds=median(slowest),
+            )
+        )
+    return samples
+
+
+def measure_compute(
+    world: World, step: Callable[[], None], *, steps: int = _STEPS
+) -> ComputeSample:
+    """Collective: time the same step on all ranks at once; only its beginning is together."""
+    for _ in range(_WARMUP):
+        step()
+    world.comm.Barrier()
+    times = []
+    for _ in range(count_of(steps, "steps")):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    every = [seconds for each in world.comm.allgather(times) for seconds in each]
+    return ComputeSample(
+        ranks_on_node=max(world.comm.allgather(world.local_size)),
+        seconds=median(every),
+        jitter=_spread(every) / median(every),
+    )
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Half of what holds the middle 68 %: a standard deviation that a few hiccups do not move."""
+    cuts = quantiles(times, n=100, method="inclusive")
+    return (cuts[83] - cuts[15]) / 2
+
+
+def _standard_step() -> Callable[[], None]:
+    parts: list[torch.nn.Module] = []
+    for _ in range(20):
+        parts += [torch.nn.Linear(512, 512), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*parts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    x = torch.randn(64, 512)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(model(x).square().mean())
+        optimizer.step()
+
+    return step
+
+
+def measure_here(
+    ranks: Sequence[int], engines: Sequence[str] = ("mpi",), *, timeout_s: float = _LIMIT_S
+) -> list[Measurement]:
+    """Start a launch for each number of ranks on this machine, one after the other.
+
+    Raises:
+        ConfigError: 1 is not among the numbers.
+        LaunchError: a launch failed or took too long; with what it said.
+    """
+    if 1 not in ranks:
+        raise ConfigError(f"ranks={list(ranks)} must have 1: everything counts from a rank alone")
+    found = []
+    with tempfile.TemporaryDirectory(prefix="hpctrain-fit-") as directory:
+        for count in ranks:
+            out = Path(directory) / f"{count}.json"
+            command = [sys.executable, "-m", "hpctrain", "run", "-n", str(count), "--quiet"]
+            command += ["-m", __name__, str(out), ",".join(engines)]
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=timeout_s, check=False
+                )
+            except subprocess.TimeoutExpired as error:
+                raise LaunchError(
+                    f"measuring {count} ranks took longer than {timeout_s:g} s"
+                ) from error
+            if done.returncode != 0:
+                raise LaunchError(f"measuring {count} ranks failed:\n{done.stdout}{done.stderr}")
+            found.append(Measurement.from_json(json.loads(out.read_text(encoding="utf-8"))))
+    return found
+
+
+def fit_here(
+    ranks: Sequence[int], engines: Sequence[str] = ("mpi",), *, title: str = "this machine"
+) -> Machine:
+    """Measure this machine at these numbers of ranks, and fit it: what `bench fit` writes."""
+    return fit_machine(measure_here(ranks, engines), title=title)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one rank of a launch; rank 0 writes what was measured."""
+    out, engines = arguments
+    with hpc.init() as world:
+        found = measure(world, engines.split(","))
+        if world.rank == 0:
+            Path(out).write_text(json.dumps(found.as_json()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

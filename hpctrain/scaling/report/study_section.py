@@ -1,0 +1,215 @@
+"""What a report says of a scaling study. Pure."""
+
+from __future__ import annotations
+
+from hpctrain.scaling.report.advice import advise, describe_scaling
+from hpctrain.scaling.report.asking import Wish, hours_text, price
+from hpctrain.scaling.report.axes import bytes_text, number_text
+from hpctrain.scaling.report.document import Section, Table
+from hpctrain.scaling.report.points import PARTS, Estimate, Point, Study
+from hpctrain.scaling.report.study_charts import (
+    breakdown_chart,
+    layout_chart,
+    scaling_charts,
+    side_by_side,
+)
+
+__all__ = ["study_sections"]
+
+_MILLION = 1e6
+
+
+def study_sections(study: Study, key: str, wish: Wish | None) -> list[Section]:
+    """Curves, breakdown, what limits it, and what it costs."""
+    is_layout = study.mode == "layout"
+    charts = (
+        [layout_chart(study, key)]
+        if is_layout
+        else [*scaling_charts(study, key), breakdown_chart(study, key), side_by_side(study, key)]
+    )
+    findings = tuple((f.what, f.attempt) for f in advise(study))
+    words = [_best_layout(study) if is_layout else describe_scaling(study), *_gaps(study)]
+    words += list(study.fits)
+    if not findings and not is_layout:
+        words.append("None of the report's rules finds anything that costs much time.")
+    section = Section(
+        title=study.title if is_layout else f"{study.title}: {study.mode} scaling",
+        paragraphs=tuple(words),
+        charts=tuple(chart for chart in charts if chart is not None),
+        tables=(_points_table(study, key),),
+        findings=findings,
+    )
+    costs = None if is_layout else _cost_section(study, key, wish)
+    return [section, costs] if costs else [section]
+
+
+def _gaps(study: Study) -> list[str]:
+    """What the report cannot show, said instead of left out."""
+    said = []
+    if study.mode != "layout":
+        without = [p for p in study.measured if not p.split_s]
+        if without and len(without) == len(study.measured):
+            said.append("The parts of a step were not timed in this result: there is no breakdown.")
+        elif without:
+            names = ", ".join(f"{p.engine} on {p.num_ranks}" for p in without)
+            said.append(f"No breakdown of {names}: the parts of a step were not timed there.")
+        if study.baseline is None:
+            said.append(
+                "There is no undistributed baseline: efficiency is relative to each engine's "
+                "fewest ranks, and hides what distributing costs at all."
+            )
+    return [*said, *study.notes]
+
+
+def _best_layout(study: Study) -> str:
+    one = study.whole_node
+    timed = [(p.step_s.median, p) for p in study.measured if p.step_s]
+    if not timed:
+        return "No layout was measured."
+    seconds, best = min(timed, key=lambda pair: pair[0])
+    text = (
+        f"The fastest layout is {best.engine} with {best.layout} (ranks x threads): "
+        f"{1000 * seconds:.1f} ms a step"
+    )
+    if one is None or one.step_s is None:
+        return f"{text}."
+    ratio = one.step_s.median / seconds
+    verdict = (
+        f"{ratio:.2f} times as fast as one process with all cores"
+        if ratio >= 1
+        else f"slower than one process with all cores ({1000 * one.step_s.median:.1f} ms): on this "
+        "node, distributing does not pay"
+    )
+    return f"{text}, {verdict}."
+
+
+def _points_table(study: Study, key: str) -> Table:
+    every = [p for p in (study.baseline, study.whole_node, *study.points) if p is not None]
+    columns: list[tuple[str, list[str]]] = [
+        ("engine", [p.engine for p in every]),
+        ("ranks x threads", [p.layout for p in every]),
+        ("nodes", [str(p.num_nodes) for p in every]),
+        ("global batch", [str(p.global_batch or "") for p in every]),
+        (f"ms a {study.unit}", [_milliseconds(p) for p in every]),
+        ("samples/s", [f"{p.samples_per_s:.0f}" if p.samples_per_s else "" for p in every]),
+        ("speed-up", [_plain(study, p) for p in every]),
+        ("efficiency", [_percents(study, p) for p in every]),
+        ("Karp-Flatt", [_fraction(study, p) for p in every]),
+        ("bytes sent", [bytes_text(p.bytes_sent) if p.bytes_sent else "" for p in every]),
+        ("memory a rank", [bytes_text(p.memory_bytes) if p.memory_bytes else "" for p in every]),
+    ]
+    if study.mode == "layout":
+        columns = [c for c in columns if c[0] not in ("speed-up", "efficiency", "Karp-Flatt")]
+    kept = [column for column in columns if any(column[1])]
+    return Table(
+        key=f"{key}-points",
+        title=f"{study.title}: all points",
+        headers=tuple(name for name, _ in kept),
+        rows=tuple(zip(*(values for _, values in kept), strict=True)),
+        data=_numbers(study, every),
+    )
+
+
+def _numbers(study: Study, points: list[Point]) -> tuple[tuple[str, ...], ...]:
+    """The same in bare numbers, with intervals and parts in columns of their own."""
+    headers = ["engine", "num_ranks", "num_threads", "num_nodes", "global_batch"]
+    headers += [f"{study.unit}_s{tail}" for tail in ("", "_low", "_high")]
+    headers += ["samples_per_s"]
+    headers += [f"efficiency{tail}" for tail in ("", "_low", "_high")]
+    headers += [f"{part}_s" for part in PARTS]
+    headers += ["bytes_sent", "memory_bytes", "failure"]
+    rows = []
+    for point in points:
+        found = None if _is_aside(study, point) else study.efficiency(point)
+        numbers: list[object] = [point.global_batch, *_three(point.step_s), point.samples_per_s]
+        numbers += [*_three(found), *(point.split_s.get(part) for part in PARTS)]
+        numbers += [point.bytes_sent, point.memory_bytes, point.failure]
+        place = [point.engine, point.num_ranks, point.num_threads, point.num_nodes]
+        rows.append(tuple("" if v is None else str(v) for v in [*place, *numbers]))
+    return (tuple(headers), *rows)
+
+
+def _three(value: Estimate | None) -> tuple[float | None, ...]:
+    return (None,) * 3 if value is None else (value.median, value.low, value.high)
+
+
+def _milliseconds(point: Point) -> str:
+    if point.step_s is None:
+        return "failed"
+    step = point.step_s.scaled(1000)
+    low, middle, high = (number_text(value) for value in (step.low, step.median, step.high))
+    return f"{middle} [{low}, {high}]"
+
+
+def _plain(study: Study, point: Point) -> str:
+    found = None if _is_aside(study, point) else study.speed_up(point)
+    return f"{found.median:.2f}" if found else ""
+
+
+def _percents(study: Study, point: Point) -> str:
+    found = None if _is_aside(study, point) else study.efficiency(point)
+    if found is None:
+        return ""
+    return f"{100 * found.median:.1f} % [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+
+
+def _fraction(study: Study, point: Point) -> str:
+    found = None if _is_aside(study, point) else study.serial_fraction(point)
+    return "" if found is None else f"{found:.3f}"
+
+
+def _is_aside(study: Study, point: Point) -> bool:
+    return point is study.baseline or point is study.whole_node
+
+
+def _cost_section(study: Study, key: str, wish: Wish | None) -> Section | None:
+    """Time to solution and node-hours; for a million samples where nobody said how many."""
+    asks = price(study, wish or Wish(num_samples=_MILLION, reserve=0.0))
+    if not asks:
+        return None
+    headers = ["ask for", "engine", "ranks x threads", "nodes", "time to solution"]
+    headers += ["node-hours", "core-hours"]
+    rows = [
+        (
+            "this" if ask.is_proposed else "",
+            ask.point.engine,
+            ask.point.layout,
+            str(ask.point.num_nodes),
+            hours_text(ask.hours),
+            f"{ask.node_hours:.3g}",
+            f"{ask.core_hours:.3g}",
+        )
+        for ask in asks
+    ]
+    table = Table(
+        key=f"{key}-cost",
+        title=f"{study.title}: time and node-hours",
+        headers=tuple(headers),
+        rows=tuple(rows),
+    )
+    chosen = next((ask for ask in asks if ask.is_proposed), None)
+    words = []
+    if wish is None:
+        words.append(
+            "Times and node-hours are for one million samples: pass --samples N (samples x epochs) "
+            "for the whole training, and --runs for as many of them."
+        )
+    elif chosen is not None:
+        nodes = f"{chosen.point.num_nodes} node{'s' * (chosen.point.num_nodes > 1)}"
+        words.append(
+            f"Ask for {chosen.node_hours:.3g} node-hours: {wish.runs} training"
+            f"{'s' * (wish.runs > 1)} of {number_text(wish.num_samples)} samples, "
+            f"{hours_text(chosen.hours)} each on {nodes} ({chosen.point.num_ranks} ranks of "
+            f"{chosen.point.engine}), and {100 * wish.reserve:.0f} % in reserve for queues, "
+            "restarts and mistakes. It is the largest number of ranks whose efficiency is "
+            "80 % or more."
+            if study.last_good() is not None
+            else f"No point reaches an efficiency of 80 %; the fastest needs "
+            f"{chosen.node_hours:.3g} node-hours, reserve included."
+        )
+    words.append(
+        "Only what was measured is priced; for numbers of ranks beyond, `hpctrain plan` predicts."
+    )
+    return Section(
+        title=f"{study.title}: time to solution", paragraphs=tuple(words), tables=(table,)
+    )

@@ -1,0 +1,178 @@
+"""The launches of a sweep on this machine, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness.load import Reading, busy_ticks, foreign_load
+from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep, fill_arguments
+from hpctrain.scaling.sweeps.points import RANKS, Point
+from hpctrain.world.bench import Asked
+from hpctrain.world.launcher import BENCH_VARIABLE
+
+__all__ = ["ask", "explain", "run_sweep"]
+
+_END_S = 20.0
+_TAIL_LINES = 6
+
+
+def run_sweep(
+    folder: Folder, sweep: Sweep, environ: Mapping[str, str], *, say: Callable[[str], None]
+) -> None:
+    """Measure what is still missing; what fails is kept with its reason, and the rest goes on."""
+    pending = folder.pending(sweep)
+    if len(pending) < len(sweep.order()):
+        say(f"{len(sweep.order()) - len(pending)} launches were measured before; going on")
+    for number, (name, repeat) in enumerate(pending, start=1):
+        point = sweep.point(name)
+        measured = _measure(folder, sweep, point, repeat, environ)
+        tries = 1
+        limit = sweep.settings.load_limit
+        while not measured.why and (measured.foreign_load or 0) > limit:
+            if tries > sweep.settings.retries:
+                break
+            tries += 1
+            again = _measure(folder, sweep, point, repeat, environ)
+            # By the load alone, never by the time: leaving out slow ones would be cheating.
+            if again.why or (again.foreign_load or 0) < (measured.foreign_load or 0):
+                measured = again
+        told = measured.why.splitlines()[0] if measured.why else _brief(measured)
+        say(f"{number} of {len(pending)}: {name}, repeat {repeat + 1}: {told}")
+        key = folder.key(sweep, name, repeat)
+        folder.write(key, replace(measured, num_tries=tries))
+
+
+def ask(folder: Folder, sweep: Sweep, point: Point, repeat: int) -> Asked:
+    """What a launch is asked for."""
+    key = folder.key(sweep, point.name, repeat)
+    return Asked(
+        report=str(folder.report_path(key).absolute()),
+        batch=sweep.settings.batch,
+        factor=point.factor,
+        engine=None if point.engine == "auto" else point.engine,
+        values=dict(point.values),
+        warmup=sweep.settings.warmup,
+        steps=sweep.settings.steps,
+    )
+
+
+def explain(sweep: Sweep, point: Point, report: Mapping[str, object] | None) -> str:
+    """What makes a launch that ended well no measurement of its point; empty: nothing. Pure."""
+    _, used = fill_arguments(sweep, point)
+    reads = report["reads"] if report else []
+    known = {*used, *(reads if isinstance(reads, list) else [])}
+    optional = {"fused"} if point.role != RANKS else set()
+    unread = sorted(set(point.values) - known - optional)
+    if unread:
+        return (
+            f"the script does not read {unread[0]}, so varying it changes nothing; read "
+            f"world.bench.value({unread[0]!r}, default), or put {{{unread[0]}}} into its arguments"
+        )
+    chosen = point.engine if report is None or point.role != RANKS else report["engine"]
+    if point.engine not in ("auto", chosen):
+        return f"the script chooses engine {chosen} itself; leave it at auto"
+    if report is not None and not report["step_s"]:
+        return "no step was timed: the script ended within the warm-up; lower --warmup"
+    return ""
+
+
+def _measure(
+    folder: Folder, sweep: Sweep, point: Point, repeat: int, environ: Mapping[str, str]
+) -> Measured:
+    key = folder.key(sweep, point.name, repeat)
+    folder.report_path(key).unlink(missing_ok=True)
+    arguments, _ = fill_arguments(sweep, point)
+    module = ["-m"] if sweep.is_module else []
+    command = [sys.executable, "-m", "hpctrain", "run", "-n", str(point.num_ranks)]
+    before = _read()
+    code, ended = _launch(
+        [*command, *module, sweep.target, *arguments],
+        {
+            **environ,
+            "OMP_NUM_THREADS": str(point.num_threads),
+            BENCH_VARIABLE: ask(folder, sweep, point, repeat).text(),
+        },
+        folder.log_path(key),
+        timeout_s=sweep.settings.timeout_s,
+    )
+    after = _read()
+    report = folder.read_report(key)
+    why = ""
+    if not ended:
+        why = f"ran past {sweep.settings.timeout_s:g} s (--timeout)"
+    elif code != 0:
+        why = f"exit code {code}: {_tail(folder.log_path(key))}"
+    return Measured(
+        point=point.name,
+        repeat=repeat,
+        wall_s=after.wall_s - before.wall_s,
+        why=why or explain(sweep, point, report),
+        foreign_load=foreign_load(before, after, num_cores=os.cpu_count() or 1),
+        report=report,
+    )
+
+
+def _launch(
+    command: list[str], environ: Mapping[str, str], log: Path, *, timeout_s: float
+) -> tuple[int, bool]:
+    """Run a launch to its end; its exit code, and whether it ended by itself in time."""
+    with log.open("wb") as said:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            raise ConfigError(f"{command[0]} cannot be started: {error}") from error
+        try:
+            return process.wait(timeout=timeout_s), True
+        except subprocess.TimeoutExpired:
+            return _end(process), False
+        except BaseException:
+            _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    process.terminate()  # `hpctrain run` ends its ranks
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=_END_S)
+    process.kill()
+    return process.wait(timeout=_END_S)
+
+
+def _read() -> Reading:
+    """The clocks; children count when they have ended, as they have between two launches."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    ticks = busy_ticks(Path("/proc/stat").read_text())
+    return Reading(
+        wall_s=time.monotonic(),
+        busy_s=ticks / os.sysconf("SC_CLK_TCK"),
+        own_s=sum(each.ru_utime + each.ru_stime for each in used),
+    )
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-_TAIL_LINES:]) or "it said nothing"
+
+
+def _brief(measured: Measured) -> str:
+    report = measured.report
+    steps = sorted(report["step_s"]) if report else []
+    load = f", foreign load {measured.foreign_load or 0:.0%}"
+    if steps:
+        return f"{1000 * steps[len(steps) // 2]:.1f} ms a step{load}"
+    return f"{measured.wall_s:.1f} s for the whole launch{load}"

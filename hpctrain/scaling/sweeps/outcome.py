@@ -1,0 +1,340 @@
+"""A result from the launches of a sweep. Pure.
+
+The result is one of `hpctrain.scaling.harness.schema`; `scale` in it has one row for every point,
+those that failed among them, the fitted laws, and what a reader must know of how it was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean, median
+from typing import Any
+
+from hpctrain.scaling.harness.ratios import interval_ranks, paired_ratio
+from hpctrain.scaling.harness.schema import SCHEMA
+from hpctrain.scaling.sweeps.folder import Measured, Sweep, fill_arguments
+from hpctrain.scaling.sweeps.laws import best_law, fall_below, fit_laws, karp_flatt, trend
+from hpctrain.scaling.sweeps.points import ALONE, NODE, RANKS, Point
+
+__all__ = ["make_result"]
+
+_LIMIT = 0.8
+_CONFIDENCE = 0.95
+Launches = Mapping[tuple[str, int], Measured]
+
+
+def make_result(
+    sweep: Sweep, measured: Launches, *, machine: Mapping[str, Any], date: str, command: str
+) -> dict[str, Any]:
+    """Everything that was measured, as one result.
+
+    Args:
+        sweep: What was to be measured.
+        measured: The launches that have ended, by point and repeat.
+        machine: Where.
+        date: Day in UTC.
+        command: What repeats it.
+    """
+    whole = {p.name: _launches(sweep, p, measured) for p in sweep.points}
+    good = [p for p in sweep.points if _trouble(sweep, whole[p.name]) == ""]
+    by_steps = all(m.report is not None for p in good for m in whole[p.name])
+    rates = {p.name: _rates(sweep, p, whole[p.name], by_steps=by_steps) for p in good}
+    rows = [_row(sweep, p, whole, rates, by_steps=by_steps) for p in sweep.points]
+    blocks = _blocks(sweep, good, measured)
+    settings = asdict(sweep.settings)
+    return {
+        "schema": SCHEMA,
+        "benchmark": sweep.kind,
+        "date": date,
+        "machine": dict(machine),
+        "settings": {**settings, "blocks": sweep.settings.repeats},
+        "series": [
+            _series(sweep, p, whole[p.name], row, by_steps=by_steps)
+            for p, row in zip(sweep.points, rows, strict=True)
+            if p in good
+        ],
+        "ratios": _ratios(sweep, good, whole, by_steps=by_steps),
+        "blocks": blocks,
+        "num_thrown_away": 0,
+        "num_noisy": sum(bool(block["noisy"]) for block in blocks),
+        "scale": {
+            "program": sweep.title.rpartition(" ")[0],
+            "mode": sweep.settings.mode,
+            "measured": "steps" if by_steps else "launches",
+            "command": command,
+            "points": rows,
+            "laws": [law for kind in _kinds(good) for law in _laws(kind, good, rates)],
+            "notes": _notes(sweep, good, whole, by_steps=by_steps),
+        },
+    }
+
+
+def _launches(sweep: Sweep, point: Point, measured: Launches) -> list[Measured]:
+    repeats = range(sweep.settings.repeats)
+    return [measured[point.name, r] for r in repeats if (point.name, r) in measured]
+
+
+def _trouble(sweep: Sweep, launches: Sequence[Measured]) -> str:
+    """Why a point is no good; empty when it is."""
+    failed = [launch for launch in launches if launch.why]
+    if failed:
+        return failed[0].why
+    missing = sweep.settings.repeats - len(launches)
+    return f"{missing} of {sweep.settings.repeats} launches are missing" if missing else ""
+
+
+def _seconds(launch: Measured, *, by_steps: bool) -> float:
+    return median(launch.report["step_s"]) if by_steps and launch.report else launch.wall_s
+
+
+def _samples(launch: Measured) -> float | None:
+    report = launch.report or {}
+    told = report.get("samples_per_step") or report.get("global_batch")
+    return None if told is None else float(told)
+
+
+def _rates(
+    sweep: Sweep, point: Point, launches: Sequence[Measured], *, by_steps: bool
+) -> list[float]:
+    """Work a second in every launch: samples, or else shares of the batch."""
+    weak = sweep.settings.mode == "weak"
+    rates = []
+    for launch in launches:
+        work = _samples(launch) if by_steps else None
+        if work is None:
+            takes_part = launch.report is not None and launch.report["global_batch"] is not None
+            work = point.factor if takes_part or not by_steps else point.num_ranks
+            work = work if weak or by_steps else 1
+        rates.append(work / _seconds(launch, by_steps=by_steps))
+    return rates
+
+
+def _baseline(point: Point, good: Sequence[Point], role: str) -> Point | None:
+    """The baseline with the same settings."""
+    own = {k: v for k, v in point.values.items() if k != "fused"}
+    for other in good:
+        values = {k: v for k, v in other.values.items() if k != "fused"}
+        if other.role == role and values == own:
+            return other
+    return None
+
+
+def _row(
+    sweep: Sweep,
+    point: Point,
+    whole: Mapping[str, list[Measured]],
+    rates: Mapping[str, list[float]],
+    *,
+    by_steps: bool,
+) -> dict[str, Any]:
+    """One point, in all that is known of it."""
+    launches = whole[point.name]
+    row: dict[str, Any] = {**asdict(point), "kind": point.kind, "values": dict(point.values)}
+    row["why"] = _trouble(sweep, launches)
+    row["state"] = "failed" if row["why"] else "ok"
+    if row["why"]:
+        return row
+    times = [_seconds(launch, by_steps=by_steps) for launch in launches]
+    row |= _interval("step_s", times) if by_steps else _interval("launch_s", times)
+    sized = by_steps and all(_samples(launch) is not None for launch in launches)
+    if sized:
+        row |= _interval("samples_per_s", rates[point.name])
+        row["samples_per_step"] = _samples(launches[0])
+    good = [p for p in sweep.points if p.name in rates]
+    alone = _baseline(point, good, ALONE)
+    if alone is not None:
+        pairs = list(zip(rates[point.name], rates[alone.name], strict=True))
+        row |= _interval("speedup", [mine / base for mine, base in pairs])
+        cores = point.num_ranks * point.num_threads / alone.num_threads
+        row |= _interval("efficiency", [mine / base / cores for mine, base in pairs])
+        row["speedup_per_sequential_s"] = row["speedup"] / median(
+            [_seconds(launch, by_steps=by_steps) for launch in whole[alone.name]]
+        )
+    node = _baseline(point, good, NODE)
+    if node is not None and point.num_nodes == 1:
+        pairs = list(zip(rates[point.name], rates[node.name], strict=True))
+        row |= _interval("over_node", [mine / base for mine, base in pairs])
+    if by_steps:
+        row |= _split(launches)
+        if "speedup" in row:
+            millions = row["num_parameters"] / 1e6
+            row["speedup_per_million_parameters"] = row["speedup"] / millions
+    return row
+
+
+def _split(launches: Sequence[Measured]) -> dict[str, Any]:
+    """Where the time of a step goes, and what it needs."""
+    reports = [launch.report for launch in launches if launch.report is not None]
+    first = reports[0]
+    return {
+        "split_s": {k: fmean(r["split_s"][k] for r in reports) for k in first["split_s"]},
+        "straggling_s": median([r["straggling_s"] for r in reports]),
+        "memory_bytes": max(max(r["memory_bytes"]) for r in reports),
+        "counts": _same([r["counts"] for r in reports]),
+        "engine_used": first["engine"],
+        "sees_forward": all(r["sees_forward"] for r in reports),
+        "num_parameters": first["num_parameters"],
+        "optimizer": first["optimizer"],
+        "is_fused": first["is_fused"],
+        "device": first["device"],
+    }
+
+
+def _same(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Counts that all launches agree on; Horovod's own fusion depends on timing."""
+    return {k: v for k, v in counts[0].items() if all(c.get(k) == v for c in counts)}
+
+
+def _interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    first, last, _ = interval_ranks(len(ordered), _CONFIDENCE)
+    return {
+        name: median(ordered),
+        f"{name}_low": ordered[first],
+        f"{name}_high": ordered[last],
+    }
+
+
+def _series(
+    sweep: Sweep,
+    point: Point,
+    launches: Sequence[Measured],
+    row: Mapping[str, Any],
+    *,
+    by_steps: bool,
+) -> dict[str, Any]:
+    told = ("samples_per_s", "speedup", "efficiency", "over_node")
+    return {
+        "case": sweep.title,
+        "variant": point.name,
+        "kind": point.kind,
+        "num_ranks": point.num_ranks,
+        "num_threads": point.num_threads,
+        "seconds": [_seconds(launch, by_steps=by_steps) for launch in launches],
+        "counts": row.get("counts", {}),
+        "outcome": {},
+        "metrics": {name.replace("_", " "): row[name] for name in told if name in row},
+    }
+
+
+def _blocks(sweep: Sweep, good: Sequence[Point], measured: Launches) -> list[dict[str, Any]]:
+    names = {point.name for point in good}
+    blocks = []
+    for repeat in range(sweep.settings.repeats if good else 0):
+        order = [name for name, r in sweep.order() if r == repeat and name in names]
+        load = max(measured[name, repeat].foreign_load or 0.0 for name in order)
+        blocks.append(
+            {
+                "case": sweep.title,
+                "order": order,
+                "foreign_load": round(load, 4),
+                "kept": True,
+                "noisy": load > sweep.settings.load_limit,
+            }
+        )
+    return blocks
+
+
+def _ratios(
+    sweep: Sweep, good: Sequence[Point], whole: Mapping[str, list[Measured]], *, by_steps: bool
+) -> list[dict[str, Any]]:
+    """Times over those of the baseline, and of each setting over the first one of its axis."""
+    ratios = []
+    for point in good:
+        rivals = [_baseline(point, good, ALONE) or _baseline(point, good, NODE)]
+        rivals += [_hand_set(point, key, good) for key in point.values if key != "fused"]
+        for rival in rivals:
+            if rival is not None and rival is not point:
+                mine, theirs = (
+                    [_seconds(launch, by_steps=by_steps) for launch in whole[p.name]]
+                    for p in (point, rival)
+                )
+                pair = {"case": sweep.title, "variant": point.name, "baseline": rival.name}
+                ratios.append({**pair, **asdict(paired_ratio(mine, theirs))})
+    return ratios
+
+
+def _hand_set(point: Point, key: str, good: Sequence[Point]) -> Point | None:
+    """The same point with the first value of one axis."""
+    first = next(p.values[key] for p in good if key in p.values)
+    wanted = {**point.values, key: first}
+    place = (point.role, point.engine, point.num_ranks, point.num_threads)
+    for other in good:
+        there = (other.role, other.engine, other.num_ranks, other.num_threads)
+        if there == place and dict(other.values) == wanted:
+            return other
+    return None
+
+
+def _kinds(good: Sequence[Point]) -> list[str]:
+    return list(dict.fromkeys(point.kind for point in good if point.role == RANKS))
+
+
+def _laws(
+    kind: str, good: Sequence[Point], rates: Mapping[str, list[float]]
+) -> list[dict[str, Any]]:
+    """The laws of one curve; none where it has fewer than two numbers of ranks."""
+    curve = [point for point in good if point.role == RANKS and point.kind == kind]
+    alone = _baseline(curve[0], good, ALONE)
+    if alone is None:
+        return []
+    ranks, speedups = [], []
+    for point in (alone, *(p for p in curve if p.num_ranks > 1)):
+        for mine, base in zip(rates[point.name], rates[alone.name], strict=True):
+            ranks.append(point.num_ranks)
+            speedups.append(mine / base if point is not alone else mine / median(rates[alone.name]))
+    if len(set(ranks)) < 2:
+        return []
+    laws = fit_laws(ranks, speedups)
+    best, clearly = best_law(laws)
+    series = karp_flatt(ranks, speedups)
+    return [
+        {
+            "kind": kind,
+            "best": best.name,
+            "is_clear": clearly,
+            "fits": [asdict(law) for law in laws],
+            "karp_flatt": [asdict(each) for each in series],
+            "trend": trend(series),
+            "efficiency_limit": _LIMIT,
+            "falls_below": fall_below(best, _LIMIT),
+            "falls_below_low": fall_below(best, _LIMIT, serial=best.high),
+            "falls_below_high": fall_below(best, _LIMIT, serial=best.low),
+            "num_data": len(ranks),
+        }
+    ]
+
+
+def _notes(
+    sweep: Sweep, good: Sequence[Point], whole: Mapping[str, list[Measured]], *, by_steps: bool
+) -> list[str]:
+    """What a reader must know."""
+    notes = []
+    if not by_steps:
+        notes.append(
+            "The script does not train through hpctrain.distribute, so whole launches were timed, "
+            "start and end included; their work is taken to be that of the mode."
+        )
+    reports = [m.report for p in good for m in whole[p.name] if m.report is not None]
+    _, used = fill_arguments(sweep, sweep.points[0])
+    if by_steps and "batch" not in used and not all("batch" in r["reads"] for r in reports):
+        notes.append(
+            "The script does not read world.bench.global_batch, so it was measured with its own "
+            "batches, whatever the mode says."
+        )
+    if by_steps and reports and not all(report["sees_forward"] for report in reports):
+        notes.append("The model is not called as replica(x): input is part of forward.")
+    if by_steps and any(_samples(m) is None for p in good for m in whole[p.name]):
+        notes.append("The script tells no num_samples, so efficiency is that of steps.")
+    over = [(p, NODE) for p in good if p.role == NODE and not _is_fused(whole[p.name])]
+    if by_steps and over:
+        notes.append(
+            "One process with all cores has no fused optimizer; a script allows one by "
+            "fused=world.bench.value('fused', False)."
+        )
+    return notes
+
+
+def _is_fused(launches: Sequence[Measured]) -> bool:
+    return all(bool(launch.report and launch.report["is_fused"]) for launch in launches)

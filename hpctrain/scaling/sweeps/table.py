@@ -1,0 +1,130 @@
+"""A sweep's result in words and tables. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["Table", "describe_laws", "point_rows", "split_rows"]
+
+Table = tuple[list[str], list[list[str]]]
+_PHASES = ("input", "forward", "backward", "exchange", "update")
+
+
+def point_rows(result: Mapping[str, Any]) -> Table:
+    """One row a point: speed, efficiency, and what one node with one process would do."""
+    scale = result["scale"]
+    unit = "ms a step" if scale["measured"] == "steps" else "ms a launch"
+    time = "step_s" if scale["measured"] == "steps" else "launch_s"
+    headers = ["point", unit, "samples/s", "speed-up", "efficiency", "over one process, all cores"]
+    extra = [
+        ("S / sequential s", "speedup_per_sequential_s"),
+        ("S / M parameters", "speedup_per_million_parameters"),
+    ]
+    rows = []
+    for row in scale["points"]:
+        if row["state"] != "ok":
+            reason = row["why"].splitlines()[0]
+            rows.append([row["name"], f"failed: {reason}", *[""] * (len(headers) + len(extra) - 2)])
+            continue
+        rows.append(
+            [
+                row["name"],
+                _with_interval(row, time, 1000.0),
+                _with_interval(row, "samples_per_s", 1.0),
+                _with_interval(row, "speedup", 1.0),
+                _with_interval(row, "efficiency", 100.0, "%"),
+                _with_interval(row, "over_node", 1.0),
+                *(_short(row[key]) if key in row else "" for _, key in extra),
+            ]
+        )
+    return [*headers, *(title for title, _ in extra)], rows
+
+
+def split_rows(result: Mapping[str, Any]) -> Table:
+    """One row a point: where the time of a step goes, in milliseconds, and what it needs."""
+    headers = ["point", *_PHASES, "straggling", "messages", "MB exchanged", "MiB a rank"]
+    rows = []
+    for row in result["scale"]["points"]:
+        if "split_s" in row:
+            counts = row["counts"]
+            rows.append(
+                [
+                    row["name"],
+                    *(_short(1000 * row["split_s"].get(phase, 0.0)) for phase in _PHASES),
+                    _short(1000 * row["straggling_s"]),
+                    f"{counts['messages']:g}" if "messages" in counts else "",
+                    _short(counts["bytes"] / 1e6) if "bytes" in counts else "",
+                    f"{row['memory_bytes'] / 2**20:.0f}",
+                ]
+            )
+    return headers, rows
+
+
+def describe_laws(result: Mapping[str, Any]) -> list[str]:
+    """What the fits say, a sentence or two for each curve; and the speed-ups of settings."""
+    lines = []
+    for law in result["scale"]["laws"]:
+        best = next(fit for fit in law["fits"] if fit["name"] == law["best"])
+        sure = "explains" if law["is_clear"] else "explains, though not clearly better than others,"
+        text = f"{law['kind']}: {law['best']}'s law {sure} the data"
+        if best["name"] != "ideal":
+            text += (
+                f", serial fraction {best['serial']:.3f} [{best['low']:.3f}, {best['high']:.3f}]"
+            )
+        lines.append(f"{text}; {_threshold(law)}.")
+        if law["karp_flatt"]:
+            series = ", ".join(
+                f"{k['fraction']:.3f} at {k['num_ranks']}" for k in law["karp_flatt"]
+            )
+            lines.append(f"{law['kind']}: Karp-Flatt {series}: {_MEANING[law['trend']]}.")
+    return lines + _settings(result)
+
+
+_MEANING = {
+    "rises": "it rises, so overhead grows with the ranks",
+    "falls": "it falls: what is lost does not grow as fast as the ranks",
+    "level": "level within its intervals, as a fixed serial part would be",
+    "unknown": "one number of ranks shows no trend",
+}
+
+
+def _threshold(law: Mapping[str, Any]) -> str:
+    limit, where = law["efficiency_limit"], law["falls_below"]
+    if where is None:
+        return f"by it, efficiency does not fall below {limit:.0%}"
+    low, high = (law[f"falls_below_{end}"] for end in ("low", "high"))
+    upper = "no limit" if high is None else f"{high:.1f}"
+    lower = f"{low:.1f}" if low is not None else "1"
+    return f"by it, efficiency falls below {limit:.0%} at {where:.1f} ranks [{lower}, {upper}]"
+
+
+def _settings(result: Mapping[str, Any]) -> list[str]:
+    """Speed-up of a setting over the first of its axis, such as mixed precision over without."""
+    rows = {row["name"]: row for row in result["scale"]["points"]}
+    lines = []
+    for ratio in result["ratios"]:
+        mine, theirs = rows[ratio["variant"]], rows[ratio["baseline"]]
+        if mine["role"] == theirs["role"] and mine["values"] != theirs["values"]:
+            changed = [k for k in mine["values"] if mine["values"][k] != theirs["values"].get(k)]
+            what = ", ".join(f"{k}={mine['values'][k]}" for k in changed)
+            than = ", ".join(f"{k}={theirs['values'].get(k)}" for k in changed)
+            times = [1 / ratio[key] for key in ("median", "high", "low")]
+            text = "{:.2f} [{:.2f}, {:.2f}]".format(*times)
+            lines.append(f"{mine['name']}: {what} is {text} times as fast as {than}.")
+    return lines
+
+
+def _with_interval(row: Mapping[str, Any], key: str, factor: float, unit: str = "") -> str:
+    if key not in row:
+        return ""
+    values: Sequence[float] = [factor * row[key + tail] for tail in ("", "_low", "_high")]
+    middle, low, high = map(_short, values)
+    return f"{middle}{unit} [{low}, {high}]"
+
+
+def _short(value: float) -> str:
+    """Three significant digits, never in powers of ten."""
+    size = abs(value)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    return f"{value:.{digits}f}"

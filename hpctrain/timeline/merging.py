@@ -1,0 +1,206 @@
+"""All ranks' events as one trace in the trace event format, which Perfetto and Chrome draw.
+
+A rank is a process of the trace, its threads are threads, and a line above them shows the steps.
+Arrows go from the rank that came last into a collective to those that waited for it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.timeline.files import Event, RankTrace, read_folder
+from hpctrain.timeline.slowest import Slowest, find_slowest, steps_of
+
+__all__ = ["MERGED", "SUMMARY", "Merged", "merge", "merge_folder"]
+
+MERGED = "trace.json.gz"
+SUMMARY = "trace-summary.json"
+_STEPS = 0
+"""The thread of the trace on which steps are drawn; those of the rank follow."""
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merged:
+    """A trace that was written."""
+
+    path: Path
+    num_ranks: int
+    num_events: int
+    error_us: float
+    """How far the clock of any rank may be off rank 0's."""
+    slowest: Slowest | None
+    missing: tuple[int, ...]
+    """Ranks that left no file."""
+    cut_off: tuple[int, ...]
+    """Ranks whose file ends before their run did."""
+
+    @property
+    def sentence(self) -> str:
+        """What is in it, in words."""
+        parts = [
+            f"{self.num_events} events of {self.num_ranks} rank{'s' * (self.num_ranks > 1)}",
+            f"clocks within {self.error_us:.1f} us",
+        ]
+        if self.missing:
+            parts.append(f"no file of ranks {', '.join(map(str, self.missing))}")
+        if self.cut_off:
+            parts.append(f"cut off: ranks {', '.join(map(str, self.cut_off))}")
+        if self.slowest:
+            parts.append(str(self.slowest))
+        return "; ".join(parts)
+
+
+def merge_folder(folder: Path) -> Merged:
+    """Merge what the ranks recorded in a folder into one file there; it can be done again.
+
+    Raises:
+        ConfigError: there is nothing to merge.
+    """
+    traces = read_folder(folder)
+    document = merge(traces)
+    path = folder / MERGED
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as file:
+        json.dump(document, file, separators=(",", ":"))
+    there = {trace.rank for trace in traces}
+    merged = Merged(
+        path=path,
+        num_ranks=len(traces),
+        num_events=sum(len(trace.events) for trace in traces),
+        error_us=max(trace.error_ns for trace in traces) / 1000,
+        slowest=find_slowest(traces),
+        missing=tuple(rank for rank in range(traces[0].size) if rank not in there),
+        cut_off=tuple(trace.rank for trace in traces if not trace.is_whole),
+    )
+    facts = {**asdict(merged), "path": path.name}
+    (folder / SUMMARY).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return merged
+
+
+def merge(traces: Sequence[RankTrace]) -> Record:
+    """The trace, as the object that its JSON holds. Pure."""
+    origin = min((e.begin_ns for trace in traces for e in trace.events), default=0.0)
+    records: list[Record] = []
+    for trace in traces:
+        records += _of_rank(trace, origin)
+    records += _arrows(traces, origin)
+    names = [record for trace in traces for record in _names(trace)]
+    records.sort(key=lambda record: (record["ts"], -record.get("dur", 0.0)))
+    slowest = find_slowest(traces)
+    return {
+        "traceEvents": names + records,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "clock": "rank 0's; others corrected by offsets measured over MPI",
+            "clock_error_us": max((t.error_ns for t in traces), default=0.0) / 1000,
+            "clock_drift_us": {str(t.rank): _micro(t.drift_ns) for t in traces},
+            "events_dropped": sum(t.num_dropped for t in traces),
+            "slowest_step": None if slowest is None else str(slowest),
+            "slowest_step_at_us": None if slowest is None else _us(slowest.begin_ns, origin),
+        },
+    }
+
+
+def _us(time_ns: float, origin: float) -> float:
+    return round((time_ns - origin) / 1000, 3)
+
+
+def _span(begin_ns: float, end_ns: float, origin: float) -> Record:
+    """Rounded so that what lies inside another still does."""
+    begin, end = _us(begin_ns, origin), _us(end_ns, origin)
+    return {"ts": begin, "dur": round(end - begin, 3)}
+
+
+def _micro(drift_ns: float | None) -> float | None:
+    return None if drift_ns is None else round(drift_ns / 1000, 3)
+
+
+def _names(trace: RankTrace) -> Iterator[Record]:
+    base = {"ph": "M", "pid": trace.rank, "tid": 0, "ts": 0}
+    title = f"rank {trace.rank} on {trace.host}"
+    yield {**base, "name": "process_name", "args": {"name": title}}
+    yield {**base, "name": "process_sort_index", "args": {"sort_index": trace.rank}}
+    yield {**base, "tid": _STEPS, "name": "thread_name", "args": {"name": "steps"}}
+    for thread in sorted({event.thread for event in trace.events}):
+        name = "script" if thread == 0 else f"thread {thread}"
+        yield {**base, "tid": 1 + thread, "name": "thread_name", "args": {"name": name}}
+
+
+def _of_rank(trace: RankTrace, origin: float) -> Iterator[Record]:
+    for number, (begin, end) in steps_of(trace).items():
+        yield {
+            "ph": "X",
+            "cat": "step",
+            "name": f"step {number}",
+            "pid": trace.rank,
+            "tid": _STEPS,
+            **_span(begin, end, origin),
+        }
+    posted: dict[str, deque[Event]] = defaultdict(deque)
+    for event in sorted(trace.events, key=lambda e: (e.begin_ns, -e.end_ns)):
+        where = {"pid": trace.rank, "tid": 1 + event.thread}
+        if event.kind == "post":
+            posted[event.name].append(event)
+        elif event.kind in ("phase", "collective"):
+            args = {"lane": event.lane, "number": event.number} if event.lane else {}
+            yield {
+                "ph": "X",
+                "cat": event.kind,
+                "name": event.name,
+                **where,
+                **_span(event.begin_ns, event.end_ns, origin),
+                "args": args,
+            }
+            if event.kind == "collective" and posted.get(event.name):
+                yield from _in_flight(posted[event.name].popleft(), event, trace.rank, origin)
+
+
+def _in_flight(post: Event, done: Event, rank: int, origin: float) -> Iterator[Record]:
+    """A message from when it was handed over to when somebody had it, on a line of its own."""
+    base = {
+        "cat": "in flight",
+        "name": done.name,
+        "id": f"{rank}/{done.lane}/{done.number}",
+        "pid": rank,
+        "tid": 1 + done.thread,
+    }
+    yield {**base, "ph": "b", "ts": _us(post.begin_ns, origin)}
+    yield {**base, "ph": "e", "ts": _us(done.end_ns, origin)}
+
+
+def _arrows(traces: Sequence[RankTrace], origin: float) -> Iterator[Record]:
+    meetings: dict[tuple[str, int], list[tuple[int, Event]]] = defaultdict(list)
+    for trace in traces:
+        for event in trace.events:
+            if event.kind == "collective":
+                meetings[event.lane, event.number].append((trace.rank, event))
+    for (lane, number), present in meetings.items():
+        last_rank, last = max(present, key=lambda one: one[1].begin_ns)
+        for rank, event in present:
+            # Who left before the last one came did not wait for it, as the root of a broadcast.
+            if rank == last_rank or event.end_ns < last.begin_ns:
+                continue
+            base = {"cat": "waiting", "name": "came last", "id": f"{lane}/{number}/{rank}"}
+            yield {
+                **base,
+                "ph": "s",
+                "pid": last_rank,
+                "tid": 1 + last.thread,
+                "ts": _us(last.begin_ns, origin),
+            }
+            yield {
+                **base,
+                "ph": "f",
+                "bp": "e",
+                "pid": rank,
+                "tid": 1 + event.thread,
+                # Inside what it points to: at its very end, viewers see the slice closed.
+                "ts": _us(max(event.begin_ns, last.begin_ns, event.end_ns - 10), origin),
+            }

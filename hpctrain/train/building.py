@@ -1,0 +1,150 @@
+"""From a configuration to what it names: models, optimizers, data, loss, schedule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpctrain.errors import ConfigError
+from hpctrain.optim import Recipe, split_parameters
+from hpctrain.train.config import Config
+from hpctrain.train.references import call, find_function, find_optimizer, find_schedule
+
+if TYPE_CHECKING:
+    from hpctrain.world import World
+
+__all__ = ["build_data", "build_models", "build_optimizer", "build_schedule", "wants_world"]
+
+MAIN = "model"
+"""What the model is called where there is only one."""
+
+
+def build_models(config: Config) -> dict[str, torch.nn.Module]:
+    """Make the model, or the models where the function returns a dict of them.
+
+    Raises:
+        ConfigError: the function cannot be found or called, or returns something else.
+    """
+    function = find_function(config.model.build, "model.build")
+    made = call(function, config.model.args, "model.args")
+    models = dict(made) if isinstance(made, Mapping) else {MAIN: made}
+    for name, model in models.items():
+        if not isinstance(model, torch.nn.Module) or not isinstance(name, str):
+            raise ConfigError(
+                f"model.build={config.model.build!r} returned {type(made).__name__} with "
+                f"{type(model).__name__}; return a torch.nn.Module, or a dict of some by name"
+            )
+    if not models or (len(models) > 1 and config.train.step is None):
+        raise ConfigError(
+            f"model.build={config.model.build!r} returned {len(models)} models; several need "
+            "train.step, which says how they are trained"
+        )
+    return models
+
+
+def build_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer of one model.
+
+    Raises:
+        ConfigError: it is unknown, or does not take these arguments.
+    """
+    chosen = config.optimizer
+    arguments = {"lr": chosen.lr, **chosen.args}
+    parameters: Any = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ConfigError(f"model.build={config.model.build!r}: the model has nothing to train")
+    if chosen.weight_decay is not None:
+        arguments["weight_decay"] = chosen.weight_decay
+        if chosen.exclude_norms:
+            parameters = split_parameters(model, weight_decay=chosen.weight_decay)
+    made = call(find_optimizer(chosen.name), arguments, "optimizer.args", parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer.name={chosen.name!r} returned {type(made).__name__}; it must return an "
+            "optimizer of torch"
+        )
+    return made
+
+
+def build_schedule(
+    config: Config, optimizer: torch.optim.Optimizer, num_steps: int | None
+) -> Any | None:
+    """Make the schedule of one optimizer; None where the rate stays.
+
+    Raises:
+        ConfigError: it is unknown, or does not take these arguments.
+    """
+    chosen = config.schedule
+    if chosen.name == "none":
+        return None
+    if chosen.name != "recipe":
+        return call(find_schedule(chosen.name), chosen.args, "schedule.args", optimizer)
+    if num_steps is None:
+        raise ConfigError(
+            'schedule.name="recipe" must know the number of steps, and a stream does not say it; '
+            "give train.steps instead of train.epochs"
+        )
+    return Recipe(
+        base_rate=config.optimizer.lr,
+        base_batch=chosen.base_batch or config.train.global_batch,
+        global_batch=config.train.global_batch,
+        num_steps=num_steps,
+        scaling=chosen.scaling,
+        warmup_steps=chosen.warmup_steps,
+        warmup_from=chosen.warmup_from,
+        decay=chosen.decay,
+        end=chosen.end,
+        power=chosen.power,
+        milestones=chosen.milestones,
+        factor=chosen.factor,
+    ).schedule(optimizer)
+
+
+def build_data(
+    config: Config, world: World | None, folder: Path, *, evaluation: bool = False
+) -> Any | None:
+    """Collective, with a world: open or make the data; without one, where that is possible.
+
+    Args:
+        config: The same on every rank.
+        world: The ranks; None only looks, for a plan.
+        folder: What relative files are relative to.
+        evaluation: The data to evaluate on instead of those to train on; None where there are none.
+    """
+    data = config.data
+    reference = data.evaluation if evaluation else data.build
+    paths = [folder / name for name in (data.evaluation_files if evaluation else data.files)]
+    if paths:
+        return _open(config, world, paths)
+    if reference is None:
+        return None
+    function = find_function(reference, "data.evaluation" if evaluation else "data.build")
+    given = {"world": world} if wants_world(function) else {}
+    return call(function, {**data.args, **given}, "data.args")
+
+
+def wants_world(function: Callable[..., Any]) -> bool:
+    """Whether a function of data has a parameter that is called world."""
+    try:
+        return "world" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _open(config: Config, world: World | None, paths: list[Path]) -> Any:
+    from hpctrain.data import files, scatter, share
+    from hpctrain.data.storage import open_paths
+
+    columns = list(config.data.columns) or None
+    if world is None:
+        return open_paths(*paths, columns=columns)
+    if config.data.access == "share":
+        return share(world, *paths)
+    if config.data.access == "scatter":
+        source = open_paths(*paths, columns=columns) if world.rank == 0 else None
+        return scatter(world, source)
+    return files(world, *paths, columns=columns)

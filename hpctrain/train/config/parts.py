@@ -1,0 +1,285 @@
+"""The sections that say what is trained: model, data, training, optimizer, schedule. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from hpctrain.train.config.keys import key, table
+from hpctrain.train.config.section import Section
+
+__all__ = ["Data", "Model", "Optimizer", "Schedule", "Training"]
+
+REFERENCE = (r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", "MODULE:FUNCTION")
+NAME_OR_REFERENCE = (rf"[A-Za-z_]\w*|{REFERENCE[0]}", "a name or MODULE:FUNCTION")
+MONITOR = (r"(min|max):[A-Za-z_]\w*", "min:NAME or max:NAME of a metric")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model(Section):
+    """What is trained."""
+
+    title: ClassVar[str] = "model"
+
+    build: str = key(
+        "The function that makes the model, found as `python -m` finds modules. It returns a "
+        "module, or a dict of modules that train.step trains, each with an optimizer of its own.",
+        form=REFERENCE,
+    )
+    args: dict[str, Any] = field(
+        default_factory=dict, metadata=table("Keyword arguments of that function.")
+    )
+    sync_batchnorm: bool = key("Give every BatchNorm the statistics of all ranks.", default=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data(Section):
+    """What it is trained on: a function, or files."""
+
+    title: ClassVar[str] = "data"
+
+    build: str | None = key(
+        "The function that returns the training data: arrays, a Dataset, a DataLoader. If it has "
+        "a parameter `world`, it is given the world, and may use share, scatter or files.",
+        default=None,
+        form=REFERENCE,
+    )
+    evaluation: str | None = key(
+        "The function that returns the data to evaluate on.", default=None, form=REFERENCE
+    )
+    args: dict[str, Any] = field(
+        default_factory=dict, metadata=table("Keyword arguments of both functions.")
+    )
+    files: tuple[str, ...] = key(
+        "Files of training data instead of a function; relative to the configuration file.",
+        default=(),
+    )
+    evaluation_files: tuple[str, ...] = key("Files of the data to evaluate on.", default=())
+    columns: tuple[str, ...] = key(
+        "Which arrays of a file, in the order of the batch: inputs first, then what is wanted.",
+        default=(),
+    )
+    access: Literal["files", "share", "scatter"] = key(
+        "How files are read: each rank its samples as it needs them, one copy a node in memory, "
+        "or by rank 0, which sends every rank its share.",
+        default="files",
+    )
+    shuffle: bool | Literal["numpy", "keyed", "local"] = key(
+        "A new global order in every epoch; `local` shuffles scattered shares within each rank.",
+        default=True,
+    )
+    drop_last: bool = key("Leave out a last batch that is not full.", default=False)
+    even_last: bool = key(
+        "Make the last two batches equal where the last would be less than half full.", default=True
+    )
+    num_workers: int = key("Processes a rank that fetch samples of a Dataset.", default=0, low=0)
+    prefetch: int | None = key("Batches ahead; left out, the loader decides.", default=None, low=0)
+
+    def conflicts(self) -> Iterator[str]:
+        """One source for the training data; options only where they mean something."""
+        if bool(self.files) == (self.build is not None):
+            given = "both are given" if self.files else "neither is given"
+            yield f"data.build or data.files must say where the data come from; {given}"
+        if self.evaluation and self.evaluation_files:
+            yield "data.evaluation and data.evaluation_files are both given; leave one out"
+        by_file = bool(self.files or self.evaluation_files)
+        if not by_file and (self.columns or self.access != "files"):
+            yield "data.columns and data.access belong to data.files; leave them out"
+        by_function = self.build is not None or self.evaluation is not None
+        if self.args and not by_function:
+            yield "data.args belongs to data.build; leave it out"
+        if self.columns and self.access == "share":
+            yield (
+                'data.columns does not go with data.access="share", which takes whole files; use '
+                '"files" or "scatter"'
+            )
+        if self.shuffle == "local" and self.files and self.access != "scatter":
+            yield 'data.shuffle="local" belongs to data.access="scatter"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training(Section):
+    """How long, in which batches, towards what."""
+
+    title: ClassVar[str] = "train"
+
+    global_batch: int = key(
+        "Samples in a step over all ranks; it defines the mathematics, whatever the number of "
+        "ranks.",
+        low=1,
+    )
+    epochs: int | None = key("How often all samples are used.", default=None, low=1)
+    steps: int | None = key("Steps of the whole training, instead of epochs.", default=None, low=1)
+    accumulate: int = key(
+        "Parts that each step is computed in, one after the other, to save memory.",
+        default=1,
+        low=1,
+    )
+    loss: str | None = key(
+        "A function of torch.nn.functional by name, or MODULE:FUNCTION, called with what the "
+        "model returns and what is wanted; the mean over samples.",
+        default=None,
+        form=NAME_OR_REFERENCE,
+    )
+    metrics: tuple[str, ...] = key(
+        "Measured in evaluations beside the loss: `accuracy`, `mae`, `mse`, or MODULE:FUNCTION "
+        "that returns one value a sample.",
+        default=(),
+        form=NAME_OR_REFERENCE,
+    )
+    step: str | None = key(
+        "A function of the trainer and a batch that makes one step itself, for several "
+        "optimizers or gradients of gradients; it returns the loss, or a dict of numbers.",
+        default=None,
+        form=REFERENCE,
+    )
+    evaluate_every_epochs: int = key("Epochs between evaluations.", default=1, low=1)
+    evaluate_every_steps: int | None = key(
+        "Steps between evaluations, instead of epochs.", default=None, low=1
+    )
+    evaluation_batch: int | None = key(
+        "Samples in a batch of an evaluation over all ranks; left out, global_batch.",
+        default=None,
+        low=1,
+    )
+    monitor: str = key(
+        "What better means, for early stopping and the best checkpoint.",
+        default="min:loss",
+        form=MONITOR,
+    )
+    patience: int | None = key(
+        "Stop after so many evaluations in a row without a better one; left out, never.",
+        default=None,
+        low=1,
+    )
+    min_delta: float = key("By how much better must be better.", default=0.0, low=0)
+    seed: int = key("Of the run: weights, orders, dropout.", default=0, low=0, below=2**63)
+    device: Literal["auto", "cuda", "cpu"] = key("What the ranks compute on.", default="auto")
+    num_threads: int | None = key(
+        "Threads a rank; left out, its share of the cores.", default=None, low=1
+    )
+    bind: Literal["none", "numa"] = key(
+        "Bind ranks to cores where the launcher did not.", default="none"
+    )
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Epochs to train: one where nothing was said; None where steps say when to stop."""
+        return self.epochs if self.epochs or self.steps else 1
+
+    def conflicts(self) -> Iterator[str]:
+        """One way to say how long, one way to say what a step does."""
+        if self.epochs is not None and self.steps is not None:
+            yield "train.epochs and train.steps both say when to stop; leave one out"
+        if self.global_batch % self.accumulate:
+            yield (
+                f"train.accumulate={self.accumulate} does not divide "
+                f"train.global_batch={self.global_batch}"
+            )
+        if self.loss is None and self.step is None:
+            yield 'train.loss is missing; write one, as in loss = "cross_entropy", or a train.step'
+        if self.evaluate_every_steps is not None and self.evaluate_every_epochs != 1:
+            yield (
+                "train.evaluate_every_steps and train.evaluate_every_epochs both say when to "
+                "evaluate; leave one out"
+            )
+        if self.min_delta and self.patience is None:
+            yield "train.min_delta belongs to train.patience; leave it out or give both"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer(Section):
+    """What moves the weights."""
+
+    title: ClassVar[str] = "optimizer"
+
+    name: str = key(
+        "A class of torch.optim, LARS or LAMB by name, or MODULE:FUNCTION that takes parameters.",
+        default="AdamW",
+        form=NAME_OR_REFERENCE,
+    )
+    lr: float = key("The learning rate; of train.global_batch unless schedule scales it.", above=0)
+    weight_decay: float | None = key(
+        "Of the weights; left out, the optimizer's own.", default=None, low=0
+    )
+    exclude_norms: bool = key(
+        "Biases and normalisation do not decay, and have no trust ratio.", default=False
+    )
+    args: dict[str, Any] = field(
+        default_factory=dict, metadata=table("Further keyword arguments of the optimizer.")
+    )
+    clip_norm: float | None = key(
+        "Limit of the norm of all gradients together, over all ranks.", default=None, above=0
+    )
+    clip_value: float | None = key(
+        "Limit of the size of each element of the gradients.", default=None, above=0
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        """Each option in one place."""
+        for name in ("lr", "weight_decay"):
+            if name in self.args:
+                yield f"optimizer.args.{name} is optimizer.{name}; write it there"
+        if self.exclude_norms and self.weight_decay is None:
+            yield "optimizer.exclude_norms needs optimizer.weight_decay"
+        if self.clip_norm is not None and self.clip_value is not None:
+            yield "optimizer.clip_norm and optimizer.clip_value are both given; choose one"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule(Section):
+    """How the learning rate moves."""
+
+    title: ClassVar[str] = "schedule"
+
+    name: str = key(
+        "`none`, `recipe` (the keys below), a class of torch.optim.lr_scheduler by name, or "
+        "MODULE:FUNCTION that takes the optimizer.",
+        default="none",
+        form=NAME_OR_REFERENCE,
+    )
+    args: dict[str, Any] = field(
+        default_factory=dict, metadata=table("Keyword arguments of torch's schedule.")
+    )
+    every: Literal["step", "epoch"] = key("When torch's schedule steps.", default="step")
+    base_batch: int | None = key(
+        "The batch that optimizer.lr is right for; left out, train.global_batch.",
+        default=None,
+        low=1,
+    )
+    scaling: Literal["linear", "sqrt", "none"] = key(
+        "How the rate follows from base_batch to the batch of a step.", default="linear"
+    )
+    warmup_steps: int = key("Steps in which the rate rises.", default=0, low=0)
+    warmup_from: float = key(
+        "Where it rises from, as a part of the peak.", default=0.0, low=0, high=1
+    )
+    decay: Literal["cosine", "polynomial", "step", "none"] = key(
+        "How it falls after that.", default="cosine"
+    )
+    end: float = key("What it falls to, as a part of the peak.", default=0.0, low=0, high=1)
+    power: float | None = key("Of a polynomial decay.", default=None, above=0)
+    milestones: tuple[int, ...] = key("Of a step decay: when it falls.", default=(), low=0)
+    factor: float | None = key("Of a step decay: what is left of it.", default=None, above=0)
+
+    RECIPE: ClassVar[tuple[str, ...]] = (
+        "base_batch",
+        "scaling",
+        "warmup_steps",
+        "warmup_from",
+        "decay",
+        "end",
+        "power",
+        "milestones",
+        "factor",
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        """Keys of a recipe belong to a recipe, those of torch's schedules to them."""
+        fresh = {field: type(self).__dataclass_fields__[field].default for field in self.RECIPE}
+        strange = [field for field in self.RECIPE if getattr(self, field) != fresh[field]]
+        if self.name != "recipe" and strange:
+            yield f'schedule.{strange[0]} belongs to schedule.name="recipe", not "{self.name}"'
+        if self.name in ("none", "recipe") and (self.args or self.every != "step"):
+            yield f'schedule.args and .every belong to torch\'s schedules, not "{self.name}"'

@@ -1,0 +1,164 @@
+"""The sections that say how it runs: precision, engine, checkpoints, logging, faults. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from hpctrain.train.config.keys import key
+from hpctrain.train.config.parts import MONITOR
+from hpctrain.train.config.section import Section
+
+__all__ = ["Checkpoint", "EngineChoice", "Faults", "Logging", "Precision"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision(Section):
+    """In which numbers it is computed."""
+
+    title: ClassVar[str] = "precision"
+
+    kind: Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"] = key(
+        "fp32, tf32, autocast to bf16 or fp16, or weights in bf16 with float32 masters.",
+        default="fp32",
+    )
+    init_scale: float = key(
+        "fp16: what losses are multiplied by at first.", default=65536.0, above=0
+    )
+    growth_interval: int = key(
+        "fp16: steps without overflow until the scale doubles.", default=2000, low=1
+    )
+    max_skips: int = key("fp16: steps skipped in a row that end the run.", default=20, low=1)
+
+    def conflicts(self) -> Iterator[str]:
+        """Loss scaling is for fp16."""
+        fields = type(self).__dataclass_fields__
+        for name in ("init_scale", "growth_interval", "max_skips"):
+            if self.kind != "fp16" and getattr(self, name) != fields[name].default:
+                yield f'precision.{name} belongs to precision.kind="fp16", not "{self.kind}"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChoice(Section):
+    """What carries the gradients."""
+
+    title: ClassVar[str] = "engine"
+
+    name: Literal["auto", "local", "mpi", "horovod", "torch"] = key(
+        "Which engine; `auto` takes the fastest that works here.", default="auto"
+    )
+    overlap: bool | None = key(
+        "Send gradients while backward still runs; left out, where there is something to hide.",
+        default=None,
+    )
+    bucket_bytes: int | None = key("When to close a bucket of gradients.", default=None, low=1)
+    update: Literal["auto", "sharded", "replicated"] = key(
+        "Whether the ranks of a node divide the update and hold the optimizer's state once.",
+        default="auto",
+    )
+    share_parameters: bool = key("Hold the weights once a node, too.", default=False)
+    timeout_s: float = key(
+        "How long a collective may wait for a rank before the job ends and names it.",
+        default=600.0,
+        above=0,
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        """Shared weights need a shared update."""
+        if self.share_parameters and self.update == "replicated":
+            yield 'engine.share_parameters needs engine.update="sharded" or "auto"'
+        messages = self.overlap or self.bucket_bytes is not None
+        if self.update == "sharded" and messages:
+            yield (
+                'engine.update="sharded" needs gradients in shared memory; engine.overlap=true and '
+                "engine.bucket_bytes ask for messages"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint(Section):
+    """What is kept, so that no run is lost."""
+
+    title: ClassVar[str] = "checkpoint"
+
+    enabled: bool = key("Save checkpoints, and go on from the newest.", default=True)
+    every_s: float | Literal["auto"] | None = key(
+        "Seconds between checkpoints; `auto` weighs what a save costs against how often jobs fail.",
+        default="auto",
+        above=0,
+    )
+    every_steps: int | None = key(
+        "Steps between checkpoints, instead of seconds.", default=None, low=1
+    )
+    keep_last: int = key("How many of the newest are kept.", default=3, low=1)
+    keep_best: str | None = key(
+        "Also keep the best by a metric of the evaluation.", default=None, form=MONITOR
+    )
+    keep_best_count: int = key("How many of the best.", default=1, low=1)
+    keep_every_hours: float | None = key(
+        "Also keep one every so many hours.", default=None, above=0
+    )
+    asynchronous: bool = key("Write while the training goes on.", default=True)
+
+    def conflicts(self) -> Iterator[str]:
+        """Options of checkpoints where there are some."""
+        if self.every_steps is not None and self.every_s not in ("auto", None):
+            yield "checkpoint.every_s and checkpoint.every_steps are both given; leave one out"
+        if self.keep_best is None and self.keep_best_count != 1:
+            yield "checkpoint.keep_best_count belongs to checkpoint.keep_best"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logging(Section):
+    """What is written and shown."""
+
+    title: ClassVar[str] = "logging"
+
+    directory: str | None = key(
+        "The run directory; left out, runs/ and the name of the configuration file.", default=None
+    )
+    every_steps: int = key("Steps between lines of metrics.", default=10, low=1)
+    timing: bool | None = key(
+        "Measure input, forward, backward, exchange and update of every step. Left out: on CPUs; "
+        "on GPUs it waits for the device at each border.",
+        default=None,
+    )
+    tensorboard: bool = key(
+        "Also write TensorBoard events (needs the package tensorboard).", default=False
+    )
+    display: Literal["auto", "live", "plain", "off"] = key(
+        "What rank 0 shows: `auto` is live on a terminal and plain lines in a batch log.",
+        default="auto",
+    )
+
+
+def _check_signal(name: str) -> bool:
+    return name in signal.Signals.__members__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Faults(Section):
+    """What interrupts a job, and how often."""
+
+    title: ClassVar[str] = "faults"
+
+    signals: tuple[str, ...] = key(
+        "Signals after which all ranks save and leave to be requeued.",
+        default=("SIGUSR2", "SIGUSR1", "SIGTERM"),
+        form=(r"SIG[A-Z0-9]+", "SIGNAME"),
+    )
+    mtbf_hours: float = key(
+        'Mean time between failures of the whole job, for checkpoint.every_s="auto".',
+        default=24.0,
+        above=0,
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        """Only signals that this system has, each once."""
+        for name in self.signals:
+            if not _check_signal(name):
+                yield f"faults.signals: there is no signal {name} here"
+        if len(set(self.signals)) != len(self.signals):
+            yield "faults.signals names a signal twice"

@@ -1,0 +1,238 @@
+"""What every rank of `hpctrain train` runs: from the file to a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpctrain import log
+from hpctrain.connection import connect
+from hpctrain.data.loader import Loader
+from hpctrain.errors import ConfigError, HpcTrainError
+from hpctrain.launch.script import tee_output
+from hpctrain.optim import sync_batchnorm
+from hpctrain.precision import LossScaling
+from hpctrain.replica import Replica, distribute
+from hpctrain.train.building import build_data, build_models, build_optimizer, build_schedule
+from hpctrain.train.config import Config, load_config, to_toml
+from hpctrain.train.directory import RunDirectory
+from hpctrain.train.monitor import Monitor
+from hpctrain.train.references import find_function, find_loss, find_metric, search_beside
+from hpctrain.train.timing import time_steps
+from hpctrain.train.trainer import Trainer
+from hpctrain.world import World, agree, init
+from hpctrain.world.guard import AgreedExit
+
+__all__ = ["main", "make_trainer", "run_directory"]
+
+
+def main(words: Sequence[str]) -> None:
+    """Collective: train what a file says; the words must match."""
+    parser = argparse.ArgumentParser(prog="hpctrain train")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", dest="settings", action="append", default=[])
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--fresh", action="store_true")
+    args = parser.parse_args(words)
+    config = load_config(args.config, args.settings)
+    train = config.train
+    with init(
+        seed=train.seed,
+        device=train.device,
+        num_threads=train.num_threads,
+        bind=train.bind,
+        config={"toml": to_toml(config)},
+    ) as world:
+        directory = run_directory(config, args.config)
+        try:
+            _prepare(world, directory, resume=args.resume, fresh=args.fresh)
+        except ConfigError as error:  # on all ranks alike
+            _refuse(world, error)
+        tee_output(directory.logs, world.rank, append=True)
+        search_beside(args.config)
+        try:
+            trainer = make_trainer(world, config, args.config.resolve().parent, directory.path)
+        except ConfigError as error:  # on all ranks alike
+            _refuse(world, error)
+        if world.rank == 0:
+            log.notice(f"run directory {directory.path}")
+            print(world.describe(), trainer.replica.describe(), sep="\n\n", flush=True)
+        trainer.fit()
+
+
+def _refuse(world: World, error: ConfigError) -> NoReturn:
+    """Collective: leave with exit code 2, with one message and no traceback."""
+    if world.rank == 0:
+        print(f"hpctrain train: {error}", file=sys.stderr, flush=True)
+    raise AgreedExit(2)
+
+
+def run_directory(config: Config, file: Path) -> RunDirectory:
+    """Where a run goes: what the configuration says, or runs/ and the name of its file."""
+    named = config.logging.directory
+    return RunDirectory(Path(named) if named is not None else Path("runs") / file.stem)
+
+
+def _prepare(world: World, directory: RunDirectory, *, resume: bool, fresh: bool) -> None:
+    """Collective: put an old run aside, or see that there is one to go on with."""
+    trouble, aside = None, None
+    if world.rank == 0:
+        try:
+            if resume and not directory.has_checkpoints:
+                trouble = f"--resume: {directory.path} has no checkpoints to go on from"
+            aside = directory.put_aside() if fresh else None
+            directory.make()
+        except (ConfigError, OSError) as error:
+            trouble = str(error)
+    agree(world.comm, trouble, error=ConfigError)
+    if aside is not None:
+        log.notice(f"the run that was in {directory.path} is in {aside} now")
+
+
+def make_trainer(world: World, config: Config, folder: Path, directory: Path | None) -> Trainer:
+    """Collective: build everything a configuration names; all arguments must match.
+
+    Args:
+        world: The ranks.
+        config: What to train, and how.
+        folder: What relative files are relative to.
+        directory: The run directory; None keeps nothing.
+    """
+    timer = time_steps(world) if _times_steps(world, config) else None
+    replicas = _distribute(world, config, _together(world, lambda: build_models(config)))
+    loader = _loader(world, config, _together(world, lambda: build_data(config, world, folder)))
+    held_out = _together(world, lambda: build_data(config, world, folder, evaluation=True))
+    train = config.train
+    named = _together(world, lambda: _find_functions(config))
+    num_steps = _count_steps(config, loader)
+    schedules = _together(
+        world,
+        lambda: {
+            name: schedule
+            for name, replica in replicas.items()
+            if (schedule := build_schedule(config, replica.optimizer, num_steps)) is not None
+        },
+    )
+    by_epoch = config.schedule.every == "epoch"
+    return Trainer(
+        world,
+        replicas,
+        loader,
+        **named,
+        evaluation=None if held_out is None else _evaluation_loader(world, config, held_out),
+        epochs=train.num_epochs,
+        steps=train.steps,
+        schedules={} if by_epoch else schedules,
+        epoch_schedules=schedules if by_epoch else {},
+        evaluate_every_epochs=train.evaluate_every_epochs,
+        evaluate_every_steps=train.evaluate_every_steps,
+        monitor=Monitor(train.monitor, patience=train.patience, min_delta=train.min_delta),
+        directory=directory,
+        checkpoint=config.checkpoint if config.checkpoint.enabled and directory else None,
+        faults=config.faults,
+        logging=config.logging,
+        timer=timer,
+        config=to_toml(config),
+    )
+
+
+def _find_functions(config: Config) -> dict[str, Any]:
+    """What a trainer computes with, by the names of its arguments."""
+    train = config.train
+    return {
+        "loss": None if train.loss is None else find_loss(train.loss),
+        "step": None if train.step is None else find_function(train.step, "train.step"),
+        "metrics": dict(find_metric(name) for name in train.metrics),
+    }
+
+
+def _together(world: World, make: Any) -> Any:
+    """Collective: what this rank makes; what is wrong on one rank is wrong on all."""
+    made, trouble = None, None
+    try:
+        made = make()
+    except HpcTrainError as error:
+        trouble = str(error)
+    agree(world.comm, trouble, error=ConfigError)
+    return made
+
+
+def _times_steps(world: World, config: Config) -> bool:
+    chosen = config.logging.timing
+    return world.device.type == "cpu" if chosen is None else chosen
+
+
+def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[str, Replica]:
+    """Collective: all models on all ranks, over one engine."""
+    chosen = config.engine
+    connection = connect(world, chosen.name, timeout_s=chosen.timeout_s)
+    precision = config.precision
+    scaling = None
+    if precision.kind == "fp16":
+        scaling = LossScaling(
+            init_scale=precision.init_scale,
+            growth_interval=precision.growth_interval,
+            max_skips=precision.max_skips,
+        )
+    replicas: dict[str, Replica] = {}
+    for name, model in models.items():
+        model.to(world.device)
+        if config.model.sync_batchnorm:
+            sync_batchnorm(connection.engine, model)
+        optimizer = _together(world, lambda model=model: build_optimizer(config, model))
+        replicas[name] = distribute(
+            world,
+            model,
+            optimizer,
+            engine=connection.engine,
+            accumulate=config.train.accumulate,
+            overlap=chosen.overlap,
+            bucket_bytes=chosen.bucket_bytes,
+            update=chosen.update,
+            share_parameters=chosen.share_parameters,
+            timeout_s=chosen.timeout_s,
+            precision=precision.kind,
+            scaling=scaling,
+            clip_norm=config.optimizer.clip_norm,
+            clip_value=config.optimizer.clip_value,
+        )
+        replicas[name].reason = connection.reason
+    return replicas
+
+
+def _loader(world: World, config: Config, data: Any) -> Loader:
+    chosen = config.data
+    return Loader(
+        world,
+        data,
+        global_batch=config.train.global_batch // config.train.accumulate,
+        shuffle=chosen.shuffle,
+        drop_last=chosen.drop_last,
+        even_last=chosen.even_last,
+        num_workers=chosen.num_workers or None,
+        prefetch=chosen.prefetch,
+    )
+
+
+def _evaluation_loader(world: World, config: Config, data: Any) -> Loader:
+    batch = config.train.evaluation_batch or config.train.global_batch
+    return Loader(world, data, global_batch=batch, shuffle=False)
+
+
+def _count_steps(config: Config, loader: Loader) -> int | None:
+    """Steps of the whole training; None for epochs of a stream."""
+    train = config.train
+    if train.steps is not None:
+        return train.steps
+    try:
+        batches = len(loader)
+    except TypeError:
+        return None
+    return -(-batches // train.accumulate) * (train.num_epochs or 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,149 @@
+"""One job at a time in a run directory: a lock that says who holds it, and when it is stale."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpctrain.errors import ConfigError
+
+__all__ = ["Lock", "holder_of", "is_alive", "is_held"]
+
+NAME = "run.lock"
+_BEAT_S = 30.0
+_SILENT_S = 300.0
+"""A holder on another host that was silent for so long is gone."""
+
+
+class Lock:
+    """The lock of a run directory, held from its making to `release`.
+
+    A file that appears at once with its content (a link), for file systems on which `flock` means
+    nothing between nodes. A thread touches it every 30 s, so that other hosts can see that its
+    holder lives.
+
+    Args:
+        directory: The run directory.
+        job_id: This batch job, where it is one.
+
+    Raises:
+        ConfigError: another job holds it; the message says which.
+    """
+
+    def __init__(self, directory: Path, *, job_id: str | None = None) -> None:
+        self.path = directory / NAME
+        self._mine = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": psutil.Process().create_time(),
+            "job_id": job_id,
+            "since": time.time(),
+        }
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="run.lock")
+        for _ in range(5):  # whoever removes a stale lock may lose the race for the new one
+            if self._try():
+                self._thread.start()
+                return
+            holder = holder_of(directory)
+            if holder is None:
+                continue  # it was released in this moment
+            if is_alive(holder, silent_s=self._silence(), job_id=job_id):
+                raise ConfigError(_refusal(directory, holder, self.path))
+            with contextlib.suppress(FileNotFoundError):
+                self.path.rename(self.path.with_suffix(f".stale-{os.getpid()}"))
+                self.path.with_suffix(f".stale-{os.getpid()}").unlink()
+        raise ConfigError(f"{self.path} changes hands all the time; see who else uses {directory}")
+
+    def _beat(self) -> None:
+        while not self._over.wait(_BEAT_S):
+            if holder_of(self.path.parent) == self._mine:
+                with contextlib.suppress(OSError):  # a busy file system is no reason to stop
+                    os.utime(self.path)
+
+    def _silence(self) -> float:
+        """Seconds since the lock was touched, by the file system's own clock."""
+        return self._now - _touched(self.path, self._now)
+
+    def _try(self) -> bool:
+        draft = self.path.with_suffix(f".draft-{self._mine['host']}-{os.getpid()}")
+        draft.write_text(json.dumps(self._mine))
+        self._now = draft.stat().st_mtime
+        try:
+            os.link(draft, self.path)
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink()
+        return True
+
+    def release(self) -> None:
+        """Let others in; a lock that is not ours any more is left alone."""
+        self._over.set()
+        self._thread.join()
+        if holder_of(self.path.parent) == self._mine:
+            self.path.unlink(missing_ok=True)
+
+
+def holder_of(directory: Path) -> dict[str, Any] | None:
+    """Who holds the lock of a run directory; None where nobody does."""
+    try:
+        found: dict[str, Any] = json.loads((directory / NAME).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return found
+
+
+def is_alive(holder: Mapping[str, Any], *, silent_s: float, job_id: str | None = None) -> bool:
+    """Whether the holder of a lock still runs, as far as can be seen from here.
+
+    Args:
+        holder: What the lock says.
+        silent_s: How long it was not touched.
+        job_id: This batch job: one that was requeued has its old number, and runs only once.
+    """
+    if holder.get("host") == socket.gethostname():
+        try:
+            process = psutil.Process(int(holder.get("pid", 0)))
+            return abs(process.create_time() - float(holder.get("started", 0.0))) < 1.0
+        except psutil.NoSuchProcess:
+            return False
+    if job_id is not None and holder.get("job_id") == job_id:
+        return False
+    return silent_s < _SILENT_S
+
+
+def is_held(directory: Path) -> bool:
+    """Whether somebody who seems to live holds the lock of a run directory."""
+    holder = holder_of(directory)
+    now = time.time()
+    silent_s = now - _touched(directory / NAME, now)
+    return holder is not None and is_alive(holder, silent_s=silent_s)
+
+
+def _touched(path: Path, otherwise: float) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return otherwise
+
+
+def _refusal(directory: Path, holder: Mapping[str, Any], path: Path) -> str:
+    job = f", job {holder['job_id']}" if holder.get("job_id") else ""
+    return (
+        f"{directory} is in use by process {holder.get('pid', '?')} on "
+        f"{holder.get('host', 'an unknown host')}{job}; wait for it, name another "
+        f"logging.directory, or, if that job is gone, wait {_SILENT_S / 60:g} minutes or remove "
+        f"{path}"
+    )

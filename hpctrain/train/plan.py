@@ -1,0 +1,246 @@
+"""What a configuration comes to on so many ranks: batches, steps, memory, engine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hpctrain import log
+from hpctrain.data.batches import Batching, part_of
+from hpctrain.engines import Choice, HorovodState, choose
+from hpctrain.errors import ConfigError
+from hpctrain.replica.sharing_work import ChosenUpdate, choose_update
+from hpctrain.train.config import Config
+
+__all__ = ["Memory", "Place", "Plan", "make_plan"]
+
+UNKNOWN = HorovodState(built=False, why="nobody looked for Horovod")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where it would run."""
+
+    num_ranks: int
+    ranks_per_node: int
+    """On the fullest node."""
+    device_kind: str = "cpu"
+    horovod: HorovodState = UNKNOWN
+
+    def __post_init__(self) -> None:
+        """Refuse what is no place."""
+        if not 1 <= self.ranks_per_node <= self.num_ranks:
+            raise ConfigError(
+                f"ranks_per_node={self.ranks_per_node} of num_ranks={self.num_ranks}; it must be "
+                "at least 1 and no more than the ranks"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes that is at least."""
+        return -(-self.num_ranks // self.ranks_per_node)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes that follow from the model and its optimizer; activations come on top."""
+
+    weights: int
+    """Of one copy."""
+    gradients: int
+    optimizer_state: int
+    """Of one copy, float32 masters of bfloat16 weights included."""
+    per_rank: int
+    """What is a rank's own."""
+    per_node: int
+    """What the fullest node holds: its ranks' own and what they share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A configuration resolved for a place."""
+
+    num_ranks: int
+    num_nodes: int
+    ranks_per_node: int
+    num_samples: int | None
+    """Of the training data; None: a stream that does not say."""
+    global_batch: int
+    accumulate: int
+    rank_batch: tuple[int, int]
+    """The fewest and the most samples a rank computes at a time."""
+    steps_per_epoch: int | None
+    num_steps: int | None
+    num_parameters: int
+    num_trained: int
+    memory: Memory
+    engine: str
+    engine_reason: str
+    update: str
+    update_reason: str
+    precision: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """A table for people."""
+        fewest, most = self.rank_batch
+        parts = f" in {self.accumulate} parts" if self.accumulate > 1 else ""
+        nodes = "one node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        rows = [
+            ("ranks", f"{self.num_ranks} on {nodes}"),
+            ("samples", _known(self.num_samples)),
+            ("global batch", f"{self.global_batch:,}{parts}"),
+            ("a rank's batch", f"{fewest}" if fewest == most else f"{fewest} to {most}"),
+            ("steps an epoch", _known(self.steps_per_epoch)),
+            ("steps in all", _known(self.num_steps)),
+            ("parameters", f"{self.num_parameters:,}, {self.num_trained:,} of them trained"),
+            ("weights", _size(self.memory.weights)),
+            ("gradients", _size(self.memory.gradients)),
+            ("optimizer state", _size(self.memory.optimizer_state)),
+            ("memory a rank", f"{_size(self.memory.per_rank)} and activations"),
+            ("memory a node", f"{_size(self.memory.per_node)} and activations"),
+            ("engine", f"{self.engine}: {self.engine_reason}"),
+            ("update", f"{self.update}: {self.update_reason}"),
+            ("precision", self.precision),
+        ]
+        return log.table(("plan", ""), rows)
+
+
+def make_plan(
+    config: Config,
+    parts: Mapping[str, tuple[torch.nn.Module, torch.optim.Optimizer]],
+    *,
+    num_samples: int | None,
+    state_bytes: int,
+    place: Place,
+) -> Plan:
+    """Resolve a configuration for a place.
+
+    Args:
+        config: What was asked for.
+        parts: The models with their optimizers, by name; on any device, `meta` too.
+        num_samples: Of the training data; None where they do not say.
+        state_bytes: What the optimizers hold for all weights (`hpctrain.train.measuring`).
+        place: Ranks, nodes and devices.
+
+    Raises:
+        ConfigError: the engine or the update cannot be as asked for.
+    """
+    choice = choose(
+        config.engine.name,
+        device_kind=place.device_kind,
+        size=place.num_ranks,
+        horovod=place.horovod,
+    )
+    update = _choose_update(config, parts, choice, place)
+    parameters = [p for model, _ in parts.values() for p in model.parameters()]
+    trained = [p for p in parameters if p.requires_grad]
+    train = config.train
+    micro = train.global_batch // train.accumulate
+    batching = Batching(
+        global_batch=micro, drop_last=config.data.drop_last, even_last=config.data.even_last
+    )
+    per_epoch = None
+    if num_samples is not None:
+        per_epoch = -(-batching.count(num_samples) // train.accumulate)
+    total = train.steps
+    if train.num_epochs is not None:
+        total = None if per_epoch is None else per_epoch * train.num_epochs
+    sizes = [len(part_of(range(micro), place.num_ranks, r)) for r in (0, place.num_ranks - 1)]
+    return Plan(
+        num_ranks=place.num_ranks,
+        num_nodes=place.num_nodes,
+        ranks_per_node=place.ranks_per_node,
+        num_samples=num_samples,
+        global_batch=train.global_batch,
+        accumulate=train.accumulate,
+        rank_batch=(min(sizes), max(sizes)),
+        steps_per_epoch=per_epoch,
+        num_steps=total,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trained=sum(p.numel() for p in trained),
+        memory=_memory(config, parameters, trained, state_bytes, update, choice, place),
+        engine=choice.name,
+        engine_reason=choice.reason,
+        update="replicated" if update.by is None else f"sharded by {update.by}",
+        update_reason=update.why,
+        precision=config.precision.kind,
+    )
+
+
+def _choose_update(
+    config: Config,
+    parts: Mapping[str, tuple[torch.nn.Module, torch.optim.Optimizer]],
+    choice: Choice,
+    place: Place,
+) -> ChosenUpdate:
+    """Of the first part; the others have the same optimizer."""
+    model, optimizer = next(iter(parts.values()))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return choose_update(
+        optimizer,
+        names,
+        parameters,
+        update=config.engine.update,
+        shared=_shares_memory(config, choice, place),
+        masters=config.precision.kind == "bf16-pure",
+        alone=place.num_ranks == 1,
+    )
+
+
+def _shares_memory(config: Config, choice: Choice, place: Place) -> bool:
+    messages = config.engine.overlap or config.engine.bucket_bytes is not None
+    on_cpus = choice.name == "mpi" and place.device_kind == "cpu"
+    return on_cpus and place.ranks_per_node > 1 and not messages
+
+
+def _memory(
+    config: Config,
+    parameters: list[torch.nn.Parameter],
+    trained: list[torch.nn.Parameter],
+    state_bytes: int,
+    update: ChosenUpdate,
+    choice: Choice,
+    place: Place,
+) -> Memory:
+    """What docs/node.md says of shared memory, and one copy a rank of everything elsewhere."""
+    pure = config.precision.kind == "bf16-pure"
+    width = [(p, 2 if pure and p.is_floating_point() else p.element_size()) for p in parameters]
+    weights = sum(p.numel() * size for p, size in width)
+    mine = {id(p) for p in trained}
+    gradients = sum(p.numel() * size for p, size in width if id(p) in mine)
+    masters = sum(p.numel() * 4 for p in trained) if pure else 0
+    state = state_bytes + masters
+    ranks = place.ranks_per_node
+    own, shared = weights + gradients + state, 0
+    if _shares_memory(config, choice, place):
+        shared = gradients  # the sums, beside each rank's own
+        if update.by is not None:
+            own = (0 if config.engine.share_parameters else weights) + gradients
+            shared += gradients + state  # the new weights, and the state, once a node
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer_state=state,
+        per_rank=own,
+        per_node=own * ranks + shared,
+    )
+
+
+def _known(number: int | None) -> str:
+    return "unknown: a stream" if number is None else f"{number:,}"
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

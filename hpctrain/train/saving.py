@@ -1,0 +1,53 @@
+"""The trainer's use of `hpctrain.saver`, all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.data.loader import Loader
+from hpctrain.replica import Replica
+from hpctrain.train.config import Checkpoint, Faults
+
+if TYPE_CHECKING:
+    from hpctrain.saver import Saver
+    from hpctrain.world import World
+
+__all__ = ["make_saver"]
+
+
+def make_saver(
+    world: World,
+    directory: Path,
+    replicas: Sequence[Replica],
+    loader: Loader,
+    named: Mapping[str, Any],
+    *,
+    checkpoint: Checkpoint,
+    faults: Faults,
+    note: Mapping[str, Any],
+) -> Saver:
+    """Collective: a saver with the options of a configuration; all arguments must match."""
+    from hpctrain.checkpoint import Keep
+    from hpctrain.saver import Saver
+
+    return Saver(
+        world,
+        directory,
+        *replicas,
+        loader,
+        named=dict(named),
+        keep=Keep(
+            last=checkpoint.keep_last,
+            best=checkpoint.keep_best,
+            best_count=checkpoint.keep_best_count,
+            every_hours=checkpoint.keep_every_hours,
+        ),
+        every_s=None if checkpoint.every_steps is not None else checkpoint.every_s,
+        every_steps=checkpoint.every_steps,
+        signals=faults.signals,
+        mtbf_hours=faults.mtbf_hours,
+        asynchronous=checkpoint.asynchronous,
+        note=dict(note),
+    )

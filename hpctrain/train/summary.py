@@ -1,0 +1,52 @@
+"""The last word on a run: summary.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpctrain.replica import Replica
+from hpctrain.train.monitor import Monitor
+from hpctrain.train.progress import Progress
+
+__all__ = ["make_summary"]
+
+
+def make_summary(
+    replica: Replica,
+    progress: Progress,
+    monitor: Monitor,
+    *,
+    state: str,
+    failure: str | None,
+    seconds: float,
+    num_steps: int | None,
+) -> dict[str, Any]:
+    """Put the summary together.
+
+    Args:
+        replica: What was trained.
+        progress: How far it is.
+        monitor: What was best.
+        state: `running`, `finished`, `stopped` (to be run again) or `failed`.
+        failure: The rank and its exception.
+        seconds: Of this job.
+        num_steps: The goal, where it is known.
+    """
+    world = replica.world
+    return {
+        "state": state,
+        "metrics": progress.results,
+        "monitor": {"name": monitor.name, **monitor.state_dict()},
+        "steps": progress.step,
+        "num_steps": num_steps,
+        "epochs": progress.epochs_done,
+        "samples": progress.samples,
+        "seconds": seconds,
+        "samples_per_s": progress.job_samples / seconds if seconds > 0 else 0.0,
+        "ranks": world.size,
+        "nodes": world.num_nodes,
+        "engine": replica.engine.name,
+        "job_id": world.launch.job_id,
+        "stop_reason": progress.stop_reason,
+        "failure": failure,
+    }

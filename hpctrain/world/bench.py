@@ -1,0 +1,115 @@
+"""What a sweep (`hpctrain bench`) asks of a script, and how the script reads it.
+
+A sweep starts the script again and again, with other ranks, batches and settings, and says so in
+one variable. Outside a sweep every question is answered with the script's own default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hpctrain.errors import ConfigError, LaunchError
+
+__all__ = ["Asked", "Bench", "parse_asked"]
+
+Value = TypeVar("Value", bool, int, float, str)
+_FLAGS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What one launch of a sweep asks for."""
+
+    report: str
+    """The file that rank 0 writes the step times to."""
+    batch: int | None = None
+    """Samples of one share, instead of the script's own default."""
+    factor: int = 1
+    """How many shares the ranks have together: their number in weak scaling, 1 in strong."""
+    engine: str | None = None
+    """Instead of `auto`."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Settings that the sweep varies."""
+    warmup: int = 3
+    """Steps that do not count."""
+    steps: int = 20
+    """Steps that count, after which the script ends; 0: it runs to its own end."""
+
+    def text(self) -> str:
+        """As it stands in the environment."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({**fields, "values": dict(self.values)}, sort_keys=True)
+
+
+def parse_asked(text: str) -> Asked:
+    """Read what `Asked.text` wrote. Pure.
+
+    Raises:
+        LaunchError: it is something else.
+    """
+    try:
+        return Asked(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise LaunchError(
+            f"HPCTRAIN_BENCH is not as `hpctrain bench` writes it ({error}); unset it"
+        ) from None
+
+
+class Bench:
+    """What a script asks its sweep; `world.bench`.
+
+    Args:
+        asked: What the sweep wants; None outside a sweep.
+    """
+
+    def __init__(self, asked: Asked | None = None) -> None:
+        self.asked = asked
+        self.reads: set[str] = set()
+        """What the script has read, so that the sweep can tell what it had no influence on."""
+        self.batch: int | None = None
+        """What the script was told last as its global batch."""
+        self._has_replica = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a sweep has started this script."""
+        return self.asked is not None
+
+    def take_replica(self) -> bool:
+        """Whether a replica is the first one; that one is timed, where a script has several."""
+        first, self._has_replica = not self._has_replica, True
+        return first
+
+    def global_batch(self, default: int) -> int:
+        """Samples of all ranks together in a step.
+
+        Args:
+            default: The script's own, outside a sweep. In a weak-scaling sweep that names no batch
+                it is one rank's share; in a strong-scaling one it is the whole.
+        """
+        self.reads.add("batch")
+        if self.asked is None:
+            return default
+        self.batch = (self.asked.batch or default) * self.asked.factor
+        return self.batch
+
+    def value(self, name: str, default: Value) -> Value:
+        """A setting that the sweep may vary, in the type of the default.
+
+        Raises:
+            ConfigError: the sweep's value is not of that type.
+        """
+        self.reads.add(name)
+        text = None if self.asked is None else self.asked.values.get(name)
+        if text is None:
+            return default
+        try:
+            return type(default)(_FLAGS[text.lower()] if isinstance(default, bool) else text)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"the sweep's {name}={text!r} is no {type(default).__name__}, which the script's "
+                f"default {default!r} is; vary it over values of that type"
+            ) from None

@@ -1,0 +1,60 @@
+"""Who is told what a rank is doing: the phases of its steps, as they begin and end. Pure.
+
+Floors above tell `world.observers`; a tracer, a timer of steps or a display listens. Where nobody
+does, nothing is called and nothing is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+__all__ = ["PHASES", "Observer", "Phase", "observed", "phase"]
+
+T = TypeVar("T")
+Phase = str
+
+PHASES: tuple[Phase, ...] = ("input", "forward", "backward", "exchange", "update")
+"""What a step is made of. `exchange` is the part of communication that backward does not hide; what
+is in none of them is the script's own."""
+
+
+class Observer(Protocol):
+    """Is told in the thread that does the work, and must be quick.
+
+    Phases nest: what is inside another belongs to the inner one alone. On a GPU the times between
+    the calls are those of launching kernels, unless an observer waits for the device in each.
+    """
+
+    def begin(self, name: Phase) -> None:
+        """A phase begins on this rank."""
+
+    def end(self, name: Phase) -> None:
+        """The phase that began last has ended, by an exception perhaps."""
+
+    def stepped(self, number: int) -> None:
+        """The weights were updated, or all ranks skipped it: the `number`th step has ended."""
+
+
+@contextmanager
+def phase(observers: list[Observer], name: Phase) -> Iterator[None]:
+    """A block that is one phase to all observers."""
+    for observer in observers:
+        observer.begin(name)
+    try:
+        yield
+    finally:
+        for observer in reversed(observers):
+            observer.end(name)
+
+
+def observed(items: Iterator[T], observers: list[Observer], name: Phase) -> Iterator[T]:
+    """The same items; waiting for each is one phase to all observers."""
+    while True:
+        with phase(observers, name):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item

@@ -1,0 +1,174 @@
+"""Runs that outlive their jobs, on a real Slurm: stopped in five ways, and nothing is lost.
+
+Each job is a training that is stopped once; the ranks write down which samples they trained on.
+Looked at afterwards: the last run of each step is what the final weights come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpi_tests.cluster.mpi import mpi_of_this_python
+from mpi_tests.cluster.slurm import Slurm
+from mpi_tests.launch.commands import HPCTRAIN
+from mpi_tests.launch.desk import LIMIT_S, Desk
+
+SAMPLES, BATCH, EPOCHS = 64, 8, 8
+STEPS = SAMPLES // BATCH * EPOCHS
+TRAIN = f"""
+import os, sys, time
+from pathlib import Path
+import torch
+import hpctrain as hpc
+
+folder, lead_s, nap_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+with hpc.init(seed=1) as world:
+    x = torch.randn({SAMPLES}, 4, generator=torch.Generator().manual_seed(1))
+    loader = hpc.Loader(world, (torch.arange({SAMPLES}), x), global_batch={BATCH})
+    model = torch.nn.Linear(4, 1)
+    replica = hpc.distribute(world, model, torch.optim.AdamW(model.parameters(), 0.01))
+    saver = hpc.Saver(world, folder / "checkpoints", replica, loader, every_steps=4, lead_s=lead_s)
+    seen = open(folder / f"seen-{{world.rank}}", "a")
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    for ids, inputs in saver.resume(num_epochs={EPOCHS}):
+        loss = (replica(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        replica.backward(loss, num_samples=len(inputs))
+        replica.step()
+        numbers = " ".join(map(str, ids.tolist()))
+        seen.write(f"{{time.time()}} {{saver.step}} {{loader.epoch}} {{numbers}}\\n")
+        seen.flush()
+        if saver.step == 6 and world.rank == 0:
+            print(f"under way {{restart}}", flush=True)
+        time.sleep(nap_s)
+    if world.rank == 0:
+        print(f"finished at step {{saver.step}}: {{model.weight.sum().item():.9f}}", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def desk(slurm_of_session: Slurm) -> Iterator[Desk]:
+    folder = slurm_of_session.directory / "resuming"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    yield Desk(slurm_of_session, folder)
+    slurm_of_session.clear()
+
+
+def words_for(name: str, *, template: str, lead_s: float, nap_s: float, time: str) -> list[str]:
+    """One job on one node of two ranks, which fill it."""
+    mpi = mpi_of_this_python()
+    how = ["--mpi", mpi.srun_plugin]
+    if template == "slurm-mpirun":
+        how = ["--template", template, "--mpi", mpi.family]
+        how += ["--env", "OMPI_ALLOW_RUN_AS_ROOT=1", "--env", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
+    size = ["--nodes", "1", "--ranks-per-node", "2", "--cpus-per-rank", "2"]
+    again = ["--requeue", "3", "--time", time]
+    script = ["--", *HPCTRAIN, "run", "train.py", name, str(lead_s), str(nap_s)]
+    return ["--name", name, *how, *size, *again, *script]
+
+
+@pytest.fixture(scope="module")
+def jobs(desk: Desk) -> dict[str, str]:
+    """One job for each way to be stopped; the first three fill the cluster."""
+    ways = {
+        # The time of the allocation is over half a minute after its start; no signal is sent.
+        "walltime": {"lead_s": 30.0, "nap_s": 1.0, "time": "1m"},
+        "signal": {"lead_s": 1.0, "nap_s": 0.1, "time": "10m", "template": "slurm-mpirun"},
+        "node": {"lead_s": 1.0, "nap_s": 0.2, "time": "10m"},
+        "cancel": {"lead_s": 1.0, "nap_s": 0.2, "time": "10m"},
+        "preempted": {"lead_s": 1.0, "nap_s": 0.2, "time": "10m"},
+    }
+    submitted = {}
+    for name, how in ways.items():
+        (desk.folder / name).mkdir()
+        words = words_for(name, **({"template": "slurm-srun"} | how))
+        (submitted[name],) = desk.submit(*words)
+    return submitted
+
+
+def lineage(folder: Path) -> list[tuple[int, int, list[int]]]:
+    """Step, epoch and samples of all ranks, of the last run of each step."""
+    runs: dict[int, dict[int, tuple[float, int, list[int]]]] = {}
+    for rank in range(2):
+        for line in (folder / f"seen-{rank}").read_text().splitlines():
+            when, step, epoch, *ids = line.split()
+            runs.setdefault(int(step), {})[rank] = (float(when), int(epoch), [*map(int, ids)])
+    return [
+        (step, ranks[0][1], sorted(ranks[0][2] + ranks[1][2]))
+        for step, ranks in sorted(runs.items())
+    ]
+
+
+def check_whole(desk: Desk, name: str) -> None:
+    steps = lineage(desk.folder / name)
+    assert [step for step, _, _ in steps] == list(range(STEPS))
+    for epoch in range(EPOCHS):
+        ids = sorted(i for _, at, part in steps for i in part if at == epoch)
+        assert ids == list(range(SAMPLES)), (name, epoch)
+
+
+def finished(desk: Desk, jobs: dict[str, str], name: str) -> str:
+    """The log of a job that was run again and came to its end; the weights are those of all."""
+    desk.wait_for(jobs[name], f"finished at step {STEPS}", 1)
+    (row,) = desk.ended(jobs[name])
+    log = desk.log(jobs[name])
+    assert (row["state"], row["exit_code"]) == ("COMPLETED", 0), log
+    assert row["restarts"] >= 1, log
+    assert "going on from step" in log
+    check_whole(desk, name)
+    return log
+
+
+def test_a_signal_is_saved_requeued_and_resumed(desk: Desk, jobs: dict[str, str]) -> None:
+    desk.wait_for(jobs["signal"], "under way 0", 1)
+    slurm = desk.slurm
+    slurm.run(["scancel", "--batch", "--signal=USR2", jobs["signal"]], timeout_s=LIMIT_S)
+    log = finished(desk, jobs, "signal")
+    passed = "SIGTERM" if mpi_of_this_python().family == "mpich" else "SIGUSR2"
+    assert f"got {passed}; saved step" in log, log
+    assert "requeued for restart 1 of 3" in log
+
+
+def test_a_node_that_goes_down_costs_a_few_steps(desk: Desk, jobs: dict[str, str]) -> None:
+    desk.wait_for(jobs["node"], "under way 0", 1)
+    node = desk.slurm.job(jobs["node"])["NodeList"]
+    down = ["scontrol", "update", f"nodename={node}", "state=down", "reason=test"]
+    desk.slurm.run(down, timeout_s=LIMIT_S)
+    up = ["scontrol", "update", f"nodename={node}", "state=resume"]
+    desk.slurm.run(up, timeout_s=LIMIT_S)
+    finished(desk, jobs, "node")
+
+
+def test_the_end_of_the_walltime_is_foreseen(desk: Desk, jobs: dict[str, str]) -> None:
+    log = finished(desk, jobs, "walltime")
+    assert "the walltime is nearly over" in log
+    assert "DUE TO TIME LIMIT" not in log
+
+
+def test_a_cancelled_job_has_saved_and_can_be_submitted_again(
+    desk: Desk, jobs: dict[str, str]
+) -> None:
+    desk.wait_for(jobs["cancel"], "under way 0", 1)
+    assert "cancelled" in desk.hpctrain("job", "cancel", jobs["cancel"])[1]
+    assert desk.ended(jobs["cancel"])[0]["state"] == "CANCELLED"
+    log = desk.log(jobs["cancel"])
+    assert "got SIGTERM; saved step" in log
+    words = words_for("cancel", template="slurm-srun", lead_s=1.0, nap_s=0.0, time="10m")
+    (again,) = desk.submit(*words)
+    desk.wait_for(again, f"finished at step {STEPS}", 1)
+    assert desk.ended(again)[0]["state"] == "COMPLETED"
+    assert "going on from step" in desk.log(again)
+    check_whole(desk, "cancel")
+
+
+def test_a_preempted_job_comes_back(desk: Desk, jobs: dict[str, str]) -> None:
+    desk.wait_for(jobs["preempted"], "under way 0", 1)
+    high = ["--mpi", "none", "--nodes", "3", "--ranks-per-node", "4", "--cpus-per-rank", "1"]
+    words = ["--name", "high", "--partition", "high", *high, "--", "sleep", "1"]
+    (first,) = desk.submit(*words)
+    assert desk.ended(first)[0]["state"] == "COMPLETED"
+    log = finished(desk, jobs, "preempted")
+    assert "saved step" in log

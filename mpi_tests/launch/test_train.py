@@ -1,0 +1,101 @@
+"""`hpctrain train` as a user calls it: alone, on ranks, under mpirun; and the examples."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+
+from hpctrain.train.journal import read_lines
+from mpi_tests.launch.commands import HPCTRAIN, ROOT, run
+from mpi_tests.launch.test_readme import tools
+
+EXAMPLES = ROOT / "examples" / "train"
+
+
+def last(directory, kind):
+    return [line for line in read_lines(directory / "metrics.jsonl") if line["kind"] == kind][-1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A copy of the examples, where runs may be written."""
+    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
+    path = tmp_path_factory.mktemp("train")
+    shutil.copytree(EXAMPLES, path, dirs_exist_ok=True)
+    return path
+
+
+def test_one_file_alone_then_on_two_ranks(folder):
+    words = ["digits_mlp.toml", "--set", "schedule.name=none", "--set", "schedule.warmup_steps=0"]
+    words += ["--set", "checkpoint.every_steps=10"]
+    alone = run(*HPCTRAIN, "train", *words, "--set", "train.epochs=1", cwd=folder)
+    assert alone.code == 0, alone.text
+    directory = folder / "runs" / "digits_mlp"
+    assert json.loads((directory / "summary.json").read_text())["steps"] == 23
+    both = run(*HPCTRAIN, "train", *words, "--set", "train.epochs=3", "-n", "2", cwd=folder,
+               timeout_s=120)  # fmt: skip
+    assert both.code == 0, both.text
+    assert "going on from step 23" in both.text
+    assert not re.search(r"\x1b\[", both.out)  # a batch log has no colours
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["state"], summary["steps"], summary["ranks"]) == ("finished", 69, 2)
+    assert summary["metrics"]["accuracy"] > 0.85
+    lines = list(read_lines(directory / "metrics.jsonl"))
+    assert [x["step"] for x in lines if x["kind"] == "eval"] == [23, 46, 69]
+    names = {path.name for path in directory.iterdir()}
+    assert {"config.toml", "environment.json", "logs", "checkpoints"} <= names
+    assert "evaluation at step 69" in (directory / "logs" / "rank-00000.log").read_text()
+    assert (directory / "logs" / "rank-00001.log").exists()
+    seen = run(*HPCTRAIN, "watch", directory, cwd=folder)
+    assert seen.code == 0, seen.text
+    assert "finished: epoch 3" in seen.out
+
+
+def test_mistakes_that_only_ranks_can_see_leave_with_code_2(folder):
+    wrong = run(
+        *HPCTRAIN, "train", "digits_mlp.toml", "--fresh", "-n", "2",
+        "--set", "optimizer.name=AdmW", "--set", "logging.directory=runs/wrong",
+        cwd=folder, timeout_s=120,
+    )  # fmt: skip
+    assert wrong.code == 2, wrong.text
+    assert wrong.text.count("did you mean AdamW?") == 1
+    assert "Traceback" not in wrong.text
+    none = run(*HPCTRAIN, "train", "digits_mlp.toml", "--resume",
+               "--set", "logging.directory=runs/none", cwd=folder)  # fmt: skip
+    assert none.code == 2, none.text
+    assert "no checkpoints to go on from" in none.text
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "low", "high"),
+    [("digits_cnn", "accuracy", 0.9, 1.0), ("text", "loss", 1.0, 3.0)],
+)
+def test_examples_train_on_two_ranks(folder, name, metric, low, high):
+    done = run(*HPCTRAIN, "train", f"{name}.toml", "-n", "2", cwd=folder, timeout_s=120)
+    assert done.code == 0, done.text
+    assert low < last(folder / "runs" / name, "eval")[metric] <= high, done.text
+
+
+def test_regression_on_an_hdf5_file_under_mpirun(folder):
+    pytest.importorskip("h5py", reason="the file is HDF5")
+    assert run(sys.executable, "energy.py", ".", cwd=folder).code == 0
+    done = run("mpirun", "-n", "2", *HPCTRAIN, "train", "energy.toml", cwd=folder, env=tools(),
+               timeout_s=120)  # fmt: skip
+    assert done.code == 0, done.text
+    assert last(folder / "runs" / "energy", "eval")["mae"] < 0.35
+
+
+def test_a_script_of_plain_horovod_runs_unchanged():
+    if run(sys.executable, "-c", "import horovod.torch").code != 0:
+        pytest.skip("Horovod is not built here")
+    script = ROOT / "examples" / "horovod_digits.py"
+    assert "hpctrain" not in script.read_text().partition('"""\n\nfrom')[2]
+    done = run(*HPCTRAIN, "run", "-n", "2", script, timeout_s=120)
+    assert done.code == 0, done.text
+    found = re.search(r"accuracy ([\d.]+) on 2 ranks", done.out)
+    assert found, done.text
+    assert float(found.group(1)) > 0.95

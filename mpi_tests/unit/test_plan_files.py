@@ -1,0 +1,300 @@
+"""Profiles, machine files, fits and advice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.cli import main
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.plan import (
+    Costs,
+    Layer,
+    Layout,
+    Link,
+    Machine,
+    Profile,
+    advise,
+    find_machine,
+    machine_names,
+    predict,
+    read_profile,
+    write_machine,
+    write_profile,
+)
+from hpctrain.scaling.plan.advice import cost_of
+from hpctrain.scaling.plan.collectives import allreduce_s
+from hpctrain.scaling.plan.fit import fit_contention, fit_costs, fit_machine
+from hpctrain.scaling.plan.machine_files import parse_machine, render_machine, sourced_keys
+from hpctrain.scaling.plan.profile import parse_profile
+from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
+
+LINK = Link(latency_s=1e-5, bytes_per_s=1e9)
+PROFILE = Profile(
+    machine="here",
+    model="a model",
+    batch=32,
+    input_s=0.001,
+    forward_s=0.01,
+    layers=tuple(
+        Layer(name=f"l{i}", backward_s=0.002, gradient_bytes=4_000_000) for i in range(10)
+    ),
+    update_s=0.002,
+    samples=1000,
+    parameters=10_000_000,
+    bytes_per_sample=12,
+    error=0.01,
+)
+MACHINE = Machine(
+    name="m",
+    title='a "machine" of\nours',
+    ranks_per_node=4,
+    costs=Costs(topology="ring", intra=LINK, inter=replace(LINK, latency_error=0.25)),
+    engines={"mpi": Costs(topology="hierarchical", intra=LINK, inter=LINK)},
+    jitter=0.02,
+    contention=((1, 1.0), (2, 1.125), (4, 1.5)),
+    contention_error=0.125,
+    memory_bytes_per_node=1 << 36,
+    measured=True,
+    as_of="2026-01-02",
+    sources={"inter.latency_s": "a book"},
+)
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_number_of_a_machine_file_has_a_source(name):
+    import tomllib
+    from importlib import resources
+
+    text = (resources.files("hpctrain.scaling.plan") / "machines" / f"{name}.toml").read_text()
+    machine = find_machine(name)
+    assert set(machine.sources) == sourced_keys(tomllib.loads(text))
+    assert all(len(source) >= len("assumption") for source in machine.sources.values())
+    assert machine.as_of
+    assert not machine.measured
+    assert parse_machine(render_machine(machine), name) == machine
+    found = predict(PROFILE, machine, 1024)
+    assert 0 < found.efficiency.low < found.efficiency.value < found.efficiency.high
+
+
+def test_files_give_back_what_was_written(tmp_path):
+    write_profile(PROFILE, tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == PROFILE
+    write_machine(MACHINE, tmp_path / "m.toml")
+    assert find_machine(tmp_path / "m.toml") == MACHINE
+    with pytest.raises(ConfigError, match=r"must end in .toml"):
+        write_machine(MACHINE, tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "x"}, "has schema 'x'; this version reads 'hpctrain.profile/1'"),
+        ({"batch": 0}, "batch=0 must be a whole number, at least 1"),
+        ({"forward_s": -1}, "forward_s=-1 must be finite and not negative"),
+        ({"forward_s": "1"}, "forward_s='1' must be a number"),
+        ({"layers": []}, "at least one layer"),
+        ({"layers": [{"name": "a"}]}, "layer 0 of p lacks backward_s, gradient_bytes"),
+        ({"colour": 1}, "p has colour, which nobody reads"),
+    ],
+)
+def test_profiles_that_are_refused(change, message):
+    good = {"schema": "hpctrain.profile/1", "model": "m", "batch": 1, "forward_s": 1, "update_s": 0}
+    good["layers"] = [{"name": "a", "backward_s": 0.1, "gradient_bytes": 4}]
+    assert parse_profile(json.dumps(good), "p").gradient_bytes == 4
+    with pytest.raises(ConfigError, match=message):
+        parse_profile(json.dumps(good | change), "p")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('topology = "ring"', 'topology = "rings"', "topology='rings'; choose one of ring"),
+        ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node=0 must be a whole number"),
+        ("jitter = 0.02", "jiter = 0.02", "has jiter, which nobody reads; it may have"),
+        ("bytes_per_s = 1000000000.0", "bytes_per_s = 0", "bytes_per_s=0 must be above 0"),
+        ("ranks = [1, 2, 4]", "ranks = [2, 1, 4]", "must rise, beginning with 1"),
+        ("slowdown = [1.0, 1.125", "slowdown = [1.0, 0.5", "never be below it"),
+        ('"inter.latency_s" =', '"inter.colour" =', "inter.colour, which nobody reads"),
+        ("schema =", "schema", "is no TOML"),
+    ],
+)
+def test_machines_that_are_refused(old, new, message):
+    text = render_machine(MACHINE)
+    assert old in text
+    with pytest.raises(ConfigError, match=message):
+        parse_machine(text.replace(old, new), "m")
+
+
+def test_contention_is_read_off_and_goes_on_by_the_logarithm():
+    assert [MACHINE.slowdown(n) for n in (1, 2, 4)] == [1.0, 1.125, 1.5]
+    assert MACHINE.slowdown(3) == pytest.approx(1.125 + 0.375 * 0.585, abs=1e-3)
+    assert 1.5 < MACHINE.slowdown(8) < MACHINE.slowdown(16) < 2.5
+    flat = replace(MACHINE, contention=((1, 1.0),))
+    assert flat.slowdown(64) == 1.0
+
+
+sizes = (4096, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(["ring", "halving", "hierarchical"]),
+    st.floats(1e-6, 1e-3),
+    st.floats(1e7, 1e11),
+    st.floats(1e-6, 1e-3),
+    st.floats(1e6, 1e10),
+)
+def test_a_fit_finds_the_costs_that_made_the_times(topology, near_s, near, far_s, far):
+    costs = Costs(
+        topology=topology,
+        intra=Link(latency_s=near_s, bytes_per_s=max(near, 2 * far)),
+        inter=Link(latency_s=far_s, bytes_per_s=far),
+    )
+    samples = [
+        CollectiveSample(
+            engine="e",
+            num_ranks=count,
+            ranks_per_node=per_node,
+            num_bytes=size,
+            seconds=allreduce_s(size, Layout(num_ranks=count, ranks_per_node=per_node), costs),
+        )
+        for count, per_node in ((2, 2), (4, 4), (2, 1), (4, 1), (8, 2))
+        for size in sizes
+    ]
+    found = fit_costs(samples, topology)
+    for sample in samples:
+        assert allreduce_s(sample.num_bytes, sample.layout, found) == pytest.approx(
+            sample.seconds, rel=0.02
+        )
+    unseen = Layout(num_ranks=64, ranks_per_node=4)
+    assert allreduce_s(1 << 22, unseen, found) == pytest.approx(
+        allreduce_s(1 << 22, unseen, costs), rel=0.05
+    )
+
+
+def _measured(count: int, seconds: float) -> Measurement:
+    layout = Layout(num_ranks=count, ranks_per_node=count)
+    costs = Costs(topology="hierarchical", intra=LINK, inter=LINK)
+    samples = [
+        CollectiveSample(
+            engine="mpi",
+            num_ranks=count,
+            ranks_per_node=count,
+            num_bytes=size,
+            seconds=allreduce_s(size, layout, costs),
+        )
+        for size in sizes
+        if count > 1
+    ]
+    compute = ComputeSample(ranks_on_node=count, seconds=seconds, jitter=0.01)
+    return Measurement(collectives=tuple(samples), compute=compute, memory_bytes_per_node=1 << 34)
+
+
+def test_a_machine_from_measurements(tmp_path):
+    launches = [_measured(1, 0.1), _measured(2, 0.11), _measured(4, 0.14)]
+    assert [
+        Measurement.from_json(json.loads(json.dumps(m.as_json()))) for m in launches
+    ] == launches
+    machine = fit_machine(launches, title="ours", name="ours")
+    assert machine.contention == ((1, 1.0), (2, pytest.approx(1.1)), (4, pytest.approx(1.4)))
+    assert machine.engines["mpi"].intra.latency_s == pytest.approx(1e-5, rel=1e-3)
+    assert machine.engines["mpi"].intra.bytes_per_s == pytest.approx(1e9, rel=1e-3)
+    assert machine.measured
+    write_machine(machine, tmp_path / "ours.toml")
+    assert find_machine(tmp_path / "ours.toml") == machine
+    with pytest.raises(ConfigError, match="counts from one rank alone"):
+        fit_contention([launches[1].compute])
+    with pytest.raises(ConfigError, match="no collective was measured"):
+        fit_machine(launches[:1], title="")
+    with pytest.raises(ConfigError, match="at least two sizes"):
+        fit_costs(launches[1].collectives[:1], "ring")
+
+
+def test_advice():
+    costs = Costs(topology="ring", intra=LINK, inter=LINK)
+    slow = replace(MACHINE, engines={}, costs=costs, contention=((1, 1.0),))
+    predictions = [predict(PROFILE, slow, n, engine="torch") for n in (1, 8, 64)]
+    advice = advise(PROFILE, slow, predictions, efficiency=0.8, num_samples=10**6)
+    assert advice.ranks_to_ask == 1
+    assert advice.num_ranks == 64
+    assert advice.compression_gain > 0.1
+    assert advice.accumulate is not None
+    assert advice.accumulate > 1
+    text = "\n".join(advice.lines(0.8))
+    assert "communication that backward does not hide" in text
+    assert "ask for 1 (1 ranks)" in text
+    costs = advice.costs
+    assert costs[2].hours < costs[0].hours
+    assert costs[2].node_hours == pytest.approx(16 * costs[2].hours)
+    assert cost_of(predictions[0], 3600).hours == pytest.approx(1 / predictions[0].samples_per_s)
+    with pytest.raises(ConfigError, match="efficiency=0"):
+        advise(PROFILE, slow, predictions, efficiency=0)
+
+
+@pytest.fixture
+def files(tmp_path):
+    write_profile(PROFILE, tmp_path / "p.json")
+    write_machine(MACHINE, tmp_path / "m.toml")
+    return ["--profile", str(tmp_path / "p.json"), "--machine", str(tmp_path / "m.toml")]
+
+
+def test_the_verb_prints_a_table_that_says_simulated(files, capsys):
+    assert main(["plan", *files, "--ranks", "8,1,64", "--train-samples", "1000000"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("SIMULATED: a model on ")
+    assert "node-hours" in out
+    assert main(["plan", "--machines"]) == 0
+    assert "perlmutter-gpu" in capsys.readouterr().out
+
+
+def test_the_verb_speaks_json(files, capsys):
+    options = ["--ranks", "4,8", "--bucket-mib", "8", "--wire-bits", "16", "--accumulate", "2"]
+    assert main(["plan", *files, *options, "--topology", "tree", "--cycle-ms", "1", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["simulated"] is True
+    assert [each["num_ranks"] for each in data["predictions"]] == [4, 8]
+    assert all(each["simulated"] for each in data["predictions"])
+    exchange = data["predictions"][0]["exchange"]
+    assert exchange["bucket_bytes"] == 8 << 20
+    assert (exchange["wire_ratio"], exchange["cycle_s"], exchange["accumulate"]) == (0.5, 0.001, 2)
+
+
+def test_strong_scaling_divides_the_batch(files, capsys):
+    assert main(["plan", *files, "--ranks", "4,8", "--global-batch", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["predictions"]
+    assert [(each["batch"], each["global_batch"]) for each in found] == [(16, 64), (8, 64)]
+    assert found[1]["compute_s"] == pytest.approx(found[0]["compute_s"] / 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "0"], "give whole numbers from 1 on"),
+        (["--ranks", "a"], "give whole numbers from 1 on"),
+        (["--ranks", "3", "--global-batch", "64"], "does not divide over 3 ranks"),
+        ([], "and --machine and --ranks"),
+        (["--ranks", "1", "--machine", "nosuch"], "no machine 'nosuch'; there are cpu-"),
+        (["--ranks", "1", "--profile", "nosuch.json"], "nosuch.json cannot be read"),
+        (["--measure-profile", "x"], "needs CONFIG.toml or --subject"),
+        (["--measure-profile", "x", "--subject", "nosuch.py:a"], "no Python file nosuch.py"),
+    ],
+)
+def test_what_the_verb_refuses(files, options, message, capsys):
+    assert main(["plan", *files, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_predicting_needs_neither_torch_nor_mpi(files):
+    code = (
+        "import sys; from hpctrain.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or bool({'torch', 'mpi4py'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, "plan", *files, "--ranks", "4"]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0

@@ -1,0 +1,154 @@
+"""Comparing results: slower beyond noise, exact counts, and the layouts that are remembered."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.cli import main
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.harness.command import RESULTS
+from hpctrain.scaling.sweeps.comparing import compare_counts, compare_times, counts_of, read_counts
+from hpctrain.scaling.sweeps.layouts import Layout, LayoutBook, best_layout, find_layout
+
+MACHINE = {
+    **dict.fromkeys(("id", "cpu", "arch", "system", "python", "mpi", "torch", "mpi4py"), "x"),
+    **{"cores": 4, "memory_gib": 8.0, "horovod": None, "commit": None, "modified": False},
+}
+TIMES = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=9)
+
+
+def make_result(**seconds):
+    count = len(next(iter(seconds.values())))
+    series = [
+        {
+            **{"case": "c", "variant": name, "kind": name, "num_ranks": 2, "num_threads": 1},
+            **{"seconds": list(times), "outcome": {}, "metrics": {}},
+            "counts": {"messages": 1, "bytes": 64},
+        }
+        for name, times in seconds.items()
+    ]
+    block = {"case": "c", "order": list(seconds), "foreign_load": 0.0, "kept": True, "noisy": False}
+    return {
+        **{"schema": 2, "benchmark": "b", "date": "2026-11-15", "machine": MACHINE},
+        **{"settings": {}, "series": series, "ratios": [], "blocks": [block] * count},
+        **{"num_thrown_away": 0, "num_noisy": 0},
+    }
+
+
+@given(old=TIMES, factor=st.floats(0.2, 5.0))
+def test_slower_means_that_the_intervals_are_apart(old, factor):
+    new = [factor * each for each in old]
+    (row,) = compare_times(make_result(a=old), make_result(a=new))
+    assert row.low <= row.ratio <= row.high
+    if row.verdict == "slower":
+        assert factor > 1.03
+        assert row.low > 1
+    if row.verdict == "faster":
+        assert factor < 0.97
+        assert row.high < 1
+    if factor > 4.1:  # beyond all noise that there can be in these
+        assert row.verdict == "slower"
+    (back,) = compare_times(make_result(a=new), make_result(a=old))
+    assert {row.verdict, back.verdict} in ({"same"}, {"slower", "faster"})
+
+
+@given(times=TIMES)
+def test_a_result_is_never_slower_than_itself(times):
+    result = make_result(a=times, b=times)
+    assert {row.verdict for row in compare_times(result, result)} == {"same"}
+
+
+def test_points_of_one_result_alone_are_listed_and_other_machines_refused():
+    old, new = make_result(a=[1.0], b=[1.0]), make_result(b=[1.0], c=[1.0])
+    found = {row.variant: row.verdict for row in compare_times(old, new)}
+    assert found == {"a": "missing", "b": "same", "c": "missing"}
+    other = {**new, "machine": {**MACHINE, "cpu": "y"}}
+    with pytest.raises(ConfigError, match="say nothing about the software"):
+        compare_times(old, other)
+    with pytest.raises(ConfigError, match="cannot be compared"):
+        compare_times(old, {**new, "benchmark": "other"})
+
+
+def test_a_count_that_grew_is_a_regression_and_less_is_none():
+    old = counts_of([make_result(a=[1.0])])
+    new = make_result(a=[1.0])
+    assert {row.verdict for row in compare_counts(old, new)} == {"same"}
+    new["series"][0]["counts"] = {"messages": 2, "hooks": 0, "bytes": 32}
+    found = {row.name: row.verdict for row in compare_counts(old, new)}
+    assert found == {"messages": "more", "bytes": "less", "hooks": "missing"}
+    with pytest.raises(ConfigError, match="neither a result"):
+        read_counts({"series": [1]})
+
+
+def test_the_verb_exits_with_1_when_something_is_worse(tmp_path, capsys):
+    old, new = make_result(a=[1.0, 1.01]), make_result(a=[1.5, 1.6])
+    paths = [tmp_path / "old.json", tmp_path / "new.json", tmp_path / "counts.json"]
+    for path, result in zip(paths, (old, new), strict=False):
+        path.write_text(json.dumps(result))
+    names = [str(path) for path in paths]
+    assert main(["bench", "compare", *names[:2]]) == 1
+    assert "1 of 1 points are slower beyond noise" in capsys.readouterr().err
+    assert main(["bench", "compare", names[1], names[0]]) == 0
+    assert main(["bench", "compare", "--write-counts", names[2], names[0]]) == 0
+    assert main(["bench", "compare", "--counts", names[2], names[1]]) == 0
+    worse = copy.deepcopy(new)
+    worse["series"][0]["counts"]["messages"] = 7
+    paths[1].write_text(json.dumps(worse))
+    assert main(["bench", "compare", "--counts", names[2], names[1]]) == 1
+    paths[1].write_text("{}")
+    assert main(["bench", "compare", *names[:2]]) == 2
+
+
+def test_the_counts_that_are_kept_are_of_every_engine():
+    kept = read_counts(json.loads((RESULTS / "counts.json").read_text()))
+    variants = {variant for _, variant in kept}
+    assert {"hpctrain-mpi", "hpctrain-torch", "hpctrain-horovod"} <= variants
+    assert all(counts["messages"] == 1 for (_, v), counts in kept.items() if "fusion" not in v)
+
+
+def row(ranks, over, low, role="ranks"):
+    names = {"state": "ok", "role": role, "num_ranks": ranks, "num_threads": 4 // ranks}
+    return {**names, "over_node": over, "over_node_low": low, "over_node_high": 2 * over - low}
+
+
+def test_ranks_are_best_only_where_they_beat_one_process_beyond_noise():
+    node = row(1, 1.0, 1.0, role="node")
+    best, why = best_layout([node, row(2, 1.2, 1.1), row(4, 1.1, 1.05)])
+    assert best["num_ranks"] == 2
+    assert why == "1.20 [1.10, 1.30] times as fast as one process with 4 threads"
+    best, why = best_layout([node, row(2, 1.05, 0.98), row(4, 0.7, 0.6)])
+    assert best is node
+    assert "no layout of ranks is faster beyond noise; 2 ranks were 1.05 [0.98, 1.12]" in why
+    with pytest.raises(ConfigError, match="could not be measured: it broke"):
+        best_layout([{**node, "state": "failed", "why": "it broke"}, row(2, 1.2, 1.1)])
+
+
+def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path):
+    book = LayoutBook(tmp_path / "state")
+    assert book.read() == []
+    known = {"target": "/a/train.py", "machine": "m", "digest": "d", "why": "w", "date": "x"}
+    for arguments, ranks in ((("--big",), 4), ((), 1), ((), 2)):
+        book.add(Layout(arguments=arguments, num_ranks=ranks, num_threads=1, **known))
+    assert len(book.read()) == 2  # the newer one stands for the older
+
+    def find(**changed):
+        asked = {"target": "/a/train.py", "arguments": (), "machine": "m", "digest": "d"}
+        return find_layout(book.read(), **{**asked, **changed})
+
+    layout, differences = find()
+    assert (layout.num_ranks, differences) == (2, [])
+    assert find(arguments=("--big",))[0].num_ranks == 4
+    assert "other arguments: none" in find(arguments=("--small",))[1][0]
+    assert find(digest="other")[1] == ["the script has changed since it was measured"]
+    with pytest.raises(ConfigError, match="on another kind of machine it has been"):
+        find(machine="other")
+    with pytest.raises(ConfigError, match=r"bench layout other\.py` first"):
+        find(target="/b/other.py")
+    book.path.write_text("broken")
+    with pytest.raises(ConfigError, match="move it away"):
+        book.read()

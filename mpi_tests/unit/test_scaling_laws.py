@@ -1,0 +1,88 @@
+"""Laws of scaling: fits find what the data were made of, and say when they cannot tell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.errors import ConfigError
+from hpctrain.scaling.sweeps.laws import (
+    LAWS,
+    KarpFlatt,
+    Law,
+    best_law,
+    fall_below,
+    fit_laws,
+    karp_flatt,
+    trend,
+)
+
+RANKS = [n for n in (1, 2, 4, 8, 16) for _ in range(3)]
+
+
+def speedups(name, serial, noise=0.0, seed=0):
+    exact = LAWS[name](np.asarray(RANKS, dtype=float), np.asarray(serial))
+    return list(exact * np.exp(np.random.default_rng(seed).normal(0, noise, len(RANKS))))
+
+
+@settings(max_examples=10, deadline=None)
+@given(name=st.sampled_from(["Amdahl", "Gustafson"]), serial=st.floats(0.02, 0.6))
+def test_a_law_without_noise_is_found_and_chosen(name, serial):
+    laws = fit_laws(RANKS, speedups(name, serial))
+    best, clearly = best_law(laws)
+    assert (best.name, clearly) == (name, True)
+    assert best.serial == pytest.approx(serial, abs=1e-3)
+    assert best.low <= best.serial <= best.high
+    assert best.factor == pytest.approx(1, rel=1e-2)
+    assert best.speedup(16) == pytest.approx(
+        float(LAWS[name](np.float64(16), np.float64(serial))), rel=0.02
+    )
+
+
+def test_intervals_contain_the_truth_about_as_often_as_they_say():
+    inside = 0
+    for seed in range(20):
+        laws = {law.name: law for law in fit_laws(RANKS, speedups("Amdahl", 0.1, 0.02, seed))}
+        inside += laws["Amdahl"].low <= 0.1 <= laws["Amdahl"].high
+    assert inside >= 16  # 19 of 20 are expected at 95 %
+
+
+def test_ideal_data_are_called_ideal_and_never_fall_below():
+    best, _ = best_law(fit_laws(RANKS, speedups("ideal", 0.0)))
+    assert best.name == "ideal"
+    assert fall_below(best) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(name=st.sampled_from(["Amdahl", "Gustafson"]), serial=st.floats(0.21, 0.9))
+def test_efficiency_is_at_the_limit_where_a_law_says_it_falls_below(name, serial):
+    law = Law(name=name, serial=serial, low=0, high=1, factor=1, aicc=None, error=0)
+    where = fall_below(law, 0.8)
+    assert law.speedup(where) / where == pytest.approx(0.8)
+    assert law.speedup(where + 1) / (where + 1) < 0.8
+
+
+def test_karp_flatt_is_level_under_amdahl_and_rises_with_overhead():
+    level = karp_flatt(RANKS, speedups("Amdahl", 0.05))
+    assert [each.fraction for each in level] == pytest.approx([0.05] * 4)
+    assert trend(level) == "level"
+    growing = [n / (1 + 0.02 * n * n) for n in RANKS]
+    assert trend(karp_flatt(RANKS, growing)) == "rises"
+    assert trend([KarpFlatt(num_ranks=2, fraction=0.1, low=0.1, high=0.1)]) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "values"), [([2, 2], [1.0, 1.1]), ([1, 2], [1.0, 0.0]), ([1, 2], [1.0])]
+)
+def test_data_that_no_law_can_be_fitted_to_are_refused(ranks, values):
+    with pytest.raises(ConfigError):
+        fit_laws(ranks, values)
+
+
+def test_two_data_fit_every_law_and_none_is_clear():
+    laws = fit_laws([1, 2], [1.0, 1.5])
+    assert best_law(laws)[1] is False
+    amdahl = next(law for law in laws if law.name == "Amdahl")
+    assert (amdahl.low, amdahl.high) == (0.0, 1.0)  # too few data for an interval

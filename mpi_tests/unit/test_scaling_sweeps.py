@@ -1,0 +1,250 @@
+"""Sweeps: which points they have, what becomes of them on disk, and what a result says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.scaling.harness.schema import validate
+from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep, fill_arguments
+from hpctrain.scaling.sweeps.local import explain
+from hpctrain.scaling.sweeps.outcome import make_result
+from hpctrain.scaling.sweeps.points import Settings, interleave, layouts, plan_points
+from hpctrain.scaling.sweeps.table import describe_laws, point_rows, split_rows
+from hpctrain.world.bench import Asked, Bench, parse_asked
+
+MACHINE = {
+    **dict.fromkeys(("id", "cpu", "arch", "system", "python", "mpi", "torch", "mpi4py"), "x"),
+    **{"cores": 4, "memory_gib": 8.0, "horovod": None, "commit": None, "modified": False},
+}
+SPLIT = {"input": 0.1, "forward": 0.3, "backward": 0.4, "exchange": 0.1, "update": 0.1}
+
+
+def make_sweep(mode="weak", vary=(), arguments=(), **settings):
+    points = plan_points(mode=mode, ranks=[1, 2, 4], engines=["mpi"], num_cores=8, vary=vary)
+    return Sweep(
+        target="train.py",
+        is_module=False,
+        arguments=tuple(arguments),
+        settings=Settings(mode=mode, **settings),
+        points=tuple(points),
+    )
+
+
+def measure(sweep, step_s, *, samples=True, reads=("batch", "fused", "precision")):
+    """Launches whose steps take as long as `step_s(point)` says, a little more each repeat."""
+    found = {}
+    for name, repeat in sweep.order():
+        point = sweep.point(name)
+        seconds = step_s(point) * (1 + 0.001 * repeat)
+        report = {
+            "num_ranks": point.num_ranks,
+            "step_s": [seconds] * 5,
+            "split_s": {phase: part * seconds for phase, part in SPLIT.items()},
+            "sees_forward": True,
+            "straggling_s": 0.01,
+            "samples_per_step": 32.0 * point.factor if samples else None,
+            "memory_bytes": [1 << 20] * point.num_ranks,
+            "engine": point.engine,
+            "device": "cpu",
+            "mpi": "MPI",
+            "reads": list(reads),
+            "global_batch": 32 * point.factor if "batch" in reads else None,
+            "counts": {"messages": 1.0, "hooks": 0.0, "bytes": 4096},
+            "num_parameters": 2_000_000,
+            "optimizer": "AdamW",
+            "is_fused": True,
+            "replica": [],
+        }
+        found[name, repeat] = Measured(
+            point=name, repeat=repeat, wall_s=9.0, foreign_load=0.01, report=report
+        )
+    return found
+
+
+def result_of(sweep, measured):
+    result = make_result(
+        sweep, measured, machine=MACHINE, date="2026-11-15", command="hpctrain bench"
+    )
+    assert validate(result) == []
+    return result
+
+
+def rows_of(result):
+    return {row["name"]: row for row in result["scale"]["points"]}
+
+
+@given(
+    ranks=st.lists(st.integers(1, 64), min_size=1, max_size=5),
+    cores=st.integers(1, 64),
+    mode=st.sampled_from(["weak", "strong"]),
+)
+def test_every_point_once_with_baselines_and_shares(ranks, cores, mode):
+    points = plan_points(mode=mode, ranks=ranks, engines=["auto", "torch"], num_cores=cores)
+    assert len({point.name for point in points}) == len(points)
+    alone = points[0]
+    assert (alone.role, alone.engine, alone.num_ranks, alone.factor) == ("alone", "local", 1, 1)
+    for point in points:
+        if point.role == "ranks":
+            assert point.num_threads == alone.num_threads
+            assert point.factor == (point.num_ranks if mode == "weak" else 1)
+    node = [point for point in points if point.role == "node"]
+    assert len(node) == (cores > alone.num_threads)
+    assert all(point.num_threads == cores for point in node)
+
+
+@given(cores=st.integers(1, 64))
+def test_layouts_use_all_cores(cores):
+    found = layouts(cores, values={})
+    assert all(point.num_ranks * point.num_threads == cores for point in found)
+    assert [point.role for point in found].count("node") == 1
+
+
+@given(names=st.lists(st.text(min_size=1), unique=True, max_size=6), repeats=st.integers(1, 5))
+def test_launches_are_interleaved_and_the_same_whenever_asked(names, repeats):
+    order = interleave(names, repeats=repeats, seed=3)
+    assert order == interleave(names, repeats=repeats, seed=3)
+    for repeat in range(repeats):
+        block = order[repeat * len(names) : (repeat + 1) * len(names)]
+        assert sorted(name for name, r in block if r == repeat) == sorted(names)
+
+
+@pytest.mark.parametrize("axis", ["precision", "a=1,,2", "batch=1,2", "no key=1"])
+def test_an_axis_that_is_not_understood_is_refused(axis):
+    with pytest.raises(ConfigError, match="not understood"):
+        plan_points(mode="weak", ranks=[2], engines=["auto"], num_cores=2, vary=[axis])
+
+
+def test_weak_scaling_counts_efficiency_by_samples_of_an_undistributed_process():
+    sweep = make_sweep(repeats=6)
+    result = result_of(sweep, measure(sweep, lambda p: 0.1 if p.role != "ranks" else 0.125))
+    rows = rows_of(result)
+    assert rows["alone 1x2"]["efficiency"] == pytest.approx(1)
+    assert rows["mpi 4x2"]["efficiency"] == pytest.approx(0.8)
+    assert rows["mpi 4x2"]["speedup"] == pytest.approx(3.2)
+    assert rows["mpi 4x2"]["over_node"] == pytest.approx(0.8)  # one process is as good
+    assert rows["mpi 4x2"]["samples_per_s"] == pytest.approx(32 * 4 / 0.125, rel=0.01)
+    assert rows["mpi 4x2"]["speedup_per_sequential_s"] == pytest.approx(32, rel=0.01)
+    assert rows["mpi 4x2"]["speedup_per_million_parameters"] == pytest.approx(1.6)
+    assert rows["mpi 4x2"]["split_s"]["exchange"] == pytest.approx(0.0125, rel=0.01)
+    assert result["scale"]["notes"] == []
+
+
+def test_strong_scaling_finds_amdahl_and_where_efficiency_falls():
+    sweep = make_sweep(mode="strong", repeats=3)
+    serial = 0.1
+    times = measure(sweep, lambda p: 1.0 * (serial + (1 - serial) / p.num_ranks))
+    law = result_of(sweep, times)["scale"]["laws"][0]
+    assert (law["kind"], law["best"], law["is_clear"]) == ("mpi", "Amdahl", True)
+    assert law["falls_below"] == pytest.approx(3.5, rel=0.02)
+    assert [each["num_ranks"] for each in law["karp_flatt"]] == [2, 4]
+
+
+def test_a_failed_point_is_a_row_that_says_why_and_the_others_stay():
+    sweep = make_sweep(repeats=2)
+    measured = measure(sweep, lambda p: 0.1)
+    broken = Measured(point="mpi 2x2", repeat=1, wall_s=3.0, why="exit code 5: no memory")
+    measured["mpi 2x2", 1] = broken
+    del measured["mpi 1x2", 0]
+    result = result_of(sweep, measured)
+    rows = rows_of(result)
+    assert rows["mpi 2x2"]["why"] == "exit code 5: no memory"
+    assert rows["mpi 1x2"]["why"] == "1 of 2 launches are missing"
+    assert rows["mpi 4x2"]["state"] == "ok"
+    assert {item["variant"] for item in result["series"]} == {"alone 1x2", "node 1x8", "mpi 4x2"}
+    shown = point_rows(result)[1]
+    assert ["mpi 2x2", "failed: exit code 5: no memory"] in [row[:2] for row in shown]
+    assert len(split_rows(result)[1]) == 3
+
+
+def test_what_the_script_does_not_read_is_said():
+    sweep = make_sweep(repeats=2)
+    result = result_of(sweep, measure(sweep, lambda p: 0.1, samples=False, reads=()))
+    notes = " ".join(result["scale"]["notes"])
+    assert "does not read world.bench.global_batch" in notes
+    assert "tells no num_samples" in notes
+    assert rows_of(result)["mpi 4x2"]["efficiency"] == pytest.approx(1)  # each rank did its own
+
+
+def test_a_script_without_replica_is_measured_by_its_launches():
+    sweep = make_sweep(repeats=2)
+    measured = {
+        key: Measured(point=key[0], repeat=key[1], wall_s=4.0 + sweep.point(key[0]).num_ranks)
+        for key in sweep.order()
+    }
+    result = result_of(sweep, measured)
+    assert result["scale"]["measured"] == "launches"
+    assert "whole launches were timed" in result["scale"]["notes"][0]
+    assert rows_of(result)["mpi 4x2"]["efficiency"] == pytest.approx(5 / 8)
+
+
+def test_settings_that_vary_are_compared_with_the_first_of_their_axis():
+    sweep = make_sweep(vary=["precision=fp32,bf16"], repeats=2)
+    half = measure(sweep, lambda p: 0.05 if p.values["precision"] == "bf16" else 0.1)
+    result = result_of(sweep, half)
+    pairs = {(r["variant"], r["baseline"]): r["median"] for r in result["ratios"]}
+    assert pairs["mpi 4x2 precision=bf16", "mpi 4x2 precision=fp32"] == pytest.approx(0.5)
+    assert pairs["mpi 4x2 precision=bf16", "alone 1x2 precision=bf16"] == pytest.approx(1)
+    told = [line for line in describe_laws(result) if line.startswith("mpi 4x2 precision=bf16")]
+    assert "precision=bf16 is 2.00 [2.00, 2.00] times as fast as precision=fp32" in told[0]
+
+
+def test_values_that_nobody_reads_and_engines_that_were_not_used_are_found():
+    sweep = make_sweep(vary=["precision=fp32,bf16"])
+    point = sweep.points[2]
+    report = {"reads": ["batch"], "engine": "mpi", "step_s": [0.1]}
+    assert "does not read precision" in explain(sweep, point, report)
+    report["reads"].append("precision")
+    assert explain(sweep, point, report) == ""
+    assert "chooses engine torch itself" in explain(sweep, point, {**report, "engine": "torch"})
+    assert "within the warm-up" in explain(sweep, point, {**report, "step_s": []})
+    words = make_sweep(vary=["precision=fp32,bf16"], arguments=["--p", "{precision}"])
+    assert explain(words, words.points[2], None) == ""
+
+
+def test_arguments_are_filled_and_other_braces_left_alone():
+    sweep = make_sweep(arguments=["--n={ranks}", "--b", "{batch}", '{"a": {b}}'], batch=8)
+    point = sweep.point("mpi 4x2")
+    assert fill_arguments(sweep, point)[0] == ("--n=4", "--b", "32", '{"a": {b}}')
+    with pytest.raises(ConfigError, match="give --batch"):
+        fill_arguments(make_sweep(arguments=["{batch}"]), point)
+
+
+def test_a_sweep_goes_on_where_it_was_and_tries_again_what_failed(tmp_path):
+    sweep, folder = make_sweep(repeats=2), Folder(tmp_path / "s")
+    folder.begin(sweep)
+    assert folder.open() == sweep
+    first, second, *_ = order = folder.pending(sweep)
+    assert order == sweep.order()
+    folder.write(folder.key(sweep, *first), Measured(point=first[0], repeat=first[1], wall_s=1.0))
+    broken = Measured(point=second[0], repeat=second[1], wall_s=1.0, why="no")
+    folder.write(folder.key(sweep, *second), broken)
+    assert folder.pending(sweep) == order[1:]
+    assert folder.measured(sweep)[second] == broken
+    folder.begin(sweep)
+    with pytest.raises(ConfigError, match="other points or settings"):
+        folder.begin(make_sweep(repeats=3))
+    with pytest.raises(ConfigError, match="has no sweep"):
+        Folder(tmp_path).open()
+
+
+def test_a_script_asks_its_sweep_and_outside_one_gets_its_own():
+    asked = Asked(report="r", batch=None, factor=4, values={"fused": "on", "lr": "0.1", "n": "x"})
+    assert parse_asked(asked.text()) == asked
+    bench = Bench(asked)
+    assert bench.global_batch(32) == 128
+    assert bench.value("fused", False) is True
+    assert bench.value("lr", 1.0) == 0.1
+    assert bench.value("other", "a") == "a"
+    assert bench.reads == {"batch", "fused", "lr", "other"}
+    with pytest.raises(ConfigError, match="no int"):
+        bench.value("n", 3)
+    with pytest.raises(ConfigError, match="no bool"):
+        bench.value("lr", True)
+    outside = Bench()
+    assert (outside.global_batch(32), outside.value("fused", False)) == (32, False)
+    assert not outside.is_active
+    with pytest.raises(LaunchError, match="unset it"):
+        parse_asked('{"nosuch": 1}')
