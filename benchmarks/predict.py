@@ -2,7 +2,7 @@
 
 `python -m benchmarks.predict --fit 1,2,4 --ranks 8,16` fits the machine at the first numbers of
 ranks and predicts the others; `--hosts 2,4 --rates 100mbit,1gbit` makes hosts with limited links
-(needs root), fits the network at the fewest, and predicts all. docs/plan.md has what goes in.
+(needs root), fits each network from allreduces, and predicts steps. docs/plan.md has what goes in.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _launch_here(count: int, workload: str, engine: str, steps: int) -> Launched
 def predict_hosts(
     hosts: Sequence[int], rates: Sequence[str], workload: str, engine: str, steps: int
 ) -> list[dict[str, object]]:
-    """Hosts of one rank each whose links are limited; the network is fitted at the fewest."""
+    """Hosts of one rank each whose links are limited; the network is fitted from allreduces."""
     from mpi_tests.cluster.nodes import Nodes
 
     rows = []
@@ -122,15 +122,12 @@ def predict_hosts(
                 for host in nodes.hosts:
                     nodes.limit_bandwidth(host, rate)
                 launches[count] = _launch_hosts(nodes, workload, engine, steps)
-        fewest = launches[min(launches)]
-        machine = replace(
-            fit_machine([fewest.measurement], title=f"hosts at {rate}", ranks_per_node=1),
-            jitter=0.0,
-        )
-        # Hosts share this machine's cores, so each profile is taken with all of them computing.
-        rows += [
-            row(machine, each, each.profile, count, rate=rate) for count, each in launches.items()
-        ]
+        for count, each in launches.items():
+            # Training steps are in no fit; allreduces of that many hosts are.
+            fitted = fit_machine([each.measurement], title=f"hosts at {rate}", ranks_per_node=1)
+            # Hosts share this machine's cores, so each profile is taken with all of them computing.
+            machine = replace(fitted, jitter=0.0)
+            rows.append(row(machine, each, each.profile, count, rate=rate))
     return rows
 
 

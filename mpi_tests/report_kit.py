@@ -87,6 +87,8 @@ def row(kind, num_ranks, step_s, *, role="ranks", base_s=None, batch=64, **more)
     if base_s is not None:
         made |= _interval("efficiency", base_s / step_s)
         made |= _interval("speedup", num_ranks * base_s / step_s)
+        made["speedup_per_sequential_s"] = made["speedup"] / base_s
+        made["speedup_per_million_parameters"] = made["speedup"] / 12.5
     return made | more
 
 

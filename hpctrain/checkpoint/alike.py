@@ -20,7 +20,7 @@ from hpctrain.checkpoint.preparing import Prepared
 from hpctrain.errors import CheckpointError
 from hpctrain.world import World
 
-__all__ = ["Mark", "first_difference", "heads_of", "mark_of", "refuse_differences"]
+__all__ = ["NOTHING", "Mark", "first_difference", "heads_of", "mark_of", "refuse_differences"]
 
 _HEAD_BYTES = 1024
 
@@ -34,6 +34,15 @@ class Mark:
     num_leaves: int
     leaves: int
     heads: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As what ranks compare."""
+        return self.step, int(self.has_own), self.num_leaves, self.leaves, self.heads
+
+
+NOTHING = Mark(0, False, 0, 0, 0)
+"""Of a rank that has nothing to save, because it has trouble."""
 
 
 def mark_of(prepared: Prepared) -> Mark:

@@ -10,11 +10,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.alike import mark_of, refuse_differences
+from hpctrain.checkpoint.alike import NOTHING, mark_of, refuse_differences
 from hpctrain.checkpoint.background import Errand
 from hpctrain.checkpoint.catalog import next_number
 from hpctrain.checkpoint.finishing import OWNER, Outline, Record, Records, finish, write_own_part
 from hpctrain.checkpoint.layout import Item, Piece, choose_ranks, divide, writer_of
+from hpctrain.checkpoint.meeting import meet
 from hpctrain.checkpoint.naming import checkpoint_name, partial_name
 from hpctrain.checkpoint.part import Staging, lay_out
 from hpctrain.checkpoint.preparing import Prepared, versions
@@ -22,7 +23,7 @@ from hpctrain.checkpoint.removing import describe_owner, retain, sweep
 from hpctrain.checkpoint.retention import Keep
 from hpctrain.checkpoint.tree_file import describe, items_of, render_tree
 from hpctrain.errors import CheckpointError
-from hpctrain.world import World, agree, roll_call
+from hpctrain.world import World, agree
 
 __all__ = ["Saving", "Settings", "begin"]
 
@@ -104,23 +105,24 @@ def _begin(
 ) -> Saving:
     """Collective: compare what the ranks bring, and copy."""
     timeout_s = settings.timeout_s
-    roll_call(world.comm, "saving a checkpoint", timeout_s=timeout_s)
-    mark = None if prepared is None else mark_of(prepared)
-    told = world.comm.allgather((trouble, mark, opened))
-    if prepared is None or mark is None or any(each[0] for each in told):
+    mark = NOTHING if prepared is None or trouble is not None else mark_of(prepared)
+    same = meet(world, [mark is NOTHING, *mark.numbers], "saving a checkpoint", timeout_s=timeout_s)
+    if prepared is None or mark is NOTHING or not same[0]:
         agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
         raise CheckpointError("nothing was prepared to be saved")  # not reached: a rank said why
-    if any(each[1] != mark for each in told):
+    if not all(same):
         refuse_differences(world, prepared.flat, mark)
-    folder, number = told[0][2]
+    folder, number = world.comm.bcast(opened, root=0)
     saving = None
     try:
         saving = _copy(world, settings, prepared, folder, number, staging)
     except (MemoryError, RuntimeError, OSError) as error:
         trouble = f"the state could not be copied ({type(error).__name__}: {error})"
-    agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
-    if saving is None:
-        raise CheckpointError("nothing was copied")  # not reached: this rank said why
+    # Nobody goes on before all have copied: state may lie in memory that ranks share.
+    same = meet(world, [saving is None], "copying a state", timeout_s=timeout_s)
+    if saving is None or not same[0]:
+        agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
+        raise CheckpointError("nothing was copied")  # not reached: a rank said why
     return saving
 
 

@@ -125,18 +125,29 @@ class NodeGroup:
         """The elements that this rank adds up."""
         return slice(*slice_bounds(num_elements, self.local_size)[self.local_rank])
 
-    def reduce(self, parts: Sequence[Tensor], total: Tensor, op: Op = Op.SUM) -> None:
+    def reduce(
+        self,
+        parts: Sequence[Tensor],
+        total: Tensor,
+        op: Op = Op.SUM,
+        *,
+        pieces: Sequence[tuple[Sequence[Tensor], Tensor]] | None = None,
+    ) -> None:
         """Collective: combine every rank's part into the node's `total`, over all nodes.
 
         Args:
             parts: The node's parts in shared memory, by local rank; each written by its rank.
             total: Node-shared as well.
             op: SUM, MIN or MAX.
+            pieces: This rank's slice cut up beforehand: what is combined, by local rank, and into
+                which piece of `total`; None: all of it at once, from the parts.
         """
-        self.barrier.wait()
         own = self.own_slice(total.numel())
-        if own.stop > own.start:
-            combine([part[own] for part in parts], total[own], op)
+        if pieces is None:
+            pieces = [([part[own] for part in parts], total[own])] if own.stop > own.start else []
+        self.barrier.wait()
+        for terms, piece in pieces:
+            combine(terms, piece, op)
         if self.num_nodes > 1:
             if not self.is_even:  # lanes are not the slices: wait for all
                 self.barrier.wait()

@@ -120,13 +120,16 @@ class Sentinel:
             return f"nothing is left to compare: the model has no weights but {list(exclude)}"
         return None
 
-    def step(self) -> bool:
+    def step(self, number: int | None = None) -> bool:
         """Collective: after each update of the weights; True where they were compared.
+
+        Args:
+            number: Of the step, in a run that goes on from a checkpoint; None counts from 1.
 
         Raises:
             DriftError: on all ranks; with the parameter, the ranks and the step.
         """
-        self._num_steps += 1
+        self._num_steps = self._num_steps + 1 if number is None else number
         if self._num_steps % self.every:
             return False
         self.compare(step=self._num_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from hpctrain.fusion.usage import Usage, specs_of
 from hpctrain.replica.mode import Control
 from hpctrain.replica.node_memory import NodeMemory, Room
 from hpctrain.replica.node_norms import NodeNorms
+from hpctrain.replica.node_sums import NodeSums
 from hpctrain.replica.on_parameters import OnTorchsOwn
 from hpctrain.update.summary import some_names
 from hpctrain.world.shared_memory import describe_bytes
@@ -35,8 +37,8 @@ are all still there afterwards, and one pass is quicker (5 and 21 MB in `benchma
 class NodeMode(OnTorchsOwn):
     """How a replica's gradients travel inside a node, and slice by slice between nodes.
 
-    Backward leaves gradients where torch puts them; one pass copies them into the rank's part, and
-    after the exchange every `p.grad` is a view of the sum.
+    Backward leaves gradients where torch puts them; one pass copies them into the rank's part, save
+    those that this rank alone adds up, and after the exchange every `p.grad` is a view of the sum.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class NodeMode(OnTorchsOwn):
         self.norms = NodeNorms(engine, group, self.memory.rooms)
         total = sum(p.numel() * p.element_size() for p in self.parameters)
         take = self._take if total >= _TAKE_FROM_BYTES else None
+        self.sums = NodeSums(group, self.memory.rooms, direct=take is None)
         self.usage = Usage(self.names, self.parameters, take)
         self.update: ShardedUpdate | None = None
         self.why_update = ""
@@ -90,12 +93,13 @@ class NodeMode(OnTorchsOwn):
         """Collective: sum all gradients over all ranks."""
         gradients = [p.grad for p in self.parameters]
         used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
-        self._write_gradients(gradients, used)
+        direct = self.sums.direct(gradients)
+        self._write_gradients(gradients, used, direct.keys())
         if (used, control) != self._told:
             self._told = (used, control)
             for room in self.memory.rooms:
                 self._write_tail(room, used, control)
-        self.engine.meet(self._reduce, self._text, "", None)
+        self.engine.meet(lambda: self.sums.reduce(direct), self._text, "", None)
         self._num_exchanges += 1
         self._copies = self._copies or any(room.own.is_written() for room in self.memory.rooms)
         self._look()
@@ -127,12 +131,17 @@ class NodeMode(OnTorchsOwn):
             slot.copy_(gradient)
             parameter.grad = slot
 
-    def _write_gradients(self, gradients: list[Tensor | None], used: frozenset[int]) -> None:
-        """Copy what is not in this rank's part yet, and zero what it has no gradient for."""
+    def _write_gradients(
+        self, gradients: list[Tensor | None], used: frozenset[int], direct: AbstractSet[int]
+    ) -> None:
+        """Copy what is not in this rank's part yet, and zero what it has no gradient for.
+
+        What is `direct` is added from where it is; its place here may hold an old gradient.
+        """
         strays = [
             (slot, _dense(gradient))
-            for gradient, slot in zip(gradients, self._slots, strict=True)
-            if gradient is not None and gradient is not slot
+            for index, (gradient, slot) in enumerate(zip(gradients, self._slots, strict=True))
+            if gradient is not None and gradient is not slot and index not in direct
         ]
         absent = self._written - used
         with torch.no_grad():
@@ -141,7 +150,7 @@ class NodeMode(OnTorchsOwn):
                 torch._foreach_copy_(targets, sources)
             if absent:
                 torch._foreach_zero_([self._slots[index] for index in absent])
-        self._written = set(used)
+        self._written = (self._written & direct) | (used - direct)
 
     def _write_tail(self, room: Room, used: frozenset[int], control: Control) -> None:
         """Write flags and control words; they stay there for the next steps."""
@@ -150,10 +159,6 @@ class NodeMode(OnTorchsOwn):
             tail += control
         part = room.parts[self.group.local_rank]
         part[room.tail].copy_(torch.tensor(tail, dtype=torch.float64))
-
-    def _reduce(self) -> None:
-        for room in self.memory.rooms:
-            self.group.reduce(room.parts, room.total)
 
     def average(self, divisor: float | Tensor) -> None:
         """Collective unless the divisor is 1: turn the sums into averages."""

@@ -83,7 +83,8 @@ def read_rank(text: str, name: str) -> RankTrace:
     begin = Offset(**header["clock"])
     end = Offset(**last["clock"]) if last.get("clock") else None
     threads: dict[int, int] = {}
-    events = tuple(_event(line, threads, begin, end) for line in lines if isinstance(line, list))
+    written = [event for line in lines if isinstance(line, list) for event in line]
+    events = tuple(_event(event, threads, begin, end) for event in written)
     return RankTrace(
         rank=header["rank"],
         size=header["size"],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, DataError, HpcTrainError
 from hpctrain.optim import Recipe, split_parameters
 from hpctrain.train.config import Config
 from hpctrain.train.references import call, find_function, find_optimizer, find_schedule
@@ -138,6 +138,7 @@ def wants_world(function: Callable[..., Any]) -> bool:
 def _open(config: Config, world: World | None, paths: list[Path]) -> Any:
     from hpctrain.data import files, scatter, share
     from hpctrain.data.storage import open_paths
+    from hpctrain.world import agree
 
     columns = list(config.data.columns) or None
     if world is None:
@@ -145,6 +146,12 @@ def _open(config: Config, world: World | None, paths: list[Path]) -> Any:
     if config.data.access == "share":
         return share(world, *paths)
     if config.data.access == "scatter":
-        source = open_paths(*paths, columns=columns) if world.rank == 0 else None
+        source, trouble = None, None
+        if world.rank == 0:
+            try:
+                source = open_paths(*paths, columns=columns)
+            except HpcTrainError as error:
+                trouble = str(error)
+        agree(world.comm, trouble, error=DataError)
         return scatter(world, source)
     return files(world, *paths, columns=columns)

@@ -19,6 +19,7 @@ from hpctrain.replica import Replica, distribute
 from hpctrain.train.building import build_data, build_models, build_optimizer, build_schedule
 from hpctrain.train.config import Config, load_config, to_toml
 from hpctrain.train.directory import RunDirectory
+from hpctrain.train.lock import is_held
 from hpctrain.train.monitor import Monitor
 from hpctrain.train.references import find_function, find_loss, find_metric, search_beside
 from hpctrain.train.timing import time_steps
@@ -81,9 +82,11 @@ def _prepare(world: World, directory: RunDirectory, *, resume: bool, fresh: bool
     trouble, aside = None, None
     if world.rank == 0:
         try:
-            if resume and not directory.has_checkpoints:
+            if fresh and is_held(directory.path):
+                trouble = f"--fresh: another job is running in {directory.path}; let it end first"
+            elif resume and not directory.has_checkpoints:
                 trouble = f"--resume: {directory.path} has no checkpoints to go on from"
-            aside = directory.put_aside() if fresh else None
+            aside = directory.put_aside() if fresh and trouble is None else None
             directory.make()
         except (ConfigError, OSError) as error:
             trouble = str(error)

@@ -29,6 +29,8 @@ class Figures:
     """Seconds of each phase a step, on average over ranks; empty where nobody measures."""
     slowest: tuple[int, float] | None
     """The rank that worked longest, and how many times as long as the median."""
+    nonfinite: dict[str, list[int]]
+    """Numbers that were inf or NaN, and on which ranks."""
 
 
 class Interval:
@@ -106,7 +108,12 @@ def summarise(
     """
     weights, step_s = told[:, 0], float(told[:, 1].max())
     total = weights.sum()
-    means = (values * weights[:, None]).sum(0) / total if total else values.sum(0) * np.nan
+    with np.errstate(invalid="ignore"):  # of NaN and inf: they are told by rank
+        means = (values * weights[:, None]).sum(0) / total if total else values.sum(0) * np.nan
+    wrong = {
+        name: np.nonzero(~np.isfinite(values[:, place]))[0].tolist()
+        for place, name in enumerate(names)
+    }
     slowest = None
     split = dict(zip(phases, told[:, 2:].mean(0).tolist(), strict=True))
     if phases and len(told) > 1:
@@ -120,6 +127,7 @@ def summarise(
         samples_per_s=samples_a_step / step_s if step_s > 0 else 0.0,
         split=split,
         slowest=slowest,
+        nonfinite={name: ranks for name, ranks in wrong.items() if ranks},
     )
 
 

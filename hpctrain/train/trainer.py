@@ -18,6 +18,7 @@ from hpctrain.train.arguments import check_arguments
 from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.figures import Interval
+from hpctrain.train.guarding import Guard
 from hpctrain.train.monitor import Monitor
 from hpctrain.train.progress import Progress
 from hpctrain.train.recording import Recorder, open_directory
@@ -122,11 +123,6 @@ class Trainer:
         self._config = config
         self._listeners: dict[str, list[Listener]] = {event: [] for event in EVENTS}
         self._interval = Interval(timer)
-        self._recorder: Recorder | None = None
-        self._saver: Saver | None = None
-        self._saved_step: int | None = None
-        self._due = False
-        self._mark = self._began = time.perf_counter()
         check_arguments(
             has_loss=loss is not None,
             has_step=step is not None,
@@ -139,6 +135,12 @@ class Trainer:
             has_directory=directory is not None,
             tensorboard=self._logging.tensorboard,
         )
+        self._guard = Guard(world, self.replicas.values(), self._faults)
+        self._recorder: Recorder | None = None
+        self._saver: Saver | None = None
+        self._saved_step: int | None = None
+        self._due = False
+        self._mark = self._began = time.perf_counter()
 
     def on(self, event: str, function: Listener) -> None:
         """Call `function(trainer, facts)` on all ranks at every such event.
@@ -312,7 +314,10 @@ class Trainer:
         self._tell("step", {"step": self.step, **numbers})
         if self.step == 1 or self.step % self._logging.every_steps == 0:
             left_s = None if self._saver is None else self._saver.agreed.left_s
-            self._recording.step(self._interval.close(self.world), left_s=left_s)
+            figures = self._interval.close(self.world)
+            self._recording.step(figures, left_s=left_s)
+            self._guard.look(figures, step=self.step)
+        self._guard.step(self.step)
         if self._every_steps is not None and self.step % self._every_steps == 0:
             self._evaluate()
 

@@ -7,7 +7,6 @@ does, nothing is called and nothing is timed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 __all__ = ["PHASES", "Observer", "Phase", "observed", "phase"]
@@ -37,16 +36,27 @@ class Observer(Protocol):
         """The weights were updated, or all ranks skipped it: the `number`th step has ended."""
 
 
-@contextmanager
-def phase(observers: list[Observer], name: Phase) -> Iterator[None]:
-    """A block that is one phase to all observers."""
-    for observer in observers:
-        observer.begin(name)
-    try:
-        yield
-    finally:
-        for observer in reversed(observers):
-            observer.end(name)
+class phase:
+    """A block that is one phase to all observers; a class, since it is on the path of every step.
+
+    Args:
+        observers: Who is told.
+        name: Of the phase.
+    """
+
+    __slots__ = ("_name", "_observers")
+
+    def __init__(self, observers: list[Observer], name: Phase) -> None:
+        self._observers = observers
+        self._name = name
+
+    def __enter__(self) -> None:
+        for observer in self._observers:
+            observer.begin(self._name)
+
+    def __exit__(self, *failure: object) -> None:
+        for observer in reversed(self._observers):
+            observer.end(self._name)
 
 
 def observed(items: Iterator[T], observers: list[Observer], name: Phase) -> Iterator[T]:

@@ -72,6 +72,12 @@ hpc_say "exit code $hpc_code after $SECONDS s"
 
 if [ "$hpc_code" -eq 75 ]; then # the work is saved and not finished
     if [ "$hpc_restarts" -lt 10 ]; then
+        # A job that was cancelled is completing already, and requeue would bring it back to life.
+        hpc_state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+        if [ -n "$hpc_state" ] && [ "$hpc_state" != RUNNING ]; then
+            hpc_say "not run again: the job is ${hpc_state,,}, by somebody's wish"
+            exit 1
+        fi
         hpc_say "requeued for restart $((hpc_restarts + 1)) of 10"
         if scontrol requeue "$SLURM_JOB_ID"; then
             exit 75

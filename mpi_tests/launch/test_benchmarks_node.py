@@ -67,3 +67,12 @@ def test_mistakes_are_named(words, message):
     done = run(*PYTHON, f"benchmarks.{words[0]}", *words[1:])
     assert done.code == 2, done.text
     assert message in done.err
+
+
+@pytest.mark.skipif(not FULL, reason="takes too long for every day")
+def test_checkpoint_measures_what_saving_costs(tmp_path):
+    result = result_of("checkpoint", tmp_path / "result.json")
+    found = {(ratio["variant"], ratio["baseline"]) for ratio in result["ratios"]}
+    assert {("save", "memcpy"), ("steps-saving", "steps"), ("save-and-wait", "disk")} <= found
+    blocked = [item for item in result["series"] if item["case"] == "blocked"]
+    assert all(item["metrics"]["state MiB"] == 256 for item in blocked)

@@ -18,13 +18,14 @@ from mpi_tests.launch.desk import LIMIT_S, Desk
 
 SAMPLES, BATCH, EPOCHS = 64, 8, 8
 STEPS = SAMPLES // BATCH * EPOCHS
+NAP_S = 1.5
 TRAIN = f"""
 import os, sys, time
 from pathlib import Path
 import torch
 import hpctrain as hpc
 
-folder, lead_s, nap_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+folder, lead_s = Path(sys.argv[1]), float(sys.argv[2])
 with hpc.init(seed=1) as world:
     x = torch.randn({SAMPLES}, 4, generator=torch.Generator().manual_seed(1))
     loader = hpc.Loader(world, (torch.arange({SAMPLES}), x), global_batch={BATCH})
@@ -33,6 +34,7 @@ with hpc.init(seed=1) as world:
     saver = hpc.Saver(world, folder / "checkpoints", replica, loader, every_steps=4, lead_s=lead_s)
     seen = open(folder / f"seen-{{world.rank}}", "a")
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    first = saver.restore() is None
     for ids, inputs in saver.resume(num_epochs={EPOCHS}):
         loss = (replica(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         replica.backward(loss, num_samples=len(inputs))
@@ -42,7 +44,8 @@ with hpc.init(seed=1) as world:
         seen.flush()
         if saver.step == 6 and world.rank == 0:
             print(f"under way {{restart}}", flush=True)
-        time.sleep(nap_s)
+        if first and saver.step >= 6:
+            time.sleep({NAP_S})  # until somebody stops it
     if world.rank == 0:
         print(f"finished at step {{saver.step}}: {{model.weight.sum().item():.9f}}", flush=True)
 """
@@ -57,7 +60,7 @@ def desk(slurm_of_session: Slurm) -> Iterator[Desk]:
     slurm_of_session.clear()
 
 
-def words_for(name: str, *, template: str, lead_s: float, nap_s: float, time: str) -> list[str]:
+def words_for(name: str, *, template: str, lead_s: float, time: str) -> list[str]:
     """One job on one node of two ranks, which fill it."""
     mpi = mpi_of_this_python()
     how = ["--mpi", mpi.srun_plugin]
@@ -66,27 +69,27 @@ def words_for(name: str, *, template: str, lead_s: float, nap_s: float, time: st
         how += ["--env", "OMPI_ALLOW_RUN_AS_ROOT=1", "--env", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
     size = ["--nodes", "1", "--ranks-per-node", "2", "--cpus-per-rank", "2"]
     again = ["--requeue", "3", "--time", time]
-    script = ["--", *HPCTRAIN, "run", "train.py", name, str(lead_s), str(nap_s)]
+    script = ["--", *HPCTRAIN, "run", "train.py", name, str(lead_s)]
     return ["--name", name, *how, *size, *again, *script]
+
+
+def submit(
+    desk: Desk, name: str, *, template: str = "slurm-srun", lead_s: float = 1.0, time: str = "10m"
+) -> str:
+    (desk.folder / name).mkdir(exist_ok=True)
+    (job,) = desk.submit(*words_for(name, template=template, lead_s=lead_s, time=time))
+    return job
 
 
 @pytest.fixture(scope="module")
 def jobs(desk: Desk) -> dict[str, str]:
-    """One job for each way to be stopped; the first three fill the cluster."""
-    ways = {
-        # The time of the allocation is over half a minute after its start; no signal is sent.
-        "walltime": {"lead_s": 30.0, "nap_s": 1.0, "time": "1m"},
-        "signal": {"lead_s": 1.0, "nap_s": 0.1, "time": "10m", "template": "slurm-mpirun"},
-        "node": {"lead_s": 1.0, "nap_s": 0.2, "time": "10m"},
-        "cancel": {"lead_s": 1.0, "nap_s": 0.2, "time": "10m"},
-        "preempted": {"lead_s": 1.0, "nap_s": 0.2, "time": "10m"},
+    """Those that run side by side; they fill the cluster."""
+    return {
+        # Half a minute before the end of its time a training leaves; no signal is sent.
+        "walltime": submit(desk, "walltime", lead_s=30.0, time="1m"),
+        "signal": submit(desk, "signal", template="slurm-mpirun"),
+        "node": submit(desk, "node"),
     }
-    submitted = {}
-    for name, how in ways.items():
-        (desk.folder / name).mkdir()
-        words = words_for(name, **({"template": "slurm-srun"} | how))
-        (submitted[name],) = desk.submit(*words)
-    return submitted
 
 
 def lineage(folder: Path) -> list[tuple[int, int, list[int]]]:
@@ -110,11 +113,11 @@ def check_whole(desk: Desk, name: str) -> None:
         assert ids == list(range(SAMPLES)), (name, epoch)
 
 
-def finished(desk: Desk, jobs: dict[str, str], name: str) -> str:
+def finished(desk: Desk, name: str, job: str) -> str:
     """The log of a job that was run again and came to its end; the weights are those of all."""
-    desk.wait_for(jobs[name], f"finished at step {STEPS}", 1)
-    (row,) = desk.ended(jobs[name])
-    log = desk.log(jobs[name])
+    desk.wait_for(job, f"finished at step {STEPS}", 1)
+    (row,) = desk.ended(job)
+    log = desk.log(job)
     assert (row["state"], row["exit_code"]) == ("COMPLETED", 0), log
     assert row["restarts"] >= 1, log
     assert "going on from step" in log
@@ -126,7 +129,7 @@ def test_a_signal_is_saved_requeued_and_resumed(desk: Desk, jobs: dict[str, str]
     desk.wait_for(jobs["signal"], "under way 0", 1)
     slurm = desk.slurm
     slurm.run(["scancel", "--batch", "--signal=USR2", jobs["signal"]], timeout_s=LIMIT_S)
-    log = finished(desk, jobs, "signal")
+    log = finished(desk, "signal", jobs["signal"])
     passed = "SIGTERM" if mpi_of_this_python().family == "mpich" else "SIGUSR2"
     assert f"got {passed}; saved step" in log, log
     assert "requeued for restart 1 of 3" in log
@@ -139,36 +142,35 @@ def test_a_node_that_goes_down_costs_a_few_steps(desk: Desk, jobs: dict[str, str
     desk.slurm.run(down, timeout_s=LIMIT_S)
     up = ["scontrol", "update", f"nodename={node}", "state=resume"]
     desk.slurm.run(up, timeout_s=LIMIT_S)
-    finished(desk, jobs, "node")
+    finished(desk, "node", jobs["node"])
 
 
-def test_the_end_of_the_walltime_is_foreseen(desk: Desk, jobs: dict[str, str]) -> None:
-    log = finished(desk, jobs, "walltime")
-    assert "the walltime is nearly over" in log
-    assert "DUE TO TIME LIMIT" not in log
-
-
-def test_a_cancelled_job_has_saved_and_can_be_submitted_again(
-    desk: Desk, jobs: dict[str, str]
-) -> None:
-    desk.wait_for(jobs["cancel"], "under way 0", 1)
-    assert "cancelled" in desk.hpctrain("job", "cancel", jobs["cancel"])[1]
-    assert desk.ended(jobs["cancel"])[0]["state"] == "CANCELLED"
-    log = desk.log(jobs["cancel"])
+def test_a_cancelled_job_has_saved_and_can_be_submitted_again(desk: Desk) -> None:
+    job = submit(desk, "cancel")
+    desk.wait_for(job, "under way 0", 1)
+    assert "cancelled" in desk.hpctrain("job", "cancel", job)[1]
+    row, log = desk.ended(job)[0], desk.log(job)
+    assert (row["state"], row["restarts"]) == ("CANCELLED", 0), log
     assert "got SIGTERM; saved step" in log
-    words = words_for("cancel", template="slurm-srun", lead_s=1.0, nap_s=0.0, time="10m")
-    (again,) = desk.submit(*words)
+    again = submit(desk, "cancel")
     desk.wait_for(again, f"finished at step {STEPS}", 1)
     assert desk.ended(again)[0]["state"] == "COMPLETED"
     assert "going on from step" in desk.log(again)
     check_whole(desk, "cancel")
 
 
-def test_a_preempted_job_comes_back(desk: Desk, jobs: dict[str, str]) -> None:
-    desk.wait_for(jobs["preempted"], "under way 0", 1)
+def test_a_preempted_job_comes_back(desk: Desk) -> None:
+    job = submit(desk, "preempted")
+    desk.wait_for(job, "under way 0", 1)
     high = ["--mpi", "none", "--nodes", "3", "--ranks-per-node", "4", "--cpus-per-rank", "1"]
     words = ["--name", "high", "--partition", "high", *high, "--", "sleep", "1"]
     (first,) = desk.submit(*words)
     assert desk.ended(first)[0]["state"] == "COMPLETED"
-    log = finished(desk, jobs, "preempted")
+    log = finished(desk, "preempted", job)
     assert "saved step" in log
+
+
+def test_the_end_of_the_walltime_is_foreseen(desk: Desk, jobs: dict[str, str]) -> None:
+    log = finished(desk, "walltime", jobs["walltime"])
+    assert "the walltime is nearly over" in log
+    assert "DUE TO TIME LIMIT" not in log

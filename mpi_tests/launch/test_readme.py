@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -150,8 +149,7 @@ def test_the_doctor_lines():
     plain = run(*shlex.split(lines[0]), env=tools(), timeout_s=120)
     assert plain.code in (0, 1), plain.text
     assert "MPI" in plain.out
-    parsed = json.loads(run(*shlex.split(lines[1]), env=tools(), timeout_s=120).out)
-    assert parsed
+    # The second is run and read in test_doctor.py.
     if _has_horovod():
         check = run(*shlex.split(lines[2]), env=tools(), timeout_s=120)
         assert check.code == 0, check.text

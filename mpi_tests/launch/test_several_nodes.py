@@ -18,10 +18,13 @@ SUITES = ["engines", "equivalence", *(MORE if FULL else [])]
 CHOICE = [] if FULL else ["-k", "not torch and not horovod"]
 
 
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 1)])
-def test_engines_and_equivalence_between_nodes(nodes, ranks):
+# Unequal nodes are the harder case; where all have as many ranks, the collectives alone.
+@pytest.mark.parametrize(
+    ("ranks", "suites"), [((2, 1), SUITES), ((2, 2), SUITES if FULL else SUITES[:1])]
+)
+def test_engines_and_equivalence_between_nodes(nodes, ranks, suites):
     hosts = ",".join(f"{host}:{count}" for host, count in zip(nodes.hosts, ranks, strict=True))
-    files = [str(ROOT / f"mpi_tests/ranks/test_{suite}.py") for suite in SUITES]
+    files = [str(ROOT / f"mpi_tests/ranks/test_{suite}.py") for suite in suites]
     pytest_words = ["-m", "pytest", "-q", "-p", "mpi_tests.together", *CHOICE, *files]
     done = nodes.run(
         nodes.hosts[0],
@@ -34,4 +37,4 @@ def test_engines_and_equivalence_between_nodes(nodes, ranks):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed.group(1)) > 30
+    assert int(passed.group(1)) >= (30 if len(suites) > 1 else 12)

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 def test_one_file_alone_then_on_two_ranks(folder):
     words = ["digits_mlp.toml", "--set", "schedule.name=none", "--set", "schedule.warmup_steps=0"]
     words += ["--set", "checkpoint.every_steps=10"]
-    alone = run(*HPCTRAIN, "train", *words, "--set", "train.epochs=1", cwd=folder)
+    alone = run(*HPCTRAIN, "train", *words, "--set", "train.epochs=1", cwd=folder, timeout_s=120)
     assert alone.code == 0, alone.text
     directory = folder / "runs" / "digits_mlp"
     assert json.loads((directory / "summary.json").read_text())["steps"] == 23

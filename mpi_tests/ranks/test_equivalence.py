@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
 from hpctrain.replica.starting import digest
+from hpctrain.world import roll_call
 from mpi_tests.built import BUILT
 from mpi_tests.full import FULL
 from mpi_tests.models import MODELS, OPTIMIZERS, SparseEmbedding, batch
@@ -27,7 +28,20 @@ def schedule_of(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.7)
 
 
-def train_alone(model, optimizer, size, sizes_of, accumulate=1):
+def train_alone(world, model, optimizer, sizes_of, accumulate=1):
+    """Collective: one process trains; the others sleep meanwhile, and get what came of it."""
+    told = None
+    if world.rank == 0:
+        _train(model, optimizer, world.size, sizes_of, accumulate)
+        told = model.state_dict(), optimizer.state_dict()
+    roll_call(world.comm, "training alone", timeout_s=120)
+    weights, state = world.comm.bcast(told, root=0)
+    if world.rank != 0:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+
+
+def _train(model, optimizer, size, sizes_of, accumulate):
     """One process: the average over all chunks of a global batch, weighted by samples."""
     schedule = schedule_of(optimizer)
     for step in range(STEPS):
@@ -92,7 +106,7 @@ def test_equal_to_one_process(engines, world, engine_name, model_name, optimizer
     optimizer, own = OPTIMIZERS[optimizer_name](model), OPTIMIZERS[optimizer_name](alone)
     replica = hpc.distribute(world, model, optimizer, engine=engines[engine_name])
     digests = train_together(world, replica, sizes_of)
-    train_alone(alone, own, world.size, sizes_of)
+    train_alone(world, alone, own, sizes_of)
     assert_equal(world, model, alone, digests)
     compare_states(optimizer.state_dict(), own.state_dict())
     replica.close()
@@ -118,7 +132,7 @@ def test_accumulation_equals_one_big_batch(engines, world, engine_name):
     digests = train_together(world, replica, unequal_sizes, accumulate=3)
     expected = STEPS if world.size > 1 else 0  # once per step, not per backward
     assert replica.counts()["messages"] - before == expected
-    train_alone(alone, own, world.size, unequal_sizes, accumulate=3)
+    train_alone(world, alone, own, unequal_sizes, accumulate=3)
     assert_equal(world, model, alone, digests)
     replica.close()
 
@@ -128,7 +142,7 @@ def test_sparse_gradients(engines, world):
     optimizer, own = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone))
     replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"])
     digests = train_together(world, replica, equal_sizes)
-    train_alone(alone, own, world.size, equal_sizes)
+    train_alone(world, alone, own, equal_sizes)
     assert_equal(world, model, alone, digests)
     replica.close()
 
@@ -139,7 +153,7 @@ def test_a_compiled_model(engines, world):
     compiled = torch.compile(model, backend="aot_eager")
     replica = hpc.distribute(world, compiled, optimizer, engine=engines["mpi"])
     digests = train_together(world, replica, equal_sizes)
-    train_alone(alone, own, world.size, equal_sizes)
+    train_alone(world, alone, own, equal_sizes)
     assert_equal(world, model, alone, digests)
     replica.close()
 
@@ -175,13 +189,13 @@ def test_one_rank_is_bit_for_bit_what_torch_does(engines, world):
 def test_a_state_dict_of_one_process_loads_and_goes_on(engines, world):
     model, alone = build(MODELS["mlp"]), build(MODELS["mlp"])
     own = OPTIMIZERS["adamw"](alone)
-    train_alone(alone, own, world.size, equal_sizes)
+    train_alone(world, alone, own, equal_sizes)
     model.load_state_dict(alone.state_dict())
     optimizer = OPTIMIZERS["adamw"](model)
     replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"])
     replica.load_state_dict(copy.deepcopy(own.state_dict()))
     digests = train_together(world, replica, equal_sizes)
-    train_alone(alone, own, world.size, equal_sizes)
+    train_alone(world, alone, own, equal_sizes)
     assert_equal(world, model, alone, digests)
     compare_states(replica.state_dict(), own.state_dict())
     replica.close()

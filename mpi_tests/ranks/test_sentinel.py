@@ -28,6 +28,7 @@ def test_equal_weights_are_left_alone_and_statistics_may_differ(world):
     model[1].running_mean.fill_(world.rank)
     sentinel = hpc.Sentinel(world, model, every=3)
     assert [sentinel.step() for _ in range(7)] == [False, False, True, False, False, True, False]
+    assert [sentinel.step(number) for number in (29, 30)] == [False, True]
     sentinel.close()
     sentinel.close()
 

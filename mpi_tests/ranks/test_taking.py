@@ -1,4 +1,7 @@
-"""Large gradients move into shared memory one by one during backward; small models do so here."""
+"""Large gradients: moved into shared memory one by one during backward, or added where they are.
+
+Small models do so here.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ from mpi_tests.models import SparseEmbedding
 from mpi_tests.ranks.pair import STEPS
 
 
-@pytest.fixture(autouse=True)
-def from_the_first_byte(monkeypatch):
-    monkeypatch.setattr("hpctrain.replica.node_mode._TAKE_FROM_BYTES", 0)
+@pytest.fixture(autouse=True, params=["taken", "direct"])
+def way(request, monkeypatch):
+    if request.param == "taken":
+        monkeypatch.setattr("hpctrain.replica.node_mode._TAKE_FROM_BYTES", 0)
+    else:
+        monkeypatch.setattr("hpctrain.replica.node_sums._DIRECT_FROM_BYTES", 1)
+    return request.param
 
 
 def one_step(p, step, **backward):
@@ -25,12 +32,14 @@ def one_step(p, step, **backward):
 
 @pytest.mark.parametrize("model", ["mlp", "tied", "branches", "complex", "conv-batchnorm"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_equal_to_one_process(pair, model, optimizer):
+def test_equal_to_one_process(pair, model, optimizer, way):
     p = pair(model=model, optimizer=optimizer)
     for step in range(STEPS):
         one_step(p, step)
     used = sum(parameter.grad is not None for parameter in p.model.parameters())
-    if p.world.size > 1 and model != "branches":  # one hook for each that has a gradient
+    if (
+        way == "taken" and p.world.size > 1 and model != "branches"
+    ):  # one hook for each that has a gradient
         assert p.replica.counts()["hooks"] == STEPS * used
     p.check()
 

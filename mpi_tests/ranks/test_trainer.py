@@ -4,58 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import mse_loss
 
 import hpctrain as hpc
-from hpctrain.train.config import Checkpoint, Logging
+from hpctrain.train.config import Checkpoint
 from hpctrain.train.directory import read_summary
 from hpctrain.train.journal import read_lines
 from hpctrain.train.monitor import Monitor
-from hpctrain.train.timing import time_steps
-
-QUIET = Logging(display="off", every_steps=1)
-
-
-@pytest.fixture
-def shared(world, tmp_path):
-    """One folder for all ranks."""
-    return Path(world.comm.bcast(str(tmp_path), root=0))
-
-
-def data(num=40):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(num, 6, generator=generator)
-    return x, x.sum(1, keepdim=True).sin()
-
-
-def make(world, engines, *, accumulate=1, batch=12):
-    """With dropout and BatchNorm: random numbers and statistics of each rank's own."""
-    torch.manual_seed(5)
-    layers = (torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh())
-    model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-    world.streams.bind_equal()
-    name = "local" if world.size == 1 else "mpi"
-    replica = hpc.distribute(world, model, optimizer, engine=engines[name], accumulate=accumulate)
-    loader = hpc.Loader(world, data(), global_batch=batch // accumulate)
-    return replica, loader, schedule
-
-
-def held_out(world):
-    return hpc.Loader(world, data(15), global_batch=8, shuffle=False)
-
-
-def bits(replica):
-    return [value.detach().clone() for value in replica.model.state_dict().values()]
-
-
-def same(ours, theirs):
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+from mpi_tests.ranks.trainer_kit import QUIET, bits, data, held_out, make, same
 
 
 def test_a_trainer_does_what_a_loop_of_ones_own_does(world, engines, shared):
@@ -296,70 +255,3 @@ def test_several_optimizers_and_gradients_of_gradients(world, engines, shared):
     if world.rank == 0:
         lines = list(read_lines(shared / "gan" / "metrics.jsonl"))
         assert {"maker", "critic"} <= lines[0].keys()
-
-
-def test_time_is_split_and_the_slowest_rank_is_named(world, engines, shared):
-    timer = time_steps(world)
-    try:
-        replica, loader, _ = make(world, engines)
-        trainer = hpc.Trainer(
-            world, replica, loader, loss=mse_loss, steps=4, directory=shared / "timed",
-            logging=Logging(display="off", every_steps=2), timer=timer,
-        )  # fmt: skip
-        trainer.fit()
-    finally:
-        world.observers.remove(timer)
-    replica.close()
-    if world.rank == 0:
-        lines = [x for x in read_lines(shared / "timed" / "metrics.jsonl") if x["kind"] == "step"]
-        assert [line["step"] for line in lines] == [1, 2, 4]
-        for line in lines:
-            phases = [line[f"{name}_s"] for name in
-                      ("input", "forward", "backward", "exchange", "update")]  # fmt: skip
-            assert all(seconds > 0 for seconds in phases)
-            assert sum(phases) <= line["step_s"] * 1.5
-            assert (0 <= line["slowest_rank"] < world.size) if world.size > 1 else True
-
-
-def test_what_is_wrong_is_refused(world, engines, shared):
-    replica, loader, schedule = make(world, engines)
-    for told, options in (
-        ("give one of them", {"loss": mse_loss, "epochs": 1, "steps": 1}),
-        ("needs a loss", {}),
-        ("needs a directory", {"loss": mse_loss, "checkpoint": Checkpoint()}),
-        ("no replica 'net'", {"loss": mse_loss, "schedules": {"net": schedule}}),
-    ):
-        with pytest.raises(hpc.ConfigError, match=told):
-            hpc.Trainer(world, replica, loader, **options)
-    trainer = hpc.Trainer(world, replica, loader, loss=mse_loss, logging=QUIET)
-    with pytest.raises(hpc.ConfigError, match="event='steps' is unknown"):
-        trainer.on("steps", print)
-
-    def forgets(trainer, batch):
-        loss = mse_loss(trainer.replica(batch[0]), batch[1])
-        trainer.replica.backward(loss, num_samples=trainer.loader.num_samples)
-        trainer.replica.step()
-        return loss
-
-    with pytest.raises(hpc.ConfigError, match=r"call trainer\.update"):
-        hpc.Trainer(world, replica, loader, step=forgets, logging=QUIET).fit()
-    replica.close()
-
-
-def test_a_directory_in_use_is_refused_on_all_ranks(world, engines, shared):
-    from hpctrain.train.lock import Lock
-
-    replica, loader, _ = make(world, engines)
-    held = None
-    if world.rank == 0:
-        (shared / "busy").mkdir()
-        held = Lock(shared / "busy", job_id="41")
-    trainer = hpc.Trainer(
-        world, replica, loader, loss=mse_loss, directory=shared / "busy", logging=QUIET
-    )
-    with pytest.raises(hpc.ConfigError, match=r"rank 0 of .* in use by process .*, job 41"):
-        trainer.fit()
-    if held is not None:
-        held.release()
-    trainer.fit()
-    replica.close()

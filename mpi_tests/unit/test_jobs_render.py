@@ -133,7 +133,7 @@ def test_requeueing_is_counted_and_capped(template, tmp_path):
         assert done.returncode == REQUEUE, done.stdout + done.stderr
         following = str(int(count) + 1)
         expected = {
-            "slurm": ["scontrol requeue 7"],
+            "slurm": ["scontrol --oneliner show job 7", "scontrol requeue 7"],
             "pbs": [f"qsub -v HPCTRAIN_RESTARTS={following} /scripts/job one.sh"],
             "lsf": [],
             "flux": [

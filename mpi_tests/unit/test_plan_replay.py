@@ -117,13 +117,15 @@ def test_more_bandwidth_or_less_latency_is_never_slower(
 
 @few
 @given(layer_lists, machines, exchanges, counts, st.floats(0, 0.1))
-def test_more_jitter_contention_or_gradient_is_never_faster(layers, machine, exchange, count, more):
+def test_more_jitter_or_contention_is_never_faster(layers, machine, exchange, count, more):
+    # With a cycle a later gradient may just reach the same one as others, and save a message.
+    exchange = replace(exchange, cycle_s=0.0, cycle_s_per_rank=0.0)
     profile = make_profile(layers)
     before = predict(profile, machine, count, exchange=exchange).step_s.value
     points = tuple((n, slow + (more if n > 1 else 0)) for n, slow in machine.contention)
     worse = replace(machine, jitter=machine.jitter + more, contention=points)
-    if exchange.cycle_of(count) == 0:  # a later gradient may just reach its cycle with others
-        assert predict(profile, worse, count, exchange=exchange).step_s.value >= before * (1 - 1e-9)
+    after = predict(profile, worse, count, exchange=exchange).step_s.value
+    assert after >= before * (1 - 1e-9)
 
 
 @few

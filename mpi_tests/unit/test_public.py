@@ -86,6 +86,7 @@ ACTIONS = {
     ("job", "cancel"): "--help -h",
     ("job", "sites"): "--help --json -h",
     ("job", "lint"): "--help --json -h",
+    ("trace", "merge"): "--help --json -h",
     ("bench", "scale"): f"{SWEPT} {CURVE} {OUTPUT} --ranks --threads",
     ("bench", "submit"): f"{SWEPT} {CURVE} {JOB} --node-counts",
     ("bench", "collect"): f"{OUTPUT} --help --wait -h",
@@ -104,7 +105,7 @@ ACTIONS = {
 
 
 def test_flags_of_actions():
-    for verb in ("bench", "checkpoint", "job", "sweep"):
+    for verb in ("bench", "checkpoint", "job", "sweep", "trace"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
         (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]

@@ -18,6 +18,7 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.train.config import parse_config
 from hpctrain.train.directory import RunDirectory
+from hpctrain.train.display import Live
 from hpctrain.train.figures import summarise
 from hpctrain.train.journal import Journal, read_lines
 from hpctrain.train.lock import Lock, holder_of, is_alive
@@ -295,6 +296,17 @@ def test_a_plain_log_speaks_ever_more_rarely():
     assert (np.diff(gaps) >= 0).all()
     assert gaps[-1] == 600
     assert len(said) < 250
+
+
+def test_a_live_display_moves_and_says(capsys):
+    display = Live(100)
+    display.show(Standing(step=3, epoch=1, num_steps=9, loss=0.5))
+    display.say("an evaluation [of a kind]")
+    display.close()
+    out = capsys.readouterr().out
+    assert "epoch 1, step 3/9, loss 0.5" in out
+    assert "an evaluation [of a kind]" in out
+    assert "\x1b[" in out
 
 
 def run_directory(tmp_path, state, *, failure=None):

@@ -91,7 +91,8 @@ def fit_contention(
 def fit_costs(samples: Sequence[CollectiveSample], topology: str) -> Costs:
     """Latency, bandwidth and addition that explain an engine's times best.
 
-    Errors are relative, since times range over orders of magnitude, and nothing is negative. What
+    Errors count relative to the root of a time: seconds alone would forget latency, and relative
+    errors the large messages that training sends. Nothing is negative. What
     the samples say nothing about costs nothing: without several nodes there is no link between
     them, and such a machine is good for one node.
 
@@ -101,10 +102,10 @@ def fit_costs(samples: Sequence[CollectiveSample], topology: str) -> Costs:
     """
     if len({sample.num_bytes for sample in samples}) < 2:
         raise ConfigError("latency and bandwidth need at least two sizes of collectives")
-    rows = np.array(
-        [[term / s.seconds for term in _row(s, topology)] for s in samples], dtype=np.float64
-    )
-    values, errors = _least_squares(rows)
+    weights = np.array([s.seconds**-0.5 for s in samples])
+    rows = np.array([_row(s, topology) for s in samples], dtype=np.float64)
+    times = np.array([s.seconds for s in samples])
+    values, errors = _least_squares(rows * weights[:, None], times * weights)
     found = dict(zip(_NAMES, zip(values, errors, strict=True), strict=True))
     return Costs(
         topology=topology,
@@ -141,20 +142,19 @@ def _link(found: dict[str, tuple[float, float]], where: str) -> Link:
 
 
 def _least_squares(
-    rows: npt.NDArray[np.float64],
+    rows: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]
 ) -> tuple[list[float], list[float]]:
-    """Non-negative values with rows @ values near 1, and their relative errors.
+    """Non-negative values with rows @ values near what is wanted, and their relative errors.
 
     Columns whose value would be negative are left out, the most negative first.
     """
     width = rows.shape[1]
     scale = np.abs(rows).max(axis=0)
     kept = [column for column in range(width) if scale[column] > 0]
-    ones = np.ones(len(rows))
     solved = np.zeros(0)
     while kept:
         part = rows[:, kept] / scale[kept]
-        solved = np.linalg.lstsq(part, ones, rcond=None)[0]
+        solved = np.linalg.lstsq(part, wanted, rcond=None)[0]
         worst = int(np.argmin(solved))
         if solved[worst] >= 0:
             break
@@ -163,7 +163,7 @@ def _least_squares(
     if not kept:
         return values, errors
     part = rows[:, kept] / scale[kept]
-    left = part @ solved - ones
+    left = part @ solved - wanted
     free = max(1, len(rows) - len(kept))
     spread = np.linalg.pinv(part.T @ part) * float(left @ left) / free
     for place, column in enumerate(kept):

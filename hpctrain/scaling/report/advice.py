@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hpctrain.scaling.report.points import Point, Study
+from hpctrain.scaling.report.points import Estimate, Point, Study
 
 __all__ = ["Finding", "advise", "describe_scaling"]
 
@@ -26,7 +26,8 @@ class Finding:
 
 def advise(study: Study) -> list[Finding]:
     """All findings on a study, the most costly first."""
-    found = [finding for rule in _RULES for finding in rule(study)]
+    rules = _ANY_RULES if study.mode == "layout" else (*_ANY_RULES, *_SCALING_RULES)
+    found = [finding for rule in rules for finding in rule(study)]
     return sorted(found, key=lambda finding: -finding.weight)
 
 
@@ -184,24 +185,30 @@ def _whole_node(study: Study) -> Iterator[Finding]:
     if one is None or best is None or best.num_nodes > 1:
         return
     slower = _times_as_fast(one, best)
-    if slower is not None and slower > 1.0:
-        yield Finding(
-            rule="whole node",
-            weight=1 - 1 / slower,
-            what=f"One process with all cores of the node and a fused optimizer is {slower:.2f} "
-            "times as fast as the best distributed point: on one node, distributing this model "
-            "does not pay.",
-            attempt="Train in one process here, and distribute where there are more nodes, or a "
-            "larger model or batch.",
-        )
+    if slower is None or slower.median <= 1.0:
+        return
+    clearly = slower.low > 1.0
+    yield Finding(
+        rule="whole node",
+        weight=1 - 1 / slower.median,
+        what=f"One process with all cores of the node is {slower.median:.2f} times as fast as the "
+        "best distributed point: on one node, distributing this model "
+        + ("does not pay." if clearly else "does not clearly pay; the intervals overlap."),
+        attempt="Train in one process here, and distribute where there are more nodes, or a "
+        "larger model or batch.",
+    )
 
 
-def _times_as_fast(one: Point, other: Point) -> float | None:
+def _times_as_fast(one: Point, other: Point) -> Estimate | None:
     """How much more work `one` does in the same time; None: they cannot be compared."""
     if other.over_node is not None:
-        return 1 / other.over_node.median
-    mine, theirs = one.samples_per_s, other.samples_per_s
-    return mine / theirs if mine and theirs else None
+        measured = other.over_node
+        return Estimate(median=1 / measured.median, low=1 / measured.high, high=1 / measured.low)
+    if one.step_s is None or other.step_s is None:
+        return None
+    if not one.global_batch or not other.global_batch:
+        return None
+    return other.step_s.over(one.step_s).scaled(one.global_batch / other.global_batch)
 
 
 def _serial(study: Study) -> Iterator[Finding]:
@@ -277,15 +284,13 @@ def _failures(study: Study) -> Iterator[Finding]:
         )
 
 
-_RULES: tuple[Callable[[Study], Iterator[Finding]], ...] = (
+_ANY_RULES: tuple[Callable[[Study], Iterator[Finding]], ...] = (_whole_node, _noise, _failures)
+_SCALING_RULES: tuple[Callable[[Study], Iterator[Finding]], ...] = (
     _communication,
     _input,
     _straggling,
     _update,
     _contention,
-    _whole_node,
     _serial,
     _superlinear,
-    _noise,
-    _failures,
 )

@@ -73,7 +73,7 @@ def _log2(values: list[float], most: int, write: Callable[[float], str]) -> Axis
     margin = (high / low) ** 0.04
     written = values
     if not all(float(value).is_integer() for value in values):  # measured: powers of two will do
-        written = [2.0**k for k in range(floor(log2(low) + 1e-9), ceil(log2(high) - 1e-9) + 1)]
+        written = [2.0**k for k in range(floor(log2(low) + 0.15), ceil(log2(high) - 0.15) + 1)]
         low, high, margin = written[0], max(high, written[-1]), 1.0
     while len(written) > most:
         written = written[::-2][::-1]

@@ -78,9 +78,12 @@ a:focus-visible, summary:focus-visible, .scroll:focus-visible, pre:focus-visible
   html, main { background: #fff; } main { max-width: none; padding: 0; border: 0; }
   body { font-size: 10.5pt; } nav { display: none; }
   h2 { break-after: avoid; margin-top: 24px; }
+  details summary { display: none; }
+  details::details-content { content-visibility: visible; }
   figure, .findings, tr { break-inside: avoid; }
   .charts { grid-template-columns: 1fr 1fr; }
   .scroll, pre { overflow: visible; } pre { white-space: pre-wrap; }
-  table { font-size: 8.5pt; } a { color: inherit; text-decoration: none; }
+  table { font-size: 8pt; } th, td { padding: 3px 6px 3px 0; overflow-wrap: anywhere; }
+  td.number, th.number { white-space: normal; } a { color: inherit; text-decoration: none; }
 }
 """

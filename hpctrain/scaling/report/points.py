@@ -52,6 +52,9 @@ class Point:
     """Speed over that of one process with all cores of the node."""
     split_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step, by part; empty where nobody timed the parts."""
+    per_sequential_s: float | None = None
+    per_million_parameters: float | None = None
+    """Speed-up per second of the undistributed step, and per million parameters."""
     bytes_sent: float | None = None
     memory_bytes: float | None = None
     failure: str = ""
@@ -146,6 +149,8 @@ class Study:
 
     def best(self) -> Point | None:
         """The point that trains fastest."""
+        if self.mode == "layout":  # the same batch everywhere
+            return min(self.measured, key=lambda point: _median(point.step_s), default=None)
         return max(
             (point for point in self.measured if self.speed_up(point)),
             key=lambda point: _median(self.speed_up(point)),

@@ -117,6 +117,8 @@ def _swept_point(row: Mapping[str, Any]) -> Point:
         efficiency=_read_interval(row, "efficiency"),
         over_node=_read_interval(row, "over_node"),
         split_s=_split(row),
+        per_sequential_s=row.get("speedup_per_sequential_s"),
+        per_million_parameters=row.get("speedup_per_million_parameters"),
         bytes_sent=counts.get("bytes"),
         memory_bytes=row.get("memory_bytes"),
         failure=str(row.get("why") or ""),

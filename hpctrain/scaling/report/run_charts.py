@@ -24,7 +24,9 @@ EVENTS = {
     "stopping": "stopped",
 }
 _MARK_STYLES = {"checkpoint": 0, "restart": 1, "stopped": 2}
-_OWN = frozenset(("kind", "step", "epoch", "time_s", "wall", "hours", "samples", "num_samples"))
+_OWN = frozenset(
+    ("kind", "step", "epoch", "time_s", "wall", "seq", "hours", "samples", "num_samples", "seconds")
+)
 
 Values = list[tuple[float, float]]
 

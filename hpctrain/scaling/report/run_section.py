@@ -139,5 +139,5 @@ def _is_number(value: object) -> bool:
 
 
 def _rest(line: Mapping[str, Any]) -> str:
-    hidden = {"kind", "event", "name", "what", "step", "epoch", "time_s", "wall", "hours"}
+    hidden = {"kind", "event", "name", "what", "step", "epoch", "time_s", "wall", "seq", "hours"}
     return ", ".join(f"{k}={v}" for k, v in line.items() if k not in hidden)

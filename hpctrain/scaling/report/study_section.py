@@ -36,7 +36,7 @@ def study_sections(study: Study, key: str, wish: Wish | None) -> list[Section]:
         title=study.title if is_layout else f"{study.title}: {study.mode} scaling",
         paragraphs=tuple(words),
         charts=tuple(chart for chart in charts if chart is not None),
-        tables=(_points_table(study, key),),
+        tables=_tables(study, key),
         findings=findings,
     )
     costs = None if is_layout else _cost_section(study, key, wish)
@@ -83,30 +83,61 @@ def _best_layout(study: Study) -> str:
     return f"{text}, {verdict}."
 
 
-def _points_table(study: Study, key: str) -> Table:
+def _tables(study: Study, key: str) -> tuple[Table, ...]:
+    """Speed in one table, what follows and what it needs in another: neither is too wide."""
     every = [p for p in (study.baseline, study.whole_node, *study.points) if p is not None]
-    columns: list[tuple[str, list[str]]] = [
+    names = [
         ("engine", [p.engine for p in every]),
         ("ranks x threads", [p.layout for p in every]),
+    ]
+    speed = [
         ("nodes", [str(p.num_nodes) for p in every]),
         ("global batch", [str(p.global_batch or "") for p in every]),
         (f"ms a {study.unit}", [_milliseconds(p) for p in every]),
         ("samples/s", [f"{p.samples_per_s:.0f}" if p.samples_per_s else "" for p in every]),
+    ]
+    ratios = [
         ("speed-up", [_plain(study, p) for p in every]),
         ("efficiency", [_percents(study, p) for p in every]),
+    ]
+    more = [
         ("Karp-Flatt", [_fraction(study, p) for p in every]),
+        ("S / sequential s", [_number(p.per_sequential_s) for p in every]),
+        ("S / M parameters", [_number(p.per_million_parameters) for p in every]),
+    ]
+    needs = [
         ("bytes sent", [bytes_text(p.bytes_sent) if p.bytes_sent else "" for p in every]),
         ("memory a rank", [bytes_text(p.memory_bytes) if p.memory_bytes else "" for p in every]),
     ]
-    if study.mode == "layout":
-        columns = [c for c in columns if c[0] not in ("speed-up", "efficiency", "Karp-Flatt")]
+    is_layout = study.mode == "layout"
+    points = _table(
+        f"{key}-points",
+        f"{study.title}: all points",
+        names + speed + ([] if is_layout else ratios),
+        _numbers(study, every),
+    )
+    rest = _table(
+        f"{key}-needs",
+        f"{study.title}: ratios, and what it needs",
+        names + ([] if is_layout else more) + needs,
+    )
+    return (points, rest) if len(rest.headers) > len(names) else (points,)
+
+
+def _table(
+    key: str,
+    title: str,
+    columns: list[tuple[str, list[str]]],
+    data: tuple[tuple[str, ...], ...] = (),
+) -> Table:
+    """A table without columns that have nothing in them."""
     kept = [column for column in columns if any(column[1])]
     return Table(
-        key=f"{key}-points",
-        title=f"{study.title}: all points",
+        key=key,
+        title=title,
         headers=tuple(name for name, _ in kept),
         rows=tuple(zip(*(values for _, values in kept), strict=True)),
-        data=_numbers(study, every),
+        data=data,
     )
 
 
@@ -131,6 +162,10 @@ def _numbers(study: Study, points: list[Point]) -> tuple[tuple[str, ...], ...]:
 
 def _three(value: Estimate | None) -> tuple[float | None, ...]:
     return (None,) * 3 if value is None else (value.median, value.low, value.high)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else number_text(value)
 
 
 def _milliseconds(point: Point) -> str:

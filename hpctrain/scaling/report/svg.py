@@ -24,6 +24,7 @@ __all__ = ["draw"]
 _BOTTOM = HEIGHT - 50
 _FEW = 40
 """Points beyond this number have no markers, and a band for their interval."""
+_BESIDE = 5.0
 
 
 def draw(chart: Chart) -> str:
@@ -98,21 +99,29 @@ def _draw_lines(chart: LineChart) -> list[str]:
             f'class="mark m{mark.style}"><title>{escape(mark.label)} at '
             f"{number_text(mark.x)}</title></line>"
         )
-    for line in sorted(chart.lines, key=lambda one: not one.is_ideal):
-        out += _curve(line, frame, chart)
+    curves = [line for line in chart.lines if not line.is_ideal]
+    for line in chart.lines:
+        if line.is_ideal:
+            out += _curve(line, frame, chart, 0.0)
+    for index, line in enumerate(curves):
+        # Side by side, or intervals at the same number of ranks would hide each other.
+        beside = _BESIDE * (index - (len(curves) - 1) / 2) if chart.x_scale == "log2" else 0.0
+        out += _curve(line, frame, chart, beside)
     return out
 
 
-def _curve(line: Line, frame: _Frame, chart: LineChart) -> list[str]:
+def _curve(line: Line, frame: _Frame, chart: LineChart, beside: float) -> list[str]:
     points = [
-        (frame.across(x), frame.up(y)) for x, y in zip(line.x, line.y, strict=True) if isfinite(y)
+        (frame.across(x) + beside, frame.up(y))
+        for x, y in zip(line.x, line.y, strict=True)
+        if isfinite(y)
     ]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     if line.is_ideal:
         return [f'<polyline points="{path}" class="ideal"/>']
     colour = COLOURS[line.style % len(COLOURS)]
     dash = " ".join(f"{d:g}" for d in DASHES[line.style % len(DASHES)])
-    out = _interval(line, frame, colour)
+    out = _interval(line, frame, colour, beside)
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     out.append(f'<polyline points="{path}" class="line" stroke="{colour}"{dashed}/>')
     if line.has_markers and len(points) <= _FEW:
@@ -124,7 +133,7 @@ def _curve(line: Line, frame: _Frame, chart: LineChart) -> list[str]:
     return out
 
 
-def _interval(line: Line, frame: _Frame, colour: str) -> list[str]:
+def _interval(line: Line, frame: _Frame, colour: str, beside: float) -> list[str]:
     if not line.low:
         return []
     if len(line.x) > _FEW:
@@ -133,7 +142,7 @@ def _interval(line: Line, frame: _Frame, colour: str) -> list[str]:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*upper, *reversed(lower)])
         return [f'<polygon points="{path}" fill="{colour}" fill-opacity="0.15"/>']
     return [
-        _whisker(frame.across(x), frame.up(low), frame.up(high), colour)
+        _whisker(frame.across(x) + beside, frame.up(low), frame.up(high), colour)
         for x, low, high in zip(line.x, line.low, line.high, strict=True)
     ]
 
@@ -154,7 +163,7 @@ def _draw_bars(chart: Bars) -> list[str]:
         [(name, styles[i], "patch") for i, (name, _) in enumerate(chart.parts)] if is_stack else [],
         key=chart.key,
     )
-    frame = _Frame(None, y, top)
+    frame = _Frame(None, y, top + 14)  # a full bar has its number above it
     used = sorted(set(styles))
     out = ["<defs>", *(hatch(chart.key, style) for style in used), "</defs>"]
     out += [*rows, *frame.axes("", chart.y_label)]

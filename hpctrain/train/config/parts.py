@@ -65,7 +65,8 @@ class Data(Section):
         "or by rank 0, which sends every rank its share.",
         default="files",
     )
-    shuffle: bool | Literal["numpy", "keyed", "local"] = key(
+    # In the order of the loader's: typing makes equal unions one, and the documentation lists them.
+    shuffle: bool | Literal["keyed", "numpy", "local"] = key(
         "A new global order in every epoch; `local` shuffles scattered shares within each rank.",
         default=True,
     )

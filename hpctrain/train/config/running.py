@@ -155,6 +155,16 @@ class Faults(Section):
         above=0,
     )
 
+    sentinel_every_steps: int = key(
+        "Steps between comparisons of the weights of all ranks, bit by bit; 0 never compares.",
+        default=100,
+        low=0,
+    )
+    nonfinite: Literal["stop", "ignore"] = key(
+        "What a loss does that is inf or NaN on some rank, looked at with every line of metrics.",
+        default="stop",
+    )
+
     def conflicts(self) -> Iterator[str]:
         """Only signals that this system has, each once."""
         for name in self.signals:

@@ -1,0 +1,42 @@
+"""Ranks compare a few numbers while training is blocked: one message, no longer than it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpctrain.errors import CollectiveError
+from hpctrain.world import World, roll_call
+
+__all__ = ["meet"]
+
+_LONGEST_NAP_S = 0.0005
+
+
+def meet(world: World, numbers: Sequence[int], what: str, *, timeout_s: float) -> list[bool]:
+    """Collective: for each number, whether it is the same on all ranks.
+
+    Everyone sleeps in between, so that ranks that still copy have the cores.
+
+    Raises:
+        CollectiveError: some ranks did not come in time; they are named.
+    """
+    if world.size == 1:
+        return [True] * len(numbers)
+    from mpi4py import MPI
+
+    mine = np.array([*numbers, *(-number for number in numbers)], np.int64)
+    most = np.empty_like(mine)
+    request = world.comm.Iallreduce(mine, most, op=MPI.MAX)
+    deadline = time.monotonic() + timeout_s
+    nap = 0.0
+    while not request.Test():
+        if time.monotonic() > deadline:
+            roll_call(world.comm, what, timeout_s=1.0)  # names those who are missing
+            raise CollectiveError(f"{what}: the ranks did not meet within {timeout_s:g} s")
+        time.sleep(nap)
+        nap = min(nap * 2 + 1e-5, _LONGEST_NAP_S)
+    half = len(numbers)
+    return [bool(most[i] == -most[half + i]) for i in range(half)]

@@ -1,0 +1,113 @@
+"""What a trainer measures, refuses and guards against."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import hpctrain as hpc
+from hpctrain.train.config import Checkpoint, Faults, Logging
+from hpctrain.train.journal import read_lines
+from hpctrain.train.lock import Lock
+from hpctrain.train.timing import time_steps
+from mpi_tests.ranks.trainer_kit import QUIET, make
+
+
+def test_time_is_split_and_the_slowest_rank_is_named(world, engines, shared):
+    timer = time_steps(world)
+    try:
+        replica, loader, _ = make(world, engines)
+        trainer = hpc.Trainer(
+            world, replica, loader, loss=mse_loss, steps=4, directory=shared / "timed",
+            logging=Logging(display="off", every_steps=2), timer=timer,
+        )  # fmt: skip
+        trainer.fit()
+    finally:
+        world.observers.remove(timer)
+    replica.close()
+    if world.rank == 0:
+        lines = [x for x in read_lines(shared / "timed" / "metrics.jsonl") if x["kind"] == "step"]
+        assert [line["step"] for line in lines] == [1, 2, 4]
+        for line in lines:
+            phases = [line[f"{name}_s"] for name in
+                      ("input", "forward", "backward", "exchange", "update")]  # fmt: skip
+            assert all(seconds > 0 for seconds in phases)
+            assert sum(phases) <= line["step_s"] * 1.5
+            assert (0 <= line["slowest_rank"] < world.size) if world.size > 1 else True
+
+
+def test_what_is_wrong_is_refused(world, engines, shared):
+    replica, loader, schedule = make(world, engines)
+    for told, options in (
+        ("give one of them", {"loss": mse_loss, "epochs": 1, "steps": 1}),
+        ("needs a loss", {}),
+        ("needs a directory", {"loss": mse_loss, "checkpoint": Checkpoint()}),
+        ("no replica 'net'", {"loss": mse_loss, "schedules": {"net": schedule}}),
+    ):
+        with pytest.raises(hpc.ConfigError, match=told):
+            hpc.Trainer(world, replica, loader, **options)
+    trainer = hpc.Trainer(world, replica, loader, loss=mse_loss, logging=QUIET)
+    with pytest.raises(hpc.ConfigError, match="event='steps' is unknown"):
+        trainer.on("steps", print)
+
+    def forgets(trainer, batch):
+        loss = mse_loss(trainer.replica(batch[0]), batch[1])
+        trainer.replica.backward(loss, num_samples=trainer.loader.num_samples)
+        trainer.replica.step()
+        return loss
+
+    with pytest.raises(hpc.ConfigError, match=r"call trainer\.update"):
+        hpc.Trainer(world, replica, loader, step=forgets, logging=QUIET).fit()
+    replica.close()
+
+
+def test_nan_and_weights_that_drift_apart_name_the_rank(world, engines):
+    def train(spoil):
+        replica, loader, _ = make(world, engines)
+        trainer = hpc.Trainer(
+            world, replica, loader, loss=mse_loss, steps=6, logging=QUIET,
+            faults=Faults(sentinel_every_steps=2),
+        )  # fmt: skip
+        if world.rank == world.size - 1:
+            trainer.on("step", spoil)
+        try:
+            trainer.fit()
+        finally:
+            replica.close()
+
+    def drift(trainer, facts):
+        if facts["step"] == 4:
+            with torch.no_grad():
+                trainer.replica.model[0].bias[2] += 1e-6
+
+    last = world.size - 1
+    if world.size > 1:  # one rank alone has nothing to compare
+        with pytest.raises(hpc.DriftError, match=rf"0\.bias.* rank {last}\b"):
+            train(drift)
+
+    def poison(trainer, facts):
+        if facts["step"] == 2:
+            trainer.loss = lambda out, wanted: mse_loss(out, wanted) * float("nan")
+
+    with pytest.raises(
+        hpc.NonFiniteError, match=rf"loss was inf or NaN at step 3 on rank {last} of {world.size}"
+    ):
+        train(poison)
+
+
+def test_a_directory_in_use_is_refused_on_all_ranks(world, engines, shared):
+    replica, loader, _ = make(world, engines)
+    held = None
+    if world.rank == 0:
+        (shared / "busy").mkdir()
+        held = Lock(shared / "busy", job_id="41")
+    trainer = hpc.Trainer(
+        world, replica, loader, loss=mse_loss, directory=shared / "busy", logging=QUIET
+    )
+    with pytest.raises(hpc.ConfigError, match=r"rank 0 of .* in use by process .*, job 41"):
+        trainer.fit()
+    if held is not None:
+        held.release()
+    trainer.fit()
+    replica.close()
