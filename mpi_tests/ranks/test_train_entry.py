@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,12 @@ display = "off"
 FUNCTION = CONFIG.replace(
     'files = ["x.npy", "y.npy"]', 'build = "mpi_tests.ranks.trainer_kit:shared_data"'
 )
+
+
+@pytest.fixture
+def shared(world, tmp_path):
+    """One folder for all ranks."""
+    return Path(world.comm.bcast(str(tmp_path), root=0))
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -13,6 +15,12 @@ from hpctrain.train.lock import Lock
 from hpctrain.train.monitor import Monitor
 from hpctrain.train.timing import time_steps
 from mpi_tests.ranks.trainer_kit import QUIET, held_out, make
+
+
+@pytest.fixture
+def shared(world, tmp_path):
+    """One folder for all ranks."""
+    return Path(world.comm.bcast(str(tmp_path), root=0))
 
 
 def test_time_is_split_and_the_slowest_rank_is_named(world, engines, shared):
