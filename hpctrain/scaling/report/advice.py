@@ -132,7 +132,7 @@ def _straggling(study: Study) -> Iterator[Finding]:
                 weight=share,
                 what=f"On {point.num_ranks} ranks of {point.engine} the slowest rank is "
                 f"{_percent(share)} of a step behind the median one, and all wait for it.",
-                attempt="Run `hpctrain doctor --nodes` to find a slow node or core; bind ranks "
+                attempt="Run `hpctrain doctor --all-nodes` to find a slow node or core; bind ranks "
                 '(bind="numa"); see that batches cost the same on all ranks.',
             )
 
