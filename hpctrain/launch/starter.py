@@ -27,7 +27,7 @@ from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import Program, make_log_dir
 from hpctrain.world import detect
-from hpctrain.world.launcher import BENCH_VARIABLE
+from hpctrain.world.launcher import BENCH_VARIABLE, CHAOS_VARIABLE
 from hpctrain.world.oom import count_oom_kills
 
 __all__ = ["start"]
@@ -37,6 +37,7 @@ _GRACE_S = 3.0
 _PASS_ON = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"),
     BENCH_VARIABLE,
+    CHAOS_VARIABLE,
     "HPCTRAIN_TRACE",
 )
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
