@@ -196,6 +196,8 @@ class _Job:
 
     def _conclude(self, interrupted: int | None) -> int:
         code = self.process.wait(timeout=10)
+        if code < 0:  # mpirun itself was killed
+            code = 128 - code
         if interrupted is not None:
             log.notice(f"interrupted by {signal.Signals(interrupted).name}; all ranks ended")
             return 128 + interrupted
@@ -207,7 +209,7 @@ class _Job:
             absent = self.listener.num_ranks - self.listener.num_present
             if code != 0 and absent > 0:
                 log.notice(explain_unstarted(self.mpirun, code, absent, _find_unknown(self.hosts)))
-            return code if code >= 0 else 128 - code
+            return code
         sys.stderr.buffer.write(screen.hidden.get(failed.rank, b""))
         sys.stderr.flush()
         if failed.code < 0:
