@@ -21,7 +21,7 @@ from hpctrain.world.launcher import CHAOS_VARIABLE
 __all__ = ["Attempt"]
 
 _TOKEN = "HPCTRAIN_CHAOS_ATTEMPT"
-"""In the environment of every process of an attempt, so that they are found, whoever started them."""
+"""In the environment of every process of an attempt, by which they are found."""
 _POLL_S = 0.02
 _SILENCE_S = 10.0
 

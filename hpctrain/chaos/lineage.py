@@ -1,4 +1,4 @@
-"""Which samples the final weights have seen: attempts stitched at the steps they went on from. Pure."""
+"""Which samples the final weights have seen: attempts, stitched where each went on from. Pure."""
 
 from __future__ import annotations
 
