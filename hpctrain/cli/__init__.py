@@ -24,6 +24,7 @@ VERBS = {
     "watch": "follow a run from its directory, on a login node too",
     "data": "write a data set as shards, say what is in one, or check it",
     "checkpoint": "list checkpoints, check them, export the model, or import a torch file",
+    "chaos": "kill, stop, damage and fill up a training of yours, and see that no run is lost",
     "doctor": "check MPI, torch, Horovod and the machine, with the cure for what is broken",
     "bench": "measure how a script scales, the best layout of a node, collectives, data",
     "job": "write, submit, watch and lint job scripts",

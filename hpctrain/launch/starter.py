@@ -27,7 +27,7 @@ from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import Program, make_log_dir
 from hpctrain.world import detect
-from hpctrain.world.launcher import BENCH_VARIABLE
+from hpctrain.world.launcher import BENCH_VARIABLE, CHAOS_VARIABLE
 from hpctrain.world.oom import count_oom_kills
 
 __all__ = ["start"]
@@ -37,6 +37,7 @@ _GRACE_S = 3.0
 _PASS_ON = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"),
     BENCH_VARIABLE,
+    CHAOS_VARIABLE,
     "HPCTRAIN_TRACE",
 )
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -195,6 +196,8 @@ class _Job:
 
     def _conclude(self, interrupted: int | None) -> int:
         code = self.process.wait(timeout=10)
+        if code < 0:  # mpirun itself was killed
+            code = 128 - code
         if interrupted is not None:
             log.notice(f"interrupted by {signal.Signals(interrupted).name}; all ranks ended")
             return 128 + interrupted
@@ -206,7 +209,7 @@ class _Job:
             absent = self.listener.num_ranks - self.listener.num_present
             if code != 0 and absent > 0:
                 log.notice(explain_unstarted(self.mpirun, code, absent, _find_unknown(self.hosts)))
-            return code if code >= 0 else 128 - code
+            return code
         sys.stderr.buffer.write(screen.hidden.get(failed.rank, b""))
         sys.stderr.flush()
         if failed.code < 0:

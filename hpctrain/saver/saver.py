@@ -17,6 +17,7 @@ from hpctrain.exit_codes import REQUEUE
 from hpctrain.faults.allocation import time_left_s
 from hpctrain.faults.boundary import Agreed, Boundary, Word
 from hpctrain.faults.governor import Governor, format_seconds
+from hpctrain.faults.injection import injection_of
 from hpctrain.faults.preemption import SIGNALS, Preemption
 from hpctrain.saver import randomness
 from hpctrain.saver.parts import Parts
@@ -118,6 +119,7 @@ class Saver:
         self._began = self._at = time.monotonic()
         self._num_saves = 0
         self._slow: tuple[int, ...] = ()
+        self._injection = injection_of(world)
         world.at_exit(self.close)
 
     @property
@@ -258,6 +260,8 @@ class Saver:
             CheckpointError: on all ranks; a checkpoint could not be written.
         """
         self._step += 1
+        if self._injection is not None:
+            self._injection.act(self._step, self._parts.replicas.values())
         now = time.monotonic()
         took_s, self._at = now - self._at, now
         self._clock.look(now, is_saving=self._store.is_saving)

@@ -20,6 +20,7 @@ from hpctrain.world.bench import Asked, parse_asked
 __all__ = [
     "BATCH_SYSTEMS",
     "BENCH_VARIABLE",
+    "CHAOS_VARIABLE",
     "LAUNCHERS",
     "Launch",
     "LauncherRow",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 BENCH_VARIABLE = "HPCTRAIN_BENCH"
+CHAOS_VARIABLE = "HPCTRAIN_CHAOS"
 """Where a sweep says what it asks for."""
 
 
@@ -162,6 +164,8 @@ class Launch:
     """When the allocation ends (Unix time), where a variable says so."""
     bench: Asked | None = None
     """What a sweep asks for; None outside one."""
+    chaos: str | None = None
+    """What `hpctrain chaos` lets go wrong here, as `faults.injection` reads it."""
     trace_dir: str | None = None
     """Where `hpctrain run --trace` wants every rank's events."""
 
@@ -197,6 +201,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         job_index=(_number(environ, "LSB_JOBINDEX") or None) if batch == "LSF" else None,
         end_time=_end_time(environ, batch),
         bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
+        chaos=environ.get(CHAOS_VARIABLE) or None,
         trace_dir=environ.get("HPCTRAIN_TRACE") or None,
     )
 

@@ -1,0 +1,252 @@
+"""Scenarios, one after the other, on one training that must end as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hpctrain.chaos.attempt import Attempt
+from hpctrain.chaos.damage import SmallDisk, flip_byte, num_bytes_of, truncate, valid_checkpoints
+from hpctrain.chaos.scenarios import Scenario, patterns
+from hpctrain.chaos.shortened import EVERY_STEPS, write_config
+from hpctrain.chaos.weights import compare_ends
+from hpctrain.checkpoint.catalog import Entry
+from hpctrain.errors import CheckpointError, LaunchError
+from hpctrain.faults.injection import Injection, What
+
+__all__ = ["Chain", "Row", "steps_for"]
+
+_PAUSE_S = 2.0
+_INSIDE: dict[str, What] = {"launcher-signal": "hold", "bit": "bit", "nan": "nan", "pause": "pause"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """How a scenario went."""
+
+    name: str
+    done: str
+    expected: str
+    happened: str
+    seconds: float
+    """From the disturbance to the end, or of the whole launch where nothing came of it."""
+    good: bool
+
+
+def steps_for(num_scenarios: int) -> int:
+    """Steps that a training must have to be disturbed so often."""
+    return (EVERY_STEPS + 2) * (num_scenarios + 2)
+
+
+class Chain:
+    """One training that is disturbed, restarted, and disturbed again.
+
+    Args:
+        file: The user's configuration.
+        scratch: An empty folder.
+        num_ranks: Of every launch.
+        settings: Replaced keys, `train.seed=3`.
+        num_steps: Of the training.
+        timeout_s: Of one launch.
+        tolerance: Largest relative difference between weights at the end; 0: bit for bit.
+        tell: Is given every row as it is known.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        scratch: Path,
+        *,
+        num_ranks: int,
+        settings: Sequence[str] = (),
+        num_steps: int,
+        timeout_s: float = 600.0,
+        tolerance: float = 0.0,
+        tell: Callable[[Row], object] = lambda row: None,
+    ) -> None:
+        self._scratch, self._num_ranks = scratch, num_ranks
+        self._timeout_s, self._tolerance, self._tell = timeout_s, tolerance, tell
+        self._search = [file.resolve().parent]
+        self._files = {
+            name: write_config(file, settings, scratch, name, num_steps=num_steps)
+            for name in ("undisturbed", "disturbed")
+        }
+        self._checkpoints = scratch / "disturbed" / "checkpoints"
+        self._disk: SmallDisk | None = None
+        self._attempt: Attempt | None = None
+        self._checkpoint_bytes = 0
+        self._num_launches = 0
+
+    def run(self, scenarios: Sequence[Scenario]) -> list[Row]:
+        """Disturb the training once for each scenario, and let it end.
+
+        Raises:
+            LaunchError: it does not even end well undisturbed.
+        """
+        try:
+            self._run_undisturbed()
+            return self._run_disturbed(scenarios)
+        finally:
+            if self._attempt is not None:
+                self._attempt.end()
+            if self._disk is not None:
+                self._disk.unmount()
+
+    def _run_disturbed(self, scenarios: Sequence[Scenario]) -> list[Row]:
+        rows = []
+        self._checkpoints.mkdir(parents=True)
+        reference = valid_checkpoints(self._scratch / "undisturbed" / "checkpoints")[-1]
+        self._checkpoint_bytes = num_bytes_of(reference.path)
+        self._disk = SmallDisk(self._checkpoints, self._checkpoint_bytes)
+        for scenario in scenarios:
+            rows.append(self._disturb(scenario))
+            self._tell(rows[-1])
+        rows.append(self._end())
+        self._tell(rows[-1])
+        return rows
+
+    def _run_undisturbed(self) -> None:
+        attempt = self._launch("undisturbed", None)
+        code = attempt.wait(self._timeout_s)
+        if code != 0:
+            said = "\n".join(attempt.text.splitlines()[-20:])
+            raise LaunchError(
+                f"the training does not end well undisturbed (exit code {code}); "
+                f"`hpctrain train {self._files['undisturbed']} -n {self._num_ranks}` said:\n{said}"
+            )
+
+    def _launch(self, name: str, injection: Injection | None) -> Attempt:
+        words = ["train", str(self._files[name]), "-n", str(self._num_ranks)]
+        self._num_launches += 1
+        output = self._scratch / f"launch-{self._num_launches}.log"
+        self._attempt = Attempt(words, output, injection=injection, search=self._search)
+        return self._attempt
+
+    def _disturb(self, scenario: Scenario) -> Row:
+        """One launch that something happens to."""
+        bad = None
+        if scenario.kind in ("truncate", "byte"):
+            bad = self._damage(scenario)
+        entries = valid_checkpoints(self._checkpoints)
+        last = entries[-1].step if entries else 0
+        step = last + EVERY_STEPS + (1 if last % EVERY_STEPS == 0 else 0)
+        rank = 0 if scenario.kind == "disk" else self._num_ranks - 1
+        mark = self._scratch / f"mark-{scenario.name}"
+        injection = self._injection(scenario, rank, step, mark)
+        attempt = self._launch("disturbed", injection)
+        self._meddle(scenario, attempt, mark)
+        code = attempt.wait(self._timeout_s)
+        seconds = time.time() - (mark.stat().st_mtime if mark.exists() else attempt.began)
+        wrong = [] if mark.exists() or scenario.kind in ("disk", "launcher-signal") else ["no step"]
+        if self._disk is not None:
+            self._disk.empty()
+        words = patterns(
+            scenario,
+            rank=rank,
+            next=step + 1,
+            n=self._num_ranks,
+            bad=bad.path.name if bad else "",
+            before=last,
+        )
+        if last:
+            words.append(f"going on from step {last} ")
+        return self._judge(scenario, attempt, code, seconds, words, wrong)
+
+    def _damage(self, scenario: Scenario) -> Entry:
+        """Damage the newest checkpoint; make two first, where there are fewer."""
+        if len(valid_checkpoints(self._checkpoints)) < 2:
+            step = 2 * EVERY_STEPS
+            asked = Injection(what="signal", rank=0, step=step, signal="SIGUSR2")
+            self._launch("disturbed", asked).wait(self._timeout_s)
+        entries = valid_checkpoints(self._checkpoints)
+        if len(entries) < 2:
+            raise CheckpointError(f"{self._checkpoints} has no two checkpoints to damage one of")
+        (truncate if scenario.kind == "truncate" else flip_byte)(entries[-1].path)
+        return entries[-1]
+
+    def _injection(self, scenario: Scenario, rank: int, step: int, mark: Path) -> Injection | None:
+        """What happens inside; None: it happens outside."""
+        make = partial(Injection, rank=rank, step=step, mark=str(mark))
+        if scenario.kind == "rank-signal":
+            return make(what="signal", signal=scenario.signal)
+        if scenario.kind in ("truncate", "byte"):
+            return make(what="signal", signal="SIGUSR2")
+        if scenario.kind == "disk":
+            if self._disk is not None and self._disk.is_mounted:
+                self._disk.fill()
+                return None
+            return make(what="disk", num_bytes=self._checkpoint_bytes // 2)
+        return make(what=_INSIDE[scenario.kind])
+
+    def _meddle(self, scenario: Scenario, attempt: Attempt, mark: Path) -> None:
+        """What is done from outside while it runs."""
+        if scenario.kind not in ("launcher-signal", "pause"):
+            return
+        if not attempt.wait_until(mark.exists, self._timeout_s):
+            return
+        if scenario.kind == "launcher-signal":
+            attempt.send(scenario.signal)
+            attempt.wait_until(lambda: "passed on" in attempt.text, 20.0)
+            mark.unlink()
+        else:
+            time.sleep(_PAUSE_S)
+            os.kill(int(mark.read_text()), signal.SIGCONT)
+
+    def _judge(
+        self,
+        scenario: Scenario,
+        attempt: Attempt,
+        code: int | None,
+        seconds: float,
+        words: Sequence[str],
+        wrong: list[str],
+    ) -> Row:
+        text = attempt.text
+        if code is None:
+            wrong.append(f"did not end within {self._timeout_s:g} s")
+        elif code != scenario.code:
+            wrong.append(f"exit code {code}")
+        if seconds > scenario.limit_s:
+            wrong.append(f"{seconds:.0f} s")
+        wrong += [f"not said: {word}" for word in words if not re.search(word, text)]
+        wrong += [f"left behind: {one}" for one in attempt.leftovers()]
+        if wrong:
+            wrong.append(f"see {attempt.output}")
+        return Row(
+            name=scenario.name,
+            done=scenario.done,
+            expected=scenario.expected,
+            happened="; ".join(wrong) or "as expected",
+            seconds=seconds,
+            good=not wrong,
+        )
+
+    def _end(self) -> Row:
+        """Let it come to its end, and compare."""
+        attempt = self._launch("disturbed", None)
+        code = attempt.wait(self._timeout_s)
+        seconds = time.time() - attempt.began
+        wrong = [f"exit code {code}, see {attempt.output}"] if code != 0 else []
+        wrong += [f"left behind: {one}" for one in attempt.leftovers()]
+        if not wrong:
+            differs = compare_ends(
+                self._scratch / "undisturbed" / "checkpoints",
+                self._checkpoints,
+                tolerance=self._tolerance,
+            )
+            wrong += [differs] if differs else []
+        return Row(
+            name="end",
+            done="restarted, and left alone",
+            expected="the weights of an undisturbed run"
+            + (f" within {self._tolerance:g}" if self._tolerance else ", bit for bit"),
+            happened="; ".join(wrong) or "as expected",
+            seconds=seconds,
+            good=not wrong,
+        )
