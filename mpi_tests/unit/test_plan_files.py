@@ -273,6 +273,28 @@ def test_strong_scaling_divides_the_batch(files, capsys):
     assert found[1]["compute_s"] == pytest.approx(found[0]["compute_s"] / 2)
 
 
+def test_strong_efficiency_counts_from_one_rank_with_the_whole_batch(files, capsys):
+    ranks = ["--ranks", "1,8,64", "--global-batch", "64"]
+    assert main(["plan", *files, *ranks, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    alone, *others = found["predictions"]
+    for each in others:
+        speedup = each["samples_per_s"] / alone["samples_per_s"]
+        assert each["efficiency"]["value"] == pytest.approx(speedup / each["num_ranks"])
+    assert alone["efficiency"]["value"] == pytest.approx(1)
+
+
+def test_strong_advice_looks_at_the_share_of_a_rank():
+    profile = replace(PROFILE, update_s=0.0)
+    share = profile.at_batch(1)
+    wide = Link(latency_s=0.0, bytes_per_s=1e9)
+    machine = replace(MACHINE, costs=Costs(topology="ring", intra=wide, inter=wide), engines={})
+    found = predict(share, machine, 32, is_strong=True)
+    assert advise(profile, machine, [found]).compression_gain > 0.2
+    update = predict(replace(share, update_s=1.0), machine, 32, is_strong=True)
+    assert "the update" in advise(replace(profile, update_s=1.0), machine, [update]).limit
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

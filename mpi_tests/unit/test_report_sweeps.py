@@ -36,6 +36,14 @@ def test_a_strong_sweep_with_its_laws(tmp_path):
     assert "<code>hpctrain bench\n" in page
 
 
+def test_numbers_that_should_not_be_quoted_are_named(tmp_path):
+    sweep = make_sweep(repeats=1)
+    result = result_of(sweep, measure(sweep, amdahl))
+    assert "Every point was measured once" in page_of(result, tmp_path)
+    result["num_noisy"], result["blocks"][0]["noisy"] = 1, True
+    assert "1 of 1 rounds were disturbed by others: do not quote" in page_of(result, tmp_path)
+
+
 def test_settings_are_curves_of_their_own_and_failed_points_rows(tmp_path):
     sweep = make_sweep(vary=["precision=fp32,bf16"], repeats=2)
     found = measure(sweep, lambda p: 0.1 if p.values.get("precision") == "fp32" else 0.05)

@@ -84,7 +84,11 @@ def predict_from(
             )
         profile = profile.at_batch(batch)
     return predict(
-        profile, machine, num_ranks, exchange=_exchange(args, profile, machine, num_ranks)
+        profile,
+        machine,
+        num_ranks,
+        exchange=_exchange(args, profile, machine, num_ranks),
+        is_strong=args.global_batch is not None,
     )
 
 
