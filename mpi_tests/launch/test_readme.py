@@ -151,7 +151,7 @@ def test_a_run_that_is_saved(tmp_path):
     assert done.code == 0, done.text
     for line, told in (
         ("hpctrain checkpoint list run/checkpoints", "40"),  # eight steps an epoch, five epochs
-        ("hpctrain checkpoint verify run/checkpoints", "step-40"),
+        ("hpctrain checkpoint verify run/checkpoints", "2 checkpoints, 0 damaged"),
     ):
         assert line in COMMANDS
         done = run(*shlex.split(line), cwd=tmp_path, env=tools(), timeout_s=60)
