@@ -140,10 +140,9 @@ class Chain:
         mark = self._scratch / f"mark-{scenario.name}"
         injection = self._injection(scenario, rank, step, mark)
         attempt = self._launch("disturbed", injection)
-        self._meddle(scenario, attempt, mark)
+        disturbed = self._meddle(scenario, attempt, mark)
         code = attempt.wait(self._timeout_s)
-        seconds = time.time() - (mark.stat().st_mtime if mark.exists() else attempt.began)
-        wrong = [] if mark.exists() or scenario.kind in ("disk", "launcher-signal") else ["no step"]
+        seconds = time.time() - (disturbed or attempt.began)
         if self._disk is not None:
             self._disk.empty()
         words = patterns(
@@ -156,7 +155,10 @@ class Chain:
         )
         if last:
             words.append(f"going on from step {last} ")
-        return self._judge(scenario, attempt, code, seconds, words, wrong)
+        came = injection is None or disturbed is not None
+        return self._judge(
+            scenario, attempt, code, seconds, words, [] if came else [f"step {step} never came"]
+        )
 
     def _damage(self, scenario: Scenario) -> Entry:
         """Damage the newest checkpoint; make two first, where there are fewer."""
@@ -184,19 +186,19 @@ class Chain:
             return make(what="disk", num_bytes=self._checkpoint_bytes // 2)
         return make(what=_INSIDE[scenario.kind])
 
-    def _meddle(self, scenario: Scenario, attempt: Attempt, mark: Path) -> None:
-        """What is done from outside while it runs."""
-        if scenario.kind not in ("launcher-signal", "pause"):
-            return
-        if not attempt.wait_until(mark.exists, self._timeout_s):
-            return
+    def _meddle(self, scenario: Scenario, attempt: Attempt, mark: Path) -> float | None:
+        """What is done from outside while it runs; when the disturbance came, None: never."""
+        if not attempt.wait_until(mark.exists, self._timeout_s) and not mark.exists():
+            return None
+        came = mark.stat().st_mtime
         if scenario.kind == "launcher-signal":
             attempt.send(scenario.signal)
             attempt.wait_until(lambda: "passed on" in attempt.text, 20.0)
             mark.unlink()
-        else:
+        elif scenario.kind == "pause":
             time.sleep(_PAUSE_S)
             os.kill(int(mark.read_text()), signal.SIGCONT)
+        return came
 
     def _judge(
         self,

@@ -16,12 +16,14 @@ from hpctrain.chaos.damage import SmallDisk, flip_byte, num_bytes_of, valid_chec
 from hpctrain.chaos.lineage import AttemptLog, check_samples, stitch
 from hpctrain.chaos.soak_subject import BATCH, NUM_SAMPLES, log_name
 from hpctrain.errors import LaunchError
+from hpctrain.exit_codes import DIED
 from hpctrain.faults.injection import Injection
 
 __all__ = ["KINDS", "Outcome", "Round", "Soak"]
 
 KINDS = ("rank", "mpirun", "save", "disk")
 """SIGKILL to a rank, to mpirun, to a rank in the middle of a save; disk full."""
+_CODES = {"rank": DIED, "mpirun": DIED, "save": DIED, "disk": 1, "end": 0}
 MOST_RANKS = 4
 _PAUSE_S = 0.02
 _LONGEST_S = 1.0
@@ -182,7 +184,7 @@ class Soak:
             trouble.append(f"went on from {Path(path).name}, which is not valid")
         if begun and valid and log.from_step != valid[-1].step:
             trouble.append(f"went on from step {log.from_step}, not {valid[-1].step}")
-        if (code == 0) != (kind == "end"):
+        if code != _CODES[kind]:
             trouble.append(f"exit code {code}, see {attempt.output}")
         return Round(
             kind=kind,
