@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -256,7 +257,8 @@ def _read_result(folder: Path) -> dict[str, object]:
 
 def _read_logs(directory: Path, number: int, ranks: int) -> tuple[bool, AttemptLog, str | None]:
     """Whether an attempt began to train, what it did, and the checkpoint that it went on from."""
-    heads, steps = [], {}
+    heads: list[dict[str, Any]] = []
+    steps: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank in range(ranks):
         log = directory / log_name(number, rank)
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole lines
