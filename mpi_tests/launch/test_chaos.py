@@ -96,3 +96,27 @@ def test_a_soak_loses_nothing(tmp_path, words):
     assert outcome["accuracy"] == outcome["undisturbed_accuracy"] > 0.7
     assert outcome["same_weights"] is (True if "--ranks" in words else None)
     assert (done.code, len(outcome["rounds"])) == (0, int(words[1]) + 1), done.text
+
+
+KILLED_AT_A_BARRIER = """
+import os, signal, time
+from mpi4py import MPI
+from hpctrain.world.barrier import make_barrier
+
+comm = MPI.COMM_WORLD
+barrier = make_barrier(comm, comm.Split_type(MPI.COMM_TYPE_SHARED), sleep=True)
+barrier.wait()
+if comm.rank == 2:
+    time.sleep(0.5)  # the others wait in the kernel, and are the first to know
+    os.kill(os.getpid(), signal.SIGKILL)
+barrier.wait()
+"""
+
+
+def test_a_death_that_the_node_sees_first_is_named_all_the_same(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(KILLED_AT_A_BARRIER)
+    done = run(*HPCTRAIN, "run", "-n", "3", path, timeout_s=60)
+    assert done.code == 137, done.text
+    assert "hpctrain: rank 2 on" in done.err, done.text
+    assert "CollectiveError" not in done.text
