@@ -107,7 +107,8 @@ class Chain:
         for scenario in scenarios:
             rows.append(self._disturb(scenario))
             self._tell(rows[-1])
-        rows.append(self._end())
+        is_over = scenarios[-1].code == 0 and rows[-1].good
+        rows.append(self._end(is_over=is_over))
         self._tell(rows[-1])
         return rows
 
@@ -140,10 +141,9 @@ class Chain:
         mark = self._scratch / f"mark-{scenario.name}"
         injection = self._injection(scenario, rank, step, mark)
         attempt = self._launch("disturbed", injection)
-        self._meddle(scenario, attempt, mark)
+        disturbed = self._meddle(scenario, attempt, mark)
         code = attempt.wait(self._timeout_s)
-        seconds = time.time() - (mark.stat().st_mtime if mark.exists() else attempt.began)
-        wrong = [] if mark.exists() or scenario.kind in ("disk", "launcher-signal") else ["no step"]
+        seconds = time.time() - (disturbed or attempt.began)
         if self._disk is not None:
             self._disk.empty()
         words = patterns(
@@ -156,7 +156,10 @@ class Chain:
         )
         if last:
             words.append(f"going on from step {last} ")
-        return self._judge(scenario, attempt, code, seconds, words, wrong)
+        came = injection is None or disturbed is not None
+        return self._judge(
+            scenario, attempt, code, seconds, words, [] if came else [f"step {step} never came"]
+        )
 
     def _damage(self, scenario: Scenario) -> Entry:
         """Damage the newest checkpoint; make two first, where there are fewer."""
@@ -184,19 +187,19 @@ class Chain:
             return make(what="disk", num_bytes=self._checkpoint_bytes // 2)
         return make(what=_INSIDE[scenario.kind])
 
-    def _meddle(self, scenario: Scenario, attempt: Attempt, mark: Path) -> None:
-        """What is done from outside while it runs."""
-        if scenario.kind not in ("launcher-signal", "pause"):
-            return
-        if not attempt.wait_until(mark.exists, self._timeout_s):
-            return
+    def _meddle(self, scenario: Scenario, attempt: Attempt, mark: Path) -> float | None:
+        """What is done from outside while it runs; when the disturbance came, None: never."""
+        if not attempt.wait_until(mark.exists, self._timeout_s) and not mark.exists():
+            return None
+        came = mark.stat().st_mtime
         if scenario.kind == "launcher-signal":
             attempt.send(scenario.signal)
             attempt.wait_until(lambda: "passed on" in attempt.text, 20.0)
             mark.unlink()
-        else:
+        elif scenario.kind == "pause":
             time.sleep(_PAUSE_S)
             os.kill(int(mark.read_text()), signal.SIGCONT)
+        return came
 
     def _judge(
         self,
@@ -227,13 +230,15 @@ class Chain:
             good=not wrong,
         )
 
-    def _end(self) -> Row:
-        """Let it come to its end, and compare."""
-        attempt = self._launch("disturbed", None)
-        code = attempt.wait(self._timeout_s)
-        seconds = time.time() - attempt.began
-        wrong = [f"exit code {code}, see {attempt.output}"] if code != 0 else []
-        wrong += [f"left behind: {one}" for one in attempt.leftovers()]
+    def _end(self, *, is_over: bool) -> Row:
+        """Let it come to its end, unless it has, and compare."""
+        wrong, began = [], time.time()
+        if not is_over:
+            attempt = self._launch("disturbed", None)
+            code = attempt.wait(self._timeout_s)
+            wrong = [f"exit code {code}, see {attempt.output}"] if code != 0 else []
+            wrong += [f"left behind: {one}" for one in attempt.leftovers()]
+        seconds = time.time() - began
         if not wrong:
             differs = compare_ends(
                 self._scratch / "undisturbed" / "checkpoints",

@@ -85,6 +85,7 @@ SCENARIOS: dict[str, Scenario] = {
             code=1,
             words=(r"No space left on device|File too large",),
         ),
+        *_signals(),
         Scenario(
             name="truncate",
             kind="truncate",
@@ -101,7 +102,6 @@ SCENARIOS: dict[str, Scenario] = {
             code=REQUEUE,
             words=("{bad}", "going on from step {before} "),
         ),
-        *_signals(),
         Scenario(
             name="pause",
             kind="pause",

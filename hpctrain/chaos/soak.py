@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,12 +17,14 @@ from hpctrain.chaos.damage import SmallDisk, flip_byte, num_bytes_of, valid_chec
 from hpctrain.chaos.lineage import AttemptLog, check_samples, stitch
 from hpctrain.chaos.soak_subject import BATCH, NUM_SAMPLES, log_name
 from hpctrain.errors import LaunchError
+from hpctrain.exit_codes import DIED
 from hpctrain.faults.injection import Injection
 
 __all__ = ["KINDS", "Outcome", "Round", "Soak"]
 
 KINDS = ("rank", "mpirun", "save", "disk")
 """SIGKILL to a rank, to mpirun, to a rank in the middle of a save; disk full."""
+_CODES = {"rank": DIED, "mpirun": DIED, "save": DIED, "disk": 1, "end": 0}
 MOST_RANKS = 4
 _PAUSE_S = 0.02
 _LONGEST_S = 1.0
@@ -182,7 +185,7 @@ class Soak:
             trouble.append(f"went on from {Path(path).name}, which is not valid")
         if begun and valid and log.from_step != valid[-1].step:
             trouble.append(f"went on from step {log.from_step}, not {valid[-1].step}")
-        if (code == 0) != (kind == "end"):
+        if code != _CODES[kind]:
             trouble.append(f"exit code {code}, see {attempt.output}")
         return Round(
             kind=kind,
@@ -254,7 +257,8 @@ def _read_result(folder: Path) -> dict[str, object]:
 
 def _read_logs(directory: Path, number: int, ranks: int) -> tuple[bool, AttemptLog, str | None]:
     """Whether an attempt began to train, what it did, and the checkpoint that it went on from."""
-    heads, steps = [], {}
+    heads: list[dict[str, Any]] = []
+    steps: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank in range(ranks):
         log = directory / log_name(number, rank)
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole lines

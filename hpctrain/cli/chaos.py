@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -68,9 +70,12 @@ def main(args: argparse.Namespace) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="hpctrain-chaos-")) if made else args.keep.resolve()
     scratch.mkdir(parents=True, exist_ok=True)
     good = False
+    # Whoever ends this ends what it started, too, and takes its small disk away.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         good = (_run if args.kind == "run" else _soak)(args, scratch)
     finally:
+        signal.signal(signal.SIGTERM, before)
         if made and good:
             shutil.rmtree(scratch, ignore_errors=True)
         elif not args.json:

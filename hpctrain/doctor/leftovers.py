@@ -55,7 +55,7 @@ def find_leftovers(
         with contextlib.suppress(OSError):
             found += [one for path in sorted(folder.iterdir()) if (one := _judge(path, youngest_s))]
     used = _files_in_use() if found else set()
-    return [one for one in found if one.path.stat().st_ino not in used]
+    return [one for one in found if (inode := _inode(one.path)) and inode not in used]
 
 
 def _judge(path: Path, youngest_s: float) -> Leftover | None:
@@ -70,6 +70,13 @@ def _judge(path: Path, youngest_s: float) -> Leftover | None:
     if not mine or time.time() - facts.st_mtime < youngest_s:
         return None
     return Leftover(path=path, owner=owner, num_bytes=facts.st_size)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None  # its job has removed it meanwhile
 
 
 def _files_in_use() -> set[int]:

@@ -27,6 +27,8 @@ _SPIN_S = 2e-3
 _NAP_S = 50e-6
 _CONNECT_S = 60.0
 _GONE = "a rank of this node has ended while others waited for it"
+_NAMING_S = 5.0
+"""How long whoever knows which rank has died, launcher or neighbour, has to end the job by name."""
 
 
 class Barrier(Protocol):
@@ -161,11 +163,12 @@ class SleepingBarrier:
                 self._links[0].send(b"\0")
                 self._receive(self._links[0])
         except OSError as error:
+            time.sleep(_NAMING_S)
             raise CollectiveError(_GONE) from error
 
     def _receive(self, link: socket.socket) -> None:
         if not link.recv(1):
-            raise CollectiveError(_GONE)
+            raise ConnectionError
 
     def close(self) -> None:
         """Close the sockets."""

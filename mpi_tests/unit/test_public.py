@@ -30,6 +30,7 @@ FLAGS = {
     ),
     "config": "--help -h",
     "watch": "--every --help --json --once -h",
+    "chaos": "--help -h",
     "checkpoint": "--help -h",
     "data": "--help -h",
     "doctor": "--all-nodes --clean --help --json --time-limit -h",
@@ -75,6 +76,10 @@ OUTPUT = "--compare --json"
 HARNESS = """--bind --blocks --help --json --load-limit --quick --ranks --retries --save --seed
 --variants --worker -h"""
 ACTIONS = {
+    ("chaos", "run"): (
+        "--help --json --keep --ranks --scenarios --set --steps --timeout-s --tolerance -h -n"
+    ),
+    ("chaos", "soak"): "--help --json --keep --ranks --rounds --seed -h -n",
     ("checkpoint", "list"): "--help --json -h",
     ("checkpoint", "verify"): "--help --json -h",
     ("checkpoint", "export"): "--all --help --key -h",
@@ -105,7 +110,7 @@ ACTIONS = {
 
 
 def test_flags_of_actions():
-    for verb in ("bench", "checkpoint", "job", "sweep", "trace"):
+    for verb in ("bench", "chaos", "checkpoint", "job", "sweep", "trace"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hpctrain.cli.{verb}").add_arguments(parser)
         (actions,) = [a.choices for a in parser._actions if isinstance(a.choices, dict)]
