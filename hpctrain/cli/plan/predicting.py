@@ -37,6 +37,7 @@ def print_plan(
             "model": profile.model,
             "machine": machine.title,
             "machine_measured": machine.measured,
+            "profile_machine": profile.machine,
             "predictions": [each.as_json() for each in predictions],
             "advice": advice.as_json(),
         }
@@ -145,5 +146,8 @@ def _table(profile: Profile, machine: Machine, predictions: list[Prediction]) ->
     headers = ["ranks", "nodes", "batch", "step ms", "+-", "efficiency %", "+-"]
     headers += ["exposed ms", "straggling ms", "contention ms", "samples/s"]
     kind = "measured" if machine.measured else "from documentation"
-    title = f"SIMULATED: {profile.model} on {machine.title} (machine file {kind})"
+    title = (
+        f"SIMULATED: {profile.model} on {machine.title} (machine file {kind}); computing as on "
+        f"{profile.machine}"
+    )
     return log.table(headers, rows, title=title)
