@@ -316,6 +316,27 @@ def test_what_the_verb_refuses(files, options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_network_that_was_not_measured_is_not_for_free(files, tmp_path, capsys):
+    samples = [
+        CollectiveSample(
+            engine="mpi",
+            num_ranks=2,
+            ranks_per_node=2,
+            num_bytes=size,
+            seconds=1e-5 + size / 1e9,
+        )
+        for size in (4096, 1 << 20)
+    ]
+    costs = fit_costs(samples, "ring")
+    assert costs.inter.is_unknown
+    assert not costs.intra.is_unknown
+    fitted = replace(MACHINE, ranks_per_node=2, costs=costs, engines={})
+    write_machine(fitted, tmp_path / "m.toml")
+    assert main(["plan", *files, "--ranks", "2,8"]) == 2
+    assert "give --ranks-per-node 8 if one node has them all" in capsys.readouterr().err
+    assert main(["plan", *files, "--ranks", "2,8", "--ranks-per-node", "8"]) == 0
+
+
 def test_predicting_needs_neither_torch_nor_mpi(files):
     code = (
         "import sys; from hpctrain.cli import main; code = main(sys.argv[1:]); "

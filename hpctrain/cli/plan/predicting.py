@@ -76,6 +76,7 @@ def predict_from(
     args: argparse.Namespace, profile: Profile, machine: Machine, num_ranks: int
 ) -> Prediction:
     """Predict one number of ranks."""
+    _check_network(args, machine, num_ranks)
     if args.global_batch is not None:
         batch, left = divmod(args.global_batch, num_ranks * args.accumulate)
         if left or batch < 1:
@@ -91,6 +92,17 @@ def predict_from(
         exchange=_exchange(args, profile, machine, num_ranks),
         is_strong=args.global_batch is not None,
     )
+
+
+def _check_network(args: argparse.Namespace, machine: Machine, num_ranks: int) -> None:
+    """A network that was never measured would cost nothing."""
+    num_nodes = -(-num_ranks // machine.ranks_per_node)
+    if num_nodes > 1 and machine.costs_of(args.engine).inter.is_unknown:
+        raise ConfigError(
+            f"{machine.name} was measured on one node and knows no network, and {num_ranks} ranks "
+            f"are {num_nodes} nodes of {machine.ranks_per_node}; give --ranks-per-node {num_ranks} "
+            "if one node has them all, or write the network's numbers under [inter]"
+        )
 
 
 def _exchange(
