@@ -264,3 +264,16 @@ def test_another_model_is_refused_by_name(world, tmp_path):
             saver.save(wait=True)
         saver.close()
         replica.close()
+
+
+def test_why_one_rank_asked_to_stop_is_known_to_all(world, tmp_path):
+    said: list[str] = []
+
+    def ask(run):
+        if world.rank == world.size - 1:
+            run.saver.request_stop("the queue is closing")
+
+    with made(world, common(world, tmp_path)) as run:
+        run.saver.on("stopping", said.append)
+        assert not run.train(before=ask)
+    assert said == ["the queue is closing"]
