@@ -10,7 +10,7 @@ from torch import Tensor
 from hpctrain.data.loader import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.replica import Replica
-from hpctrain.saver import statistics
+from hpctrain.saver import optimizers, statistics
 from hpctrain.world import World
 
 __all__ = ["Parts", "Stateful"]
@@ -128,7 +128,8 @@ class Parts:
             model |= statistics.take_from_first(world, mine)
             common[_key(name, "model")] = model
             common[_key(name, "optimizer")] = replica.state_dict()
-            common[_key(name, "counters")] = replica.counters()
+            kind = optimizers.identify(replica.optimizer)
+            common[_key(name, "counters")] = replica.counters() | {"optimizer": kind}
         for name, other in self.others.items():
             state = other.state_dict()
             own[name] = mine = statistics.pick(state, differing)
@@ -140,12 +141,31 @@ class Parts:
     def trouble_with(self, names: Sequence[str]) -> str | None:
         """Why a checkpoint with these parts is not one of this run, or None."""
         missing, strange = set(self.names) - set(names), set(names) - set(self.names)
-        if not missing and not strange:
-            return None
-        return (
-            f"it has the parts {', '.join(sorted(names))} and this run has "
-            f"{', '.join(sorted(self.names))}"
+        lacks = f"it has no {', no '.join(sorted(missing))}, which this run has" if missing else ""
+        more = (
+            f"it has {', '.join(sorted(strange))}, which this run has not; give the Saver the same "
+            "parts under the same names"
         )
+        return "; ".join(filter(None, [lacks, more if strange else ""])) or None
+
+    def trouble_with_optimizers(self, common: Mapping[str, Any]) -> str | None:
+        """Why a checkpoint is that of another optimizer, or None."""
+        for name, replica in self.replicas.items():
+            kind = common[_key(name, "counters")]["optimizer"]
+            trouble = optimizers.trouble_with(kind, replica.optimizer)
+            if trouble is not None:
+                return trouble
+        return None
+
+    def changed_options(self, common: Mapping[str, Any]) -> list[str]:
+        """What the script sets otherwise than a checkpoint, which wins."""
+        return [
+            change
+            for name, replica in self.replicas.items()
+            for change in optimizers.changed_options(
+                common[_key(name, "optimizer")], replica.optimizer
+            )
+        ]
 
     def restore(self, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Collective: take over a state that `capture` gave, on any number of ranks."""

@@ -173,7 +173,11 @@ class Saver:
     def _take(self, loaded: Loaded) -> None:
         own = loaded.own
         trouble = self._parts.trouble_with(list(loaded.state))
+        trouble = trouble or self._parts.trouble_with_optimizers(loaded.state)
         if trouble is None:
+            changes = self._parts.changed_options(loaded.state)
+            if changes and self.world.rank == 0:
+                log.warn(f"the checkpoint's options go on: {', '.join(changes)}")
             try:
                 self._parts.restore(loaded.state, own)
             except (KeyError, ValueError, RuntimeError) as error:

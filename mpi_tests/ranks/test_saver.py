@@ -249,6 +249,32 @@ def test_what_cannot_be_saved_is_refused(world, tmp_path):
             run.saver.restore()
 
 
+def test_another_optimizer_is_refused_and_other_options_are_said(world, tmp_path, capsys):
+    folder = common(world, tmp_path)
+
+    def restore(kind, **options):
+        model = nn.Linear(3, 2)
+        replica = hpc.distribute(world, model, kind(model.parameters(), 0.1, **options))
+        saver = hpc.Saver(world, folder, replica, every_s=None)
+        try:
+            if saver.restore() is None:
+                saver.save(wait=True)
+            return replica.optimizer.param_groups[0]["weight_decay"]
+        finally:
+            saver.close()
+            replica.close()
+
+    assert restore(torch.optim.AdamW, weight_decay=0.25) == 0.25
+    with pytest.raises(hpc.CheckpointError, match=r"state of AdamW.* optimizer is Adam;"):
+        restore(torch.optim.Adam, weight_decay=0.25)
+    with pytest.raises(hpc.CheckpointError, match="optimizer is SGD"):
+        restore(torch.optim.SGD)
+    capsys.readouterr()
+    assert restore(torch.optim.AdamW, weight_decay=0.5) == 0.25
+    said = world.comm.bcast(capsys.readouterr().err)
+    assert "weight_decay 0.25 (the script says 0.5)" in said
+
+
 def test_another_model_is_refused_by_name(world, tmp_path):
     folder = common(world, tmp_path)
     for sizes, refused in ((6, False), (7, True)):
