@@ -12,12 +12,26 @@ import torch
 from hpctrain.errors import ConfigError, DataError, HpcTrainError
 from hpctrain.optim import Recipe, split_parameters
 from hpctrain.train.config import Config
-from hpctrain.train.references import call, find_function, find_optimizer, find_schedule
+from hpctrain.train.references import (
+    call,
+    find_function,
+    find_loss,
+    find_metric,
+    find_optimizer,
+    find_schedule,
+)
 
 if TYPE_CHECKING:
     from hpctrain.world import World
 
-__all__ = ["build_data", "build_models", "build_optimizer", "build_schedule", "wants_world"]
+__all__ = [
+    "build_data",
+    "build_models",
+    "build_optimizer",
+    "build_schedule",
+    "find_functions",
+    "wants_world",
+]
 
 MAIN = "model"
 """What the model is called where there is only one."""
@@ -155,3 +169,17 @@ def _open(config: Config, world: World | None, paths: list[Path]) -> Any:
         agree(world.comm, trouble, error=DataError)
         return scatter(world, source)
     return files(world, *paths, columns=columns)
+
+
+def find_functions(config: Config) -> dict[str, Any]:
+    """What a trainer computes with, by the names of its arguments.
+
+    Raises:
+        ConfigError: there is no such loss, step or metric.
+    """
+    train = config.train
+    return {
+        "loss": None if train.loss is None else find_loss(train.loss),
+        "step": None if train.step is None else find_function(train.step, "train.step"),
+        "metrics": dict(find_metric(name) for name in train.metrics),
+    }

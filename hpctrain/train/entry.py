@@ -16,12 +16,18 @@ from hpctrain.launch.script import tee_output
 from hpctrain.optim import sync_batchnorm
 from hpctrain.precision import LossScaling
 from hpctrain.replica import Replica, distribute
-from hpctrain.train.building import build_data, build_models, build_optimizer, build_schedule
+from hpctrain.train.building import (
+    build_data,
+    build_models,
+    build_optimizer,
+    build_schedule,
+    find_functions,
+)
 from hpctrain.train.config import Config, load_config, to_toml
 from hpctrain.train.directory import RunDirectory
 from hpctrain.train.lock import is_held
 from hpctrain.train.monitor import Monitor
-from hpctrain.train.references import find_function, find_loss, find_metric, search_beside
+from hpctrain.train.references import search_beside
 from hpctrain.train.timing import time_steps
 from hpctrain.train.trainer import Trainer
 from hpctrain.world import World, agree, init
@@ -109,7 +115,7 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
     loader = _loader(world, config, _together(world, lambda: build_data(config, world, folder)))
     held_out = _together(world, lambda: build_data(config, world, folder, evaluation=True))
     train = config.train
-    named = _together(world, lambda: _find_functions(config))
+    named = _together(world, lambda: find_functions(config))
     num_steps = _count_steps(config, loader)
     schedules = _together(
         world,
@@ -140,16 +146,6 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
         timer=timer,
         config=to_toml(config),
     )
-
-
-def _find_functions(config: Config) -> dict[str, Any]:
-    """What a trainer computes with, by the names of its arguments."""
-    train = config.train
-    return {
-        "loss": None if train.loss is None else find_loss(train.loss),
-        "step": None if train.step is None else find_function(train.step, "train.step"),
-        "metrics": dict(find_metric(name) for name in train.metrics),
-    }
 
 
 def _together(world: World, make: Any) -> Any:

@@ -11,7 +11,13 @@ from hpctrain import log
 from hpctrain.data.settling import Arguments, settle
 from hpctrain.engines.horovod_state import probe_horovod
 from hpctrain.errors import ConfigError
-from hpctrain.train.building import build_data, build_models, build_optimizer, wants_world
+from hpctrain.train.building import (
+    build_data,
+    build_models,
+    build_optimizer,
+    find_functions,
+    wants_world,
+)
 from hpctrain.train.config import Config
 from hpctrain.train.plan import UNKNOWN, Place, Plan, make_plan
 from hpctrain.train.references import find_function
@@ -33,6 +39,7 @@ def plan_ahead(config: Config, folder: Path, *, num_ranks: int, ranks_per_node: 
         num_ranks: How many ranks it would be.
         ranks_per_node: How many of them on each node.
     """
+    find_functions(config)
     models = _models_without_memory(config)
     parts = {name: (model, build_optimizer(config, model)) for name, model in models.items()}
     kind = "cuda" if config.train.device != "cpu" and torch.cuda.is_available() else "cpu"

@@ -51,6 +51,18 @@ def plan_of(*settings, num_ranks=4, ranks_per_node=2, tmp_path=None):
     )
 
 
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("train.loss=mse_los", "mse_loss"),
+        ("optimizer.name=adamw", "did you mean AdamW"),
+    ],
+)
+def test_a_plan_finds_what_the_run_would_not(setting, told):
+    with pytest.raises(ConfigError, match=told):
+        plan_of(setting)
+
+
 def test_the_plan_of_a_configuration():
     plan = plan_of()
     assert (plan.num_nodes, plan.rank_batch) == (2, (24, 24))

@@ -86,6 +86,9 @@ def build_config(
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known name that a word was probably meant to be."""
     names = list(known)
+    same = [name for name in names if name.lower() == word.lower()]
+    if same:
+        return same[0]
     found = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     inside = [name for name in names if word and (word in name or name in word)]
     return found[0] if found else min(inside, key=len, default=None)
