@@ -9,6 +9,7 @@ after both.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import re
@@ -76,11 +77,13 @@ class Part:
 
     def _end(self) -> None:
         self.out_of_time = True
-        self.process.terminate()  # hpctrain run ends its ranks; pytest ends with its children
-        try:
-            self.process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        # pytest ends at the first; `hpctrain run` warns its ranks first, and ends them next.
+        for limit_s in (5, 15):
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=limit_s)
+                return
+        self.process.kill()
 
     def follow(self, *, show: bool) -> None:
         """Read what it prints until it ends; show it as it comes, or later."""
