@@ -194,6 +194,7 @@ def write_run(folder: Path, *, num_steps=600, killed=False) -> Path:
                 "exchange_s": 0.06,
                 "update_s": 0.03,
                 "slowest_rank": 3 if step % 4 else 1,
+                "slowest_ratio": 1.08,
             }
         )
         if step % 50 == 0:

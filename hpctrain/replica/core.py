@@ -15,6 +15,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.fusion.arena import Arrived
 from hpctrain.precision import Precision
 from hpctrain.replica.arguments import check_loss
+from hpctrain.replica.habits import check_finished, check_gradients, check_unchanged
 from hpctrain.replica.hints import explain_missing, own_statistics
 from hpctrain.replica.joining import Joining
 from hpctrain.replica.mode import Mode
@@ -171,27 +172,9 @@ class Replica:
     def _check_habits(self) -> None:
         """Refuse what would make ranks silently different, by name."""
         if self._is_outgrown():
-            if self._window.calls:
-                raise ConfigError(
-                    "parameters were added or converted in the middle of a step; do it after "
-                    "replica.step()"
-                )
+            check_unchanged(self._window)
             self._rebuild_mode(broadcast=False)  # forward has used them: too late to change them
-        foreign = self._mode.foreign()
-        if foreign:
-            raise ConfigError(
-                f"{', '.join(foreign[:3])} got gradients from a backward call that this replica "
-                "did not make; call replica.backward(loss) instead of loss.backward(), or "
-                "replica.zero_grad() to forget them (another model's loss that went through here)"
-            )
-        in_the_middle = self._window.calls > 0 and not self._window.exchanged
-        if in_the_middle and self._mode.edited():
-            raise ConfigError(
-                f"gradients were changed between backward calls {self._window.calls} and "
-                f"{self._window.calls + 1} of one step, before they were averaged over the ranks; "
-                "clip, zero or edit them after the last backward of the step (replica.zero_grad() "
-                "begins the step anew)"
-            )
+        check_gradients(self._mode, self._window)
 
     def _examines(self) -> bool:
         """Whether gradients are looked at before they travel. Not in `join`: not all step there."""
@@ -273,13 +256,8 @@ class Replica:
         Raises:
             NonFiniteError: on all ranks; too many steps in a row were skipped.
         """
-        if self._window.broken:
-            raise ConfigError(
-                f"a backward pass was interrupted by {self._window.broken}; call "
-                "replica.zero_grad() and go on with the next batch instead of stepping"
-            )
-        foreign = self._mode.foreign()
-        if foreign:
+        check_finished(self._window)
+        if self._mode.foreign():
             self._check_habits()
         if flush:
             self.synchronize()

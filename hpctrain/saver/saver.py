@@ -353,7 +353,8 @@ class Saver:
             why = f"rank {due.signal_by.rank} got {due.signal}"
         else:
             left = "" if due.left_s is None else f", {format_seconds(due.left_s)} are left"
-            why = (self._stop_reason or "the walltime is nearly over") + left
+            reason = self._stop_reason or "the walltime is nearly over"
+            why = (reason if due.stop is None else self._boundary.hear(due.stop, reason)) + left
         if self._saved_step != self._step:
             self.save(metrics, wait=True)
         self._store.wait()

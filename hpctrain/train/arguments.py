@@ -14,7 +14,8 @@ def check_arguments(
     *,
     has_loss: bool,
     has_step: bool,
-    evaluates: bool,
+    measured: Collection[str],
+    watched: Collection[str],
     epochs: int | None,
     steps: int | None,
     replicas: Collection[str],
@@ -25,6 +26,19 @@ def check_arguments(
 ) -> None:
     """Refuse what cannot be trained, with what to do.
 
+    Args:
+        has_loss: Whether there is a loss.
+        has_step: Whether there is a step function.
+        measured: What evaluations measure; nothing where there are none.
+        watched: What the monitors look at in evaluations.
+        epochs: How often all samples are used.
+        steps: Steps of the whole training.
+        replicas: Their names.
+        scheduled: Those that have a schedule.
+        saves: Whether checkpoints are made.
+        has_directory: Whether there is a run directory.
+        tensorboard: Whether events are written.
+
     Raises:
         ConfigError: the first thing that is wrong.
     """
@@ -33,10 +47,16 @@ def check_arguments(
     for name, number in (("epochs", epochs), ("steps", steps)):
         if number is not None and number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
-    if not has_loss and (not has_step or evaluates):
+    if not has_loss and (not has_step or measured):
         raise ConfigError("Trainer needs a loss; without one, a step function and no evaluation")
     if not has_step and len(replicas) != 1:
         raise ConfigError(f"{len(replicas)} replicas need a step function to train them")
+    for name in watched if measured else ():
+        if name not in measured:
+            raise ConfigError(
+                f"the monitor looks at {name!r}, and evaluations measure {', '.join(measured)}; "
+                "name one of these, or add the metric"
+            )
     if saves and not has_directory:
         raise ConfigError("checkpoint=... needs a directory to write to")
     for name in scheduled:

@@ -126,7 +126,8 @@ class Trainer:
         check_arguments(
             has_loss=loss is not None,
             has_step=step is not None,
-            evaluates=evaluation is not None,
+            measured=("loss", *self.metrics) if evaluation is not None else (),
+            watched=[one.name for one in (self.monitor, self._best) if one is not None],
             epochs=epochs,
             steps=steps,
             replicas=self.replicas,
@@ -246,6 +247,7 @@ class Trainer:
             restored = self._saver.restore()
         recorder.journal.open()
         if restored is not None:
+            self._saved_step = restored.step
             facts = {"path": restored.path, "num_ranks": self.world.size}
             recorder.journal.remark("resumed", facts)
         if self.monitor.is_exhausted:

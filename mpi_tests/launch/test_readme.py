@@ -143,6 +143,21 @@ def test_a_training_from_a_file(tmp_path):
         assert (done.code, told in done.out) == (0, True), done.text
 
 
+def test_a_run_that_is_saved(tmp_path):
+    page = (ROOT / "docs" / "saving.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "saved.py").write_text(script)
+    done = run("hpctrain", "run", "-n", "2", "saved.py", cwd=tmp_path, env=tools(), timeout_s=120)
+    assert done.code == 0, done.text
+    for line, told in (
+        ("hpctrain checkpoint list run/checkpoints", "40"),  # eight steps an epoch, five epochs
+        ("hpctrain checkpoint verify run/checkpoints", "2 checkpoints, 0 damaged"),
+    ):
+        assert line in COMMANDS
+        done = run(*shlex.split(line), cwd=tmp_path, env=tools(), timeout_s=60)
+        assert (done.code, told in done.out) == (0, True), done.text
+
+
 def test_the_doctor_lines():
     lines = ["hpctrain doctor", "hpctrain doctor --json", "hpctrain horovod check"]
     assert set(lines) <= set(COMMANDS)

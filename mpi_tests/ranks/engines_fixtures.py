@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -38,12 +37,6 @@ class Engines(dict[str, Engine]):
 def engines(world: hpc.World) -> Engines:
     """Every engine that is built here, by name."""
     return Engines(world)
-
-
-@pytest.fixture
-def shared(world: hpc.World, tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return Path(world.comm.bcast(str(tmp_path), root=0))
 
 
 @pytest.fixture(params=ALL)

@@ -51,7 +51,7 @@ def check_equal_to_one_process(world, distribute, names, sizes_of, *, accumulate
     model, alone, optimizer, own = pair(*names)
     replica = distribute(model, optimizer, accumulate=accumulate, **arguments)
     digests = equivalence.train_together(world, replica, sizes_of, accumulate)
-    equivalence.train_alone(alone, own, world.size, sizes_of, accumulate)
+    equivalence.train_alone(world, alone, own, sizes_of, accumulate)
     equivalence.assert_equal(world, model, alone, digests)
     equivalence.compare_states(optimizer.state_dict(), own.state_dict())
     return replica
@@ -75,7 +75,7 @@ def test_sparse_gradients(world, distribute):
     optimizer, own = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone))
     replica = distribute(model, optimizer, overlap=True)
     digests = equivalence.train_together(world, replica, equal_sizes)
-    equivalence.train_alone(alone, own, world.size, equal_sizes)
+    equivalence.train_alone(world, alone, own, equal_sizes)
     equivalence.assert_equal(world, model, alone, digests)
 
 

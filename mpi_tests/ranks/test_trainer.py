@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,12 @@ from hpctrain.train.directory import read_summary
 from hpctrain.train.journal import read_lines
 from hpctrain.train.monitor import Monitor
 from mpi_tests.ranks.trainer_kit import QUIET, bits, data, held_out, make, same
+
+
+@pytest.fixture
+def shared(world, tmp_path):
+    """One folder for all ranks."""
+    return Path(world.comm.bcast(str(tmp_path), root=0))
 
 
 def test_a_trainer_does_what_a_loop_of_ones_own_does(world, engines, shared):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -10,8 +12,15 @@ import hpctrain as hpc
 from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.journal import read_lines
 from hpctrain.train.lock import Lock
+from hpctrain.train.monitor import Monitor
 from hpctrain.train.timing import time_steps
-from mpi_tests.ranks.trainer_kit import QUIET, make
+from mpi_tests.ranks.trainer_kit import QUIET, held_out, make
+
+
+@pytest.fixture
+def shared(world, tmp_path):
+    """One folder for all ranks."""
+    return Path(world.comm.bcast(str(tmp_path), root=0))
 
 
 def test_time_is_split_and_the_slowest_rank_is_named(world, engines, shared):
@@ -43,6 +52,10 @@ def test_what_is_wrong_is_refused(world, engines, shared):
         ("give one of them", {"loss": mse_loss, "epochs": 1, "steps": 1}),
         ("needs a loss", {}),
         ("needs a directory", {"loss": mse_loss, "checkpoint": Checkpoint()}),
+        (
+            "looks at 'acc', and evaluations measure loss",
+            {"loss": mse_loss, "evaluation": held_out(world), "monitor": Monitor("max:acc")},
+        ),
         ("no replica 'net'", {"loss": mse_loss, "schedules": {"net": schedule}}),
     ):
         with pytest.raises(hpc.ConfigError, match=told):

@@ -40,3 +40,33 @@ def bits(replica):
 
 def same(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def line(width=6):
+    """For configurations: a model."""
+    return torch.nn.Sequential(torch.nn.Linear(width, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def shared_data(world, num=40):
+    """For configurations: data that want the world."""
+    x, y = data(num)
+    return hpc.share(world, (x.numpy(), y.numpy()) if world.rank == 0 else None)
+
+
+def pair():
+    """For configurations: two models, which `pair_step` trains."""
+    return {"first": line(), "second": line()}
+
+
+def pair_step(trainer, batch):
+    """Each model learns what the other one says of the inputs, and what is wanted."""
+    x, y = batch
+    losses = {}
+    for name, other in (("first", "second"), ("second", "first")):
+        replica = trainer.replicas[name]
+        with torch.no_grad():
+            told = trainer.replicas[other](x)
+        losses[name] = ((replica(x) - y).square() + 0.1 * (replica(x) - told).square()).mean()
+        replica.backward(losses[name], num_samples=trainer.loader.num_samples)
+        trainer.update(name)
+    return losses

@@ -246,9 +246,10 @@ def files(tmp_path):
 
 
 def test_the_verb_prints_a_table_that_says_simulated(files, capsys):
-    assert main(["plan", *files, "--ranks", "8,1,64", "--train-samples", "1000000"]) == 0
+    assert main(["plan", *files, "--ranks", "8,1,64", "--train-samples", "1e6"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("SIMULATED: a model on ")
+    assert "computing as on here\n" in out, "a profile's times are those of where it was measured"
     assert "node-hours" in out
     assert main(["plan", "--machines"]) == 0
     assert "perlmutter-gpu" in capsys.readouterr().out
@@ -273,11 +274,35 @@ def test_strong_scaling_divides_the_batch(files, capsys):
     assert found[1]["compute_s"] == pytest.approx(found[0]["compute_s"] / 2)
 
 
+def test_strong_efficiency_counts_from_one_rank_with_the_whole_batch(files, capsys):
+    ranks = ["--ranks", "1,8,64", "--global-batch", "64"]
+    assert main(["plan", *files, *ranks, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    alone, *others = found["predictions"]
+    for each in others:
+        speedup = each["samples_per_s"] / alone["samples_per_s"]
+        assert each["efficiency"]["value"] == pytest.approx(speedup / each["num_ranks"])
+    assert alone["efficiency"]["value"] == pytest.approx(1)
+
+
+def test_strong_advice_looks_at_the_share_of_a_rank():
+    profile = replace(PROFILE, update_s=0.0)
+    share = profile.at_batch(1)
+    wide = Link(latency_s=0.0, bytes_per_s=1e9)
+    machine = replace(MACHINE, costs=Costs(topology="ring", intra=wide, inter=wide), engines={})
+    found = predict(share, machine, 32, is_strong=True)
+    assert advise(profile, machine, [found]).compression_gain > 0.2
+    update = predict(replace(share, update_s=1.0), machine, 32, is_strong=True)
+    assert "the update" in advise(replace(profile, update_s=1.0), machine, [update]).limit
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--ranks", "0"], "give whole numbers from 1 on"),
         (["--ranks", "a"], "give whole numbers from 1 on"),
+        (["--ranks", "4", "--time", "2h", "--site", "x"], "--time, --site is for a rehearsal"),
+        (["--ranks", "4", "--rehearse", "--epochs", "0"], "--epochs 0 must be at least 1"),
         (["--ranks", "3", "--global-batch", "64"], "does not divide over 3 ranks"),
         ([], "and --machine and --ranks"),
         (["--ranks", "1", "--machine", "nosuch"], "no machine 'nosuch'; there are cpu-"),
@@ -289,6 +314,27 @@ def test_strong_scaling_divides_the_batch(files, capsys):
 def test_what_the_verb_refuses(files, options, message, capsys):
     assert main(["plan", *files, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_network_that_was_not_measured_is_not_for_free(files, tmp_path, capsys):
+    samples = [
+        CollectiveSample(
+            engine="mpi",
+            num_ranks=2,
+            ranks_per_node=2,
+            num_bytes=size,
+            seconds=1e-5 + size / 1e9,
+        )
+        for size in (4096, 1 << 20)
+    ]
+    costs = fit_costs(samples, "ring")
+    assert costs.inter.is_unknown
+    assert not costs.intra.is_unknown
+    fitted = replace(MACHINE, ranks_per_node=2, costs=costs, engines={})
+    write_machine(fitted, tmp_path / "m.toml")
+    assert main(["plan", *files, "--ranks", "2,8"]) == 2
+    assert "give --ranks-per-node 8 if one node has them all" in capsys.readouterr().err
+    assert main(["plan", *files, "--ranks", "2,8", "--ranks-per-node", "8"]) == 0
 
 
 def test_predicting_needs_neither_torch_nor_mpi(files):

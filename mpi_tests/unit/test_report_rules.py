@@ -77,6 +77,9 @@ def test_how_far_it_scales_in_words():
     assert "up to the 4 ranks" in describe_scaling(study(point(2, 1.1), point(4, 1.2)))
     assert "No number of ranks keeps" in describe_scaling(study(point(2, 3.0)))
     assert "no scaling" in describe_scaling(study(point(1, 1.0)))
+    slower = describe_scaling(study(point(1, 1.0), point(2, 1.5), mode="strong"))
+    assert "fastest point is mpi on 1 rank:" in slower
+    assert "falls below 80 % beyond 1 rank." in slower
     assert "No point" in describe_scaling(study(Point(engine="mpi", num_ranks=2, failure="x")))
 
 
@@ -153,6 +156,7 @@ def test_noise_failures_and_more_than_ideal_are_said():
     assert found.rule == "failed"
     assert "exit code 3" in found.what
     assert rules(study(point(2, 0.9))) == ["superlinear"]
+    assert rules(study(point(1, 0.9))) == ["noise"]
 
 
 def test_sweeps_are_read_as_they_are_written():

@@ -104,6 +104,18 @@ def test_the_verb_exits_with_1_when_something_is_worse(tmp_path, capsys):
     assert main(["bench", "compare", *names[:2]]) == 2
 
 
+def test_results_without_a_common_point_or_a_sensible_tolerance_are_refused(tmp_path, capsys):
+    names = []
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(json.dumps(make_result(**{name: [1.0]})))
+        names.append(str(tmp_path / name))
+    for options in ([], ["--counts"]):
+        assert main(["bench", "compare", *options, *names]) == 2
+        assert "have no point in common" in capsys.readouterr().err
+    assert main(["bench", "compare", "--tolerance", "-1", names[0], names[0]]) == 2
+    assert "--tolerance -1 must be 0 or more" in capsys.readouterr().err
+
+
 def test_the_counts_that_are_kept_are_of_every_engine():
     kept = read_counts(json.loads((RESULTS / "counts.json").read_text()))
     variants = {variant for _, variant in kept}

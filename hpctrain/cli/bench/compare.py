@@ -72,6 +72,8 @@ def compare_files(
     Raises:
         ConfigError: a file is no result, or the two cannot be compared.
     """
+    if not 0 <= tolerance < float("inf"):
+        raise ConfigError(f"--tolerance {tolerance:g} must be 0 or more; 0.03 is 3 %")
     before, after = _read(old, counts=counts), _read(new, counts=counts)
     if counts:
         counted = compare_counts(before, after)
@@ -88,6 +90,11 @@ def compare_files(
             for r in compared
         ]
         headers = ["case", "variant", "new / old", ""]
+    if all(row[-1] == "missing" for row in rows):
+        raise ConfigError(
+            f"{old} and {new} have no point in common, so nothing was compared; give two results "
+            "of the same script and mode"
+        )
     if as_json:
         print(json.dumps([dict(zip(headers, row, strict=True)) for row in rows], indent=1))
     else:

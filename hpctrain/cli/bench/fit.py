@@ -21,7 +21,7 @@ exit codes: 0 well; 1 a launch failed; 2 wrong usage
 
 examples:
   hpctrain bench fit --ranks 1,2,4 mine.toml
-  hpctrain plan --profile p.json --machine mine.toml --ranks 8,16
+  hpctrain plan --profile p.json --machine mine.toml --ranks 8,16 --ranks-per-node 16
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import replace
 
 from hpctrain import log
@@ -19,6 +20,7 @@ from hpctrain.scaling.sweeps.points import plan_points
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
 from hpctrain.submit.plan import make_plan
+from hpctrain.submit.request import Request
 
 __all__ = ["add_arguments", "main"]
 
@@ -79,7 +81,14 @@ def main(args: argparse.Namespace) -> int:
         site,
         ledger=Ledger(state_home(os.environ)),
         num_cores=per_node * threads,
+        python=_interpreter(request),
     )
     print("\n".join(jobs))
     log.notice(f"`hpctrain bench collect {args.dir}` shows what there is")
     return 0
+
+
+def _interpreter(request: Request) -> str:
+    """This one, unless the job brings its own."""
+    brought = (request.pack, request.image, request.venv, request.modules, request.source)
+    return "python" if any(brought) else sys.executable

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is asked")
     what.add_argument("--global-batch", type=int, metavar="G", help="of all ranks: strong scaling")
     what.add_argument("--ranks-per-node", type=int, metavar="R", help="instead of the machine's")
-    what.add_argument("--train-samples", type=int, default=0, metavar="N", help="for node-hours")
+    what.add_argument("--train-samples", type=_count, default=0, metavar="N", help="for node-hours")
     what.add_argument("--efficiency", type=float, default=0.8, metavar="E", help="still worth it")
     _add_rehearsal(parser.add_argument_group("rehearsing a job on virtual ranks"))
     own = parser.add_argument_group("measuring a profile")
@@ -70,9 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--repeats", type=int, default=20, metavar="K", help="steps (default: 20)")
 
 
+def _count(text: str) -> int:
+    """A whole number, also as 1.2e9, which `hpctrain report` takes."""
+    value = float(text)
+    if not value.is_integer():
+        raise ValueError(text)
+    return int(text) if text.lstrip("+-").isdigit() else int(value)
+
+
 def _add_rehearsal(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rehearse", action="store_true", help="say what would break, and end")
-    group.add_argument("--samples", type=int, metavar="N", help="of the data; default: profile's")
+    group.add_argument(
+        "--samples", type=_count, metavar="N", help="of the data; default: profile's"
+    )
     group.add_argument("--epochs", type=int, metavar="E", help="default: 1")
     group.add_argument("--drop-last", action="store_true", help="leave out a last, smaller batch")
     group.add_argument("--warmup-steps", type=int, metavar="K", help="of the schedule")
@@ -91,6 +101,7 @@ def main(args: argparse.Namespace) -> int:
     """List, measure, rehearse or predict."""
     if args.machines:
         return print_list(as_json=args.json)
+    _check_rehearsal(args)
     take_config(args)
     if args.measure_profile:
         return _measure(args)
@@ -102,6 +113,20 @@ def main(args: argparse.Namespace) -> int:
     predictions = [predict_from(args, profile, machine, count) for count in parse_ranks(args.ranks)]
     print_plan(args, profile, machine, predictions)
     return 0
+
+
+def _check_rehearsal(args: argparse.Namespace) -> None:
+    """Options of a rehearsal would do nothing without one, and an epoch at least is rehearsed."""
+    if args.epochs is not None and args.epochs < 1:
+        raise ConfigError(f"--epochs {args.epochs} must be at least 1")
+    named = ("samples", "epochs", "warmup_steps", "state_copies", "time", "save_dir", "site")
+    given = [name for name in named if getattr(args, name) is not None]
+    if given and not args.rehearse:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(
+            f"{options} is for a rehearsal; add --rehearse (for hours and node-hours of a "
+            "prediction give --train-samples)"
+        )
 
 
 def _measure(args: argparse.Namespace) -> int:

@@ -37,6 +37,7 @@ def print_plan(
             "model": profile.model,
             "machine": machine.title,
             "machine_measured": machine.measured,
+            "profile_machine": profile.machine,
             "predictions": [each.as_json() for each in predictions],
             "advice": advice.as_json(),
         }
@@ -75,6 +76,7 @@ def predict_from(
     args: argparse.Namespace, profile: Profile, machine: Machine, num_ranks: int
 ) -> Prediction:
     """Predict one number of ranks."""
+    _check_network(args, machine, num_ranks)
     if args.global_batch is not None:
         batch, left = divmod(args.global_batch, num_ranks * args.accumulate)
         if left or batch < 1:
@@ -84,8 +86,23 @@ def predict_from(
             )
         profile = profile.at_batch(batch)
     return predict(
-        profile, machine, num_ranks, exchange=_exchange(args, profile, machine, num_ranks)
+        profile,
+        machine,
+        num_ranks,
+        exchange=_exchange(args, profile, machine, num_ranks),
+        is_strong=args.global_batch is not None,
     )
+
+
+def _check_network(args: argparse.Namespace, machine: Machine, num_ranks: int) -> None:
+    """A network that was never measured would cost nothing."""
+    num_nodes = -(-num_ranks // machine.ranks_per_node)
+    if num_nodes > 1 and machine.costs_of(args.engine).inter.is_unknown:
+        raise ConfigError(
+            f"{machine.name} was measured on one node and knows no network, and {num_ranks} ranks "
+            f"are {num_nodes} nodes of {machine.ranks_per_node}; give --ranks-per-node {num_ranks} "
+            "if one node has them all, or write the network's numbers under [inter]"
+        )
 
 
 def _exchange(
@@ -141,5 +158,8 @@ def _table(profile: Profile, machine: Machine, predictions: list[Prediction]) ->
     headers = ["ranks", "nodes", "batch", "step ms", "+-", "efficiency %", "+-"]
     headers += ["exposed ms", "straggling ms", "contention ms", "samples/s"]
     kind = "measured" if machine.measured else "from documentation"
-    title = f"SIMULATED: {profile.model} on {machine.title} (machine file {kind})"
+    title = (
+        f"SIMULATED: {profile.model} on {machine.title} (machine file {kind}); computing as on "
+        f"{profile.machine}"
+    )
     return log.table(headers, rows, title=title)

@@ -77,8 +77,8 @@ class Advice:
             lines.append(f"nodes: none of these numbers of ranks reaches {efficiency:.0%}")
         else:
             lines.append(
-                f"nodes: ask for {self.nodes_to_ask} ({self.ranks_to_ask} ranks), the most that "
-                f"keep {efficiency:.0%}"
+                f"nodes: ask for {self.nodes_to_ask} ({self.ranks_to_ask} ranks), the most of "
+                f"these that keep {efficiency:.0%}"
             )
         lines += [
             f"cost: {cost.num_nodes} nodes, {cost.hours:.3g} h, {cost.node_hours:.3g} node-hours"
@@ -125,6 +125,7 @@ def advise(
         raise ConfigError("there are no predictions to advise on")
     count_of(num_samples, "num_samples", least=0)
     last = max(predictions, key=lambda each: each.num_ranks)
+    profile = profile.at_batch(last.batch)
     good = [each for each in predictions if each.efficiency.value >= efficiency]
     chosen = max(good, key=lambda each: each.num_ranks, default=None)
     size, gain = _best_size(profile, machine, last)
@@ -143,7 +144,7 @@ def advise(
 
 def _again(profile: Profile, machine: Machine, like: Prediction, **changes: object) -> Prediction:
     exchange = replace(like.exchange, **changes)  # type: ignore[arg-type]
-    return predict(profile, machine, like.num_ranks, exchange=exchange)
+    return predict(profile, machine, like.num_ranks, exchange=exchange, is_strong=like.is_strong)
 
 
 def _gain(profile: Profile, machine: Machine, like: Prediction, **changes: object) -> float:
@@ -176,6 +177,9 @@ def _limit(last: Prediction) -> str:
         "memory that the ranks of a node share": last.contention_s,
         "waiting for the slowest rank": last.straggling_s,
     }
+    if last.is_strong:
+        repeated = "the update, which does not get shorter with a rank's share,"
+        lost[repeated] = last.update_s * (1 - 1 / last.num_ranks)
     most = max(lost, key=lambda name: lost[name])
     share = lost[most] / last.step_s.value
     if share < _WORTH:

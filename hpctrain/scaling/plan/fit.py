@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan.collectives import shares_of
-from hpctrain.scaling.plan.machine import Costs, Link, Machine
+from hpctrain.scaling.plan.machine import NO_LATENCY_S, NO_LIMIT, Costs, Link, Machine
 from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
 
 __all__ = ["TOPOLOGY_OF", "fit_contention", "fit_costs", "fit_machine"]
@@ -20,8 +20,6 @@ TOPOLOGY_OF = {"mpi": "hierarchical", "torch": "ring", "horovod": "halving"}
 """How each engine of hpctrain adds up on CPUs: shared memory; Gloo's ring; MPI's own allreduce."""
 _NAMES = ("intra.latency_s", "intra", "inter.latency_s", "inter", "reduce")
 _MOST_ERROR = 1.0
-_NO_LATENCY_S = 1e-9
-_NO_LIMIT = 1e15
 
 
 def fit_machine(
@@ -134,8 +132,8 @@ def _link(found: dict[str, tuple[float, float]], where: str) -> Link:
     latency, latency_error = found[f"{where}.latency_s"]
     per_byte, byte_error = found[where]
     return Link(
-        latency_s=latency if latency > 0 else _NO_LATENCY_S,
-        bytes_per_s=1.0 / per_byte if per_byte > 0 else _NO_LIMIT,
+        latency_s=latency if latency > 0 else NO_LATENCY_S,
+        bytes_per_s=1.0 / per_byte if per_byte > 0 else NO_LIMIT,
         latency_error=latency_error,
         bandwidth_error=byte_error,
     )

@@ -9,9 +9,12 @@ from math import log2
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan.checks import count_of, number_of, positive
 
-__all__ = ["TOPOLOGIES", "Costs", "Link", "Machine"]
+__all__ = ["NO_LATENCY_S", "NO_LIMIT", "TOPOLOGIES", "Costs", "Link", "Machine"]
 
 TOPOLOGIES = ("ring", "halving", "tree", "hierarchical")
+NO_LATENCY_S = 1e-9
+NO_LIMIT = 1e15
+"""What a fit writes for a link that it knows nothing of: it costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +26,11 @@ class Link:
     latency_error: float = 0.0
     """Relative, one standard deviation, like all errors here."""
     bandwidth_error: float = 0.0
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether a fit had no measurement of it."""
+        return self.latency_s <= NO_LATENCY_S and self.bytes_per_s >= NO_LIMIT
 
     def __post_init__(self) -> None:
         number_of(self.latency_s, "latency_s")

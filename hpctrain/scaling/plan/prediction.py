@@ -37,6 +37,8 @@ class Prediction:
     step_s: Range
     efficiency: Range
     """Samples a second and rank, relative to one rank alone that does not communicate."""
+    is_strong: bool
+    """That one rank alone has the batch of all ranks, not a share of it."""
     exposed_s: Range
     input_s: float
     compute_s: float
@@ -64,6 +66,7 @@ def predict(
     *,
     exchange: Exchange | None = None,
     engine: str | None = None,
+    is_strong: bool = False,
 ) -> Prediction:
     """Predict a step on so many ranks.
 
@@ -73,6 +76,8 @@ def predict(
         num_ranks: On nodes that are full but for the last.
         exchange: How gradients travel; None: as `hpctrain.distribute` does with the engine.
         engine: Whose costs count, where `exchange` is None.
+        is_strong: Efficiency counts from one rank with the batch of all, as in strong scaling;
+            otherwise from one with a rank's share.
     """
     layout = Layout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
     chosen = exchange or default_exchange(
@@ -81,9 +86,9 @@ def predict(
         gradient_bytes=profile.gradient_bytes,
         on_gpu=machine.memory_bytes_per_device > 0,
     )
-    best = simulate(profile, machine, layout, chosen)
+    best = simulate(profile, machine, layout, chosen, is_strong=is_strong)
     ends = [
-        simulate(*inputs, layout, chosen)
+        simulate(*inputs, layout, chosen, is_strong=is_strong)
         for pair in _perturbed(profile, machine)
         for inputs in pair
     ]
@@ -95,7 +100,14 @@ def predict(
     )
 
 
-def simulate(profile: Profile, machine: Machine, layout: Layout, exchange: Exchange) -> Prediction:
+def simulate(
+    profile: Profile,
+    machine: Machine,
+    layout: Layout,
+    exchange: Exchange,
+    *,
+    is_strong: bool = False,
+) -> Prediction:
     """One replay with the inputs as they are."""
     costs = machine.costs_of(exchange.engine)
     contended = machine.slowdown(layout.local_ranks)
@@ -114,7 +126,9 @@ def simulate(profile: Profile, machine: Machine, layout: Layout, exchange: Excha
     update = profile.update_s / sharing * (machine.slowdown(layout.local_ranks))
     compute = passes * profile.compute_s
     step = passes * (profile.input_s + slow * profile.compute_s) + exposed + update
-    single = passes * (profile.input_s + profile.compute_s) + profile.update_s
+    # What one rank does in a step is divided; its update is not.
+    shares = layout.num_ranks if is_strong else 1
+    single = passes * (profile.input_s + profile.compute_s) + profile.update_s / shares
     samples = passes * profile.batch
     return Prediction(
         num_ranks=layout.num_ranks,
@@ -123,6 +137,7 @@ def simulate(profile: Profile, machine: Machine, layout: Layout, exchange: Excha
         global_batch=samples * layout.num_ranks,
         step_s=_exact(step),
         efficiency=_exact(single / step),
+        is_strong=is_strong,
         exposed_s=_exact(exposed),
         input_s=passes * profile.input_s,
         compute_s=compute,

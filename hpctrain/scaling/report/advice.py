@@ -37,28 +37,32 @@ def describe_scaling(study: Study) -> str:
     if best is None:
         return "No point of this sweep was measured."
     speed_up, efficiency = study.speed_up(best), study.efficiency(best)
-    if speed_up is None or efficiency is None or best.num_ranks == 1:
+    most = max(point.num_ranks for point in study.measured)
+    if speed_up is None or efficiency is None or most == 1:
         return "Only one number of ranks was measured: there is no scaling to speak of yet."
     text = (
-        f"The fastest point is {best.engine} on {best.num_ranks} ranks: {speed_up.median:.2f} "
+        f"The fastest point is {best.engine} on {_ranks(best)}: {speed_up.median:.2f} "
         f"times the speed of {_base_words(study, best)}, an efficiency of "
         f"{_percent(efficiency.median)} (interval {_percent(efficiency.low)} to "
         f"{_percent(efficiency.high)})."
     )
     good = study.last_good(_GOOD)
-    largest = max(point.num_ranks for point in study.measured)
     if good is None:
         return f"{text} No number of ranks keeps an efficiency of 80 %."
-    if good.num_ranks == largest:
-        return f"{text} Efficiency stays above 80 % up to the {largest} ranks that were measured."
-    return f"{text} Efficiency falls below 80 % beyond {good.num_ranks} ranks."
+    if good.num_ranks == most:
+        return f"{text} Efficiency stays above 80 % up to the {most} ranks that were measured."
+    return f"{text} Efficiency falls below 80 % beyond {_ranks(good)}."
+
+
+def _ranks(point: Point) -> str:
+    return f"{point.num_ranks} rank{'s' * (point.num_ranks > 1)}"
 
 
 def _base_words(study: Study, point: Point) -> str:
     base = study.base_of(point.engine)
     if base is None or base is study.baseline:
         return "one process without distribution"
-    return f"its {base.num_ranks} rank{'s' * (base.num_ranks > 1)}"
+    return f"its {_ranks(base)}"
 
 
 def _percent(share: float) -> str:
@@ -132,7 +136,7 @@ def _straggling(study: Study) -> Iterator[Finding]:
                 weight=share,
                 what=f"On {point.num_ranks} ranks of {point.engine} the slowest rank is "
                 f"{_percent(share)} of a step behind the median one, and all wait for it.",
-                attempt="Run `hpctrain doctor --nodes` to find a slow node or core; bind ranks "
+                attempt="Run `hpctrain doctor --all-nodes` to find a slow node or core; bind ranks "
                 '(bind="numa"); see that batches cost the same on all ranks.',
             )
 
@@ -164,9 +168,9 @@ def _contention(study: Study) -> Iterator[Finding]:
             yield Finding(
                 rule="contention",
                 weight=share,
-                what=f"Forward and backward alone take {after / before:.2f} times as long on "
-                f"{last.num_ranks} ranks of {engine} as on {first.num_ranks}: the ranks of a node "
-                "compete for its memory, caches or cores.",
+                what=f"A sample's forward and backward alone take {after / before:.2f} times as "
+                f"long on {last.num_ranks} ranks of {engine} as on {first.num_ranks}: the ranks of "
+                "a node compete for its memory, caches or cores.",
                 attempt="Fewer ranks with more threads each: `hpctrain bench layout` finds the "
                 "best layout of this node.",
             )
@@ -244,7 +248,18 @@ def _superlinear(study: Study) -> Iterator[Finding]:
     for point in study.measured:
         efficiency = study.efficiency(point)
         base = study.base_of(point.engine)
-        if efficiency is not None and point is not base and efficiency.low > 1.02:
+        if efficiency is None or point is base or efficiency.low <= 1.02:
+            continue
+        if point.num_ranks == 1:
+            yield Finding(
+                rule="noise",
+                weight=0.003,
+                what=f"{point.engine} on 1 rank has {_percent(efficiency.median)} of the speed of "
+                "the same process undistributed, and has nothing to divide: the baseline was "
+                "disturbed, and so is every efficiency here.",
+                attempt="Repeat on a quiet machine, with more --repeats.",
+            )
+        else:
             yield Finding(
                 rule="superlinear",
                 weight=0.0,

@@ -158,11 +158,13 @@ def _bars(axes: Any, chart: Bars) -> None:
         below = [max(0.0, top - low) for top, low in zip(base, chart.low, strict=True)]
         above = [max(0.0, high - top) for top, high in zip(base, chart.high, strict=True)]
         axes.errorbar(places, base, yerr=[below, above], fmt="none", ecolor="#1a1a1a", capsize=3)
-    for place, top in zip(places, base, strict=True):
-        peak = max(top, chart.high[place] if chart.high else 0.0)
+    peaks = [max(pair) for pair in zip(base, chart.high or base, strict=True)]
+    for place, top, peak in zip(places, base, peaks, strict=True):
         axes.annotate(
             number_text(top), (place, peak), (0, 3), textcoords="offset points", ha="center", size=8
         )
+    # An empty part on the tallest bar would leave its number no room under the title.
+    axes.set_ylim(0, 1.08 * max(peaks) or None)
     axes.set_xticks(places, [label.replace(" ", "\n") for label in chart.labels], fontsize=8)
     if is_stack:
         axes.legend(fontsize=8, frameon=False)

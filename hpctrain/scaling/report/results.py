@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -99,9 +99,21 @@ def _swept(raw: Mapping[str, Any]) -> Study:
         baseline=_first(points, _ALONE),
         whole_node=_first(points, _NODE),
         fits=tuple(describe_laws(raw)) if scale.get("laws") is not None else (),
-        notes=tuple(map(str, scale.get("notes", ()))),
+        notes=(*_doubts(raw), *map(str, scale.get("notes", ()))),
         unit="launch" if scale.get("measured") == "launches" else "step",
     )
+
+
+def _doubts(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Why the numbers should not be quoted."""
+    rounds, noisy = len(raw.get("blocks", ())), raw.get("num_noisy", 0)
+    if noisy:
+        yield f"{noisy} of {rounds} rounds were disturbed by others: do not quote these numbers."
+    if rounds == 1:
+        yield (
+            "Every point was measured once, so the intervals say nothing: no difference can be "
+            "told from noise. Measure with --repeats 6 or more."
+        )
 
 
 def _swept_point(row: Mapping[str, Any]) -> Point:

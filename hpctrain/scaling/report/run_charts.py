@@ -146,7 +146,7 @@ def _chart(
 ) -> LineChart:
     told = [f"{line.label} from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in lines]
     happened = {label: sum(m.label == label for m in marks) for label in _MARK_STYLES}
-    events = ", ".join(f"{n} {label}s" for label, n in happened.items() if n)
+    events = ", ".join(f"{label}: {n}" for label, n in happened.items() if n)
     return LineChart(
         key=f"{key}-{what}",
         title=f"{what.capitalize()} over time",

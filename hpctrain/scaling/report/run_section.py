@@ -16,6 +16,8 @@ from hpctrain.scaling.report.runs import Run
 __all__ = ["run_figures", "run_sections", "trace_words"]
 
 _MOST_EVENTS = 200
+_BEHIND = 1.05
+"""A slowest rank that takes less than this times the usual is only the one that happens to be."""
 
 
 def run_sections(run: Run, key: str) -> list[Section]:
@@ -23,7 +25,7 @@ def run_sections(run: Run, key: str) -> list[Section]:
     charts = run_charts(run, key)
     words = [_outcome(run), *_speed(run), *_slowest(run)]
     if run.num_unreadable:
-        words.append(f"{run.num_unreadable} lines of metrics.jsonl could not be read.")
+        words.append(f"Not readable in metrics.jsonl: {_count(run.num_unreadable, 'line')}.")
     if not run.of_kind("step"):
         words.append("It logged no steps: there are no curves.")
     elif not any(chart.key.endswith("breakdown") for chart in charts):
@@ -85,7 +87,7 @@ def _outcome(run: Run) -> str:
     if summary.get("engine"):
         parts.append(f"with the {summary['engine']} engine")
     counts = Counter(event_name(line) for line in run.of_kind("event"))
-    told = [f"{counts[name]} {name}s" for name in ("restart", "checkpoint") if counts[name]]
+    told = [_count(counts[name], name) for name in ("restart", "checkpoint") if counts[name]]
     return " ".join(parts) + (f"; {' and '.join(told)}." if told else ".")
 
 
@@ -109,8 +111,15 @@ def _slowest(run: Run) -> list[str]:
         rank, count = Counter(ranks).most_common(1)[0]
         share = count / len(ranks)
         text = f"Rank {rank} was the slowest in {100 * share:.0f} % of the steps that say so"
-        if share > 0.5 and len(ranks) >= 10 and len(set(ranks)) > 1:
-            text += "; look at its node with `hpctrain doctor --nodes`"
+        behind = [
+            float(line["slowest_ratio"])
+            for line in run.lines
+            if _is_number(line.get("slowest_ratio"))
+        ]
+        if behind:
+            text += f", {100 * (median(behind) - 1):.0f} % behind (median of the slowest ranks)"
+        if share > 0.5 and len(ranks) >= 10 and (not behind or median(behind) > _BEHIND):
+            text += "; look at its node with `hpctrain doctor --all-nodes`"
         said.append(f"{text}.")
     return said + ([trace_words(run.trace)] if run.trace else [])
 
@@ -132,6 +141,10 @@ def trace_words(trace: Mapping[str, Any]) -> str:
         f"against a median of {1000 * slowest['median_s']:.1f}; rank {slowest['rank']} held it up"
         f'{why}. Open the file at ui.perfetto.dev and search for "step {slowest["step"]}".'
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _is_number(value: object) -> bool:

@@ -57,6 +57,7 @@ def submit_sweep(
     ledger: Ledger,
     ask: Ask = ask_program,
     num_cores: int,
+    python: str = "python",
 ) -> list[str]:
     """Hand over what is still missing, and remember which job has which launch.
 
@@ -68,6 +69,7 @@ def submit_sweep(
         ledger: Remembers jobs.
         ask: Runs the batch system's programs.
         num_cores: Of a node, for the process that has all of them.
+        python: The interpreter of the ranks.
 
     Returns:
         The jobs' ids.
@@ -80,7 +82,7 @@ def submit_sweep(
     jobs: list[str] = []
     for batch in group_launches(folder, sweep, pending):
         commands = tuple(
-            ("python", "-m", "hpctrain", "bench", "measure", str(folder.path.absolute()), key)
+            (python, "-m", "hpctrain", "bench", "measure", str(folder.path.absolute()), key)
             for key in batch.keys
         )
         several = len(commands) > 1

@@ -247,8 +247,8 @@ def _notes(
         notes.append("The model is not called as replica(x): input is part of forward.")
     if by_steps and any(_samples(m) is None for p in good for m in whole[p.name]):
         notes.append("The script tells no num_samples, so efficiency is that of steps.")
-    over = [(p, NODE) for p in good if p.role == NODE and not _is_fused(whole[p.name])]
-    if by_steps and over:
+    asked = [p for p in good if p.role == NODE and "fused" in p.values]
+    if by_steps and not all(_is_fused(whole[p.name]) for p in asked):
         notes.append(
             "One process with all cores has no fused optimizer; a script allows one by "
             "fused=world.bench.value('fused', False)."

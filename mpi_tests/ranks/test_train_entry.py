@@ -1,0 +1,110 @@
+"""From a configuration to a trainer, on ranks: data by files and functions, several models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hpctrain as hpc
+from hpctrain.train.config import parse_config
+from hpctrain.train.entry import make_trainer
+from mpi_tests.ranks.trainer_kit import bits, data, same
+
+CONFIG = """
+[model]
+build = "mpi_tests.ranks.trainer_kit:line"
+[data]
+files = ["x.npy", "y.npy"]
+[train]
+global_batch = 12
+epochs = 2
+loss = "mse_loss"
+num_threads = 1
+[optimizer]
+lr = 0.01
+[schedule]
+name = "recipe"
+warmup_steps = 2
+[logging]
+display = "off"
+"""
+FUNCTION = CONFIG.replace(
+    'files = ["x.npy", "y.npy"]', 'build = "mpi_tests.ranks.trainer_kit:shared_data"'
+)
+
+
+@pytest.fixture
+def shared(world, tmp_path):
+    """One folder for all ranks."""
+    return Path(world.comm.bcast(str(tmp_path), root=0))
+
+
+@pytest.fixture
+def folder(world, shared):
+    if world.rank == 0:
+        for name, array in zip("xy", data(), strict=True):
+            np.save(shared / f"{name}.npy", array.numpy())
+    world.comm.Barrier()
+    return shared
+
+
+def train(world, text, folder, *settings):
+    world.streams.bind_equal()
+    torch.manual_seed(9)
+    trainer = make_trainer(world, parse_config(text, settings), folder, None)
+    for observer in list(world.observers):
+        world.observers.remove(observer)
+    summary = trainer.fit()
+    weights = [value for replica in trainer.replicas.values() for value in bits(replica)]
+    for replica in trainer.replicas.values():
+        replica.close()
+    return weights, summary, trainer
+
+
+def test_data_by_files_and_functions_train_the_same(world, folder):
+    wanted, summary, trainer = train(world, CONFIG, folder)
+    assert (summary["steps"], summary["samples"]) == (8, 80)
+    rate = trainer.replica.optimizer.param_groups[0]["lr"]
+    assert rate == pytest.approx(0.0, abs=1e-12)  # the recipe's cosine has come to its end
+    assert same(train(world, CONFIG, folder, "data.access=share")[0], wanted)
+    assert same(train(world, FUNCTION, folder)[0], wanted)
+    _, scattered, _ = train(world, CONFIG, folder, "data.access=scatter")
+    assert scattered["samples"] == 80
+
+
+def test_parts_of_a_step_train_the_same_where_they_divide_the_epoch(world, folder):
+    whole, one, _ = train(world, CONFIG, folder, "train.global_batch=20", "optimizer.name=SGD")
+    settings = ("train.global_batch=20", "optimizer.name=SGD", "train.accumulate=2")
+    parts, two, _ = train(world, CONFIG, folder, *settings)
+    assert one["steps"] == two["steps"] == 4
+    for ours, theirs in zip(parts, whole, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_several_models_from_one_file(world, folder):
+    text = CONFIG.replace(":line", ":pair").replace('loss = "mse_loss"', "")
+    weights, summary, trainer = train(
+        world, text, folder, "train.step=mpi_tests.ranks.trainer_kit:pair_step"
+    )
+    assert summary["steps"] == 8
+    assert list(trainer.schedules) == ["first", "second"]
+    told = world.comm.allgather([weight.numpy().tobytes() for weight in weights])
+    assert all(other == told[0] for other in told)
+    with pytest.raises(hpc.ConfigError, match=r"2 models; several need train\.step"):
+        train(world, text, folder, "train.loss=mse_loss")
+
+
+def test_what_cannot_be_opened_or_built_is_refused_on_all_ranks(world, folder):
+    for settings, told in (
+        (("data.files=['nosuch.npy', 'y.npy']",), "nosuch.npy"),
+        (("data.files=['nosuch.npy', 'y.npy']", "data.access=scatter"), "nosuch.npy"),
+        (("optimizer.name=AdmW",), "did you mean AdamW"),
+        (("optimizer.args.beta=1",), "has no argument 'beta'; did you mean betas"),
+        (("train.loss=mseloss",), "did you mean mse_loss"),
+        (("schedule.warmup_steps=0", "schedule.name=StepLR"), "missing a required argument"),
+    ):
+        with pytest.raises(hpc.ConfigError, match=told):
+            train(world, CONFIG, folder, *settings)

@@ -1,0 +1,64 @@
+"""Reports on what sweeps themselves write, laws and settings included."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.scaling.report import write_report
+from hpctrain.scaling.report.results import understand
+from mpi_tests.unit.test_scaling_sweeps import make_sweep, measure, result_of
+
+
+def amdahl(point):
+    return 0.1 + 0.9 / point.num_ranks
+
+
+def page_of(result, tmp_path):
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    (page,) = write_report([tmp_path / "result.json"], tmp_path / "page.html")
+    return page.read_text()
+
+
+def test_a_strong_sweep_with_its_laws(tmp_path):
+    sweep = make_sweep(mode="strong", repeats=3)
+    result = result_of(sweep, measure(sweep, amdahl))
+    (study,) = understand(result, "x").studies
+    four = study.of_engine("mpi")[-1]
+    assert study.efficiency(four).median == pytest.approx(1 / (0.325 * 4), rel=0.01)
+    assert study.serial_fraction(four) == pytest.approx(0.1, rel=0.05)
+    assert sum(four.split_s.values()) == pytest.approx(four.step_s.median, rel=0.01)
+    assert four.split_s["straggling"] == pytest.approx(0.01)
+    page = page_of(result, tmp_path)
+    assert "Amdahl" in page
+    assert "<code>hpctrain bench\n" in page
+
+
+def test_numbers_that_should_not_be_quoted_are_named(tmp_path):
+    sweep = make_sweep(repeats=1)
+    result = result_of(sweep, measure(sweep, amdahl))
+    assert "Every point was measured once" in page_of(result, tmp_path)
+    result["num_noisy"], result["blocks"][0]["noisy"] = 1, True
+    assert "1 of 1 rounds were disturbed by others: do not quote" in page_of(result, tmp_path)
+
+
+def test_settings_are_curves_of_their_own_and_failed_points_rows(tmp_path):
+    sweep = make_sweep(vary=["precision=fp32,bf16"], repeats=2)
+    found = measure(sweep, lambda p: 0.1 if p.values.get("precision") == "fp32" else 0.05)
+    broken = next(key for key in found if key[0].startswith("mpi 4x"))
+    found[broken] = replace(found[broken], why="exit code 9: out of memory", report=None)
+    (study,) = understand(result_of(sweep, found), "x").studies
+    assert study.engines == ("mpi precision=fp32", "mpi precision=bf16")
+    assert [point.failure for point in study.failed] == ["exit code 9: out of memory"]
+    assert "out of memory" in page_of(result_of(sweep, found), tmp_path)
+
+
+def test_a_script_that_takes_no_part_is_reported_by_its_launches(tmp_path):
+    sweep = make_sweep(repeats=2)
+    bare = {key: replace(one, report=None) for key, one in measure(sweep, amdahl).items()}
+    page = page_of(result_of(sweep, bare), tmp_path)
+    assert "ms a launch" in page
+    assert "whole launches were timed" in page
+    assert "there is no breakdown" in page
