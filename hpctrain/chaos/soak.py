@@ -30,6 +30,7 @@ _PAUSE_S = 0.02
 _LONGEST_S = 1.0
 """From the first step of an attempt to its end, at most; and as many steps as fit, and some."""
 _STEPS_A_ROUND = 60
+_SAVE_S = 60.0
 _DAMAGE = 0.25
 """How often a byte of the newest checkpoint is changed between two attempts."""
 _SUBJECT = "hpctrain.chaos.soak_subject"
@@ -108,6 +109,7 @@ class Soak:
         self._logs: list[AttemptLog] = []
         self._attempt: Attempt | None = None
         self._disk: SmallDisk | None = None
+        self._checkpoint_bytes = 0
 
     def run(self) -> Outcome:
         """Kill it as often as asked, let it end, and look at what has become of it.
@@ -172,15 +174,15 @@ class Soak:
         injection = self._prepare(kind, valid[-1].step if valid else 0)
         pause_s = 0.0 if kind == "end" else _PAUSE_S
         attempt = self._launch(self._directory.name, number, ranks, pause_s, injection)
-        if kind in ("rank", "mpirun", "save"):
-            self._kill(attempt, number, ranks, kind)
+        kills = kind in ("rank", "mpirun", "save")
+        trouble = self._kill(attempt, number, ranks, kind) if kills else []
         code = attempt.wait(self._timeout_s)
         seconds = time.time() - attempt.began
         if self._disk is not None:
             self._disk.empty()
         begun, log, path = _read_logs(self._directory, number, ranks)
         self._logs += [log] if begun else []
-        trouble = [f"left behind: {one}" for one in attempt.leftovers()]
+        trouble += [f"left behind: {one}" for one in attempt.leftovers()]
         if path is not None and Path(path) not in [entry.path for entry in valid]:
             trouble.append(f"went on from {Path(path).name}, which is not valid")
         if begun and valid and log.from_step != valid[-1].step:
@@ -208,20 +210,30 @@ class Soak:
         limit = self._checkpoint_bytes // 2
         return Injection(what="disk", rank=0, step=step + 1, num_bytes=limit)
 
-    def _kill(self, attempt: Attempt, number: int, ranks: int, kind: str) -> None:
-        """SIGKILL, at a random moment after the first step."""
+    def _kill(self, attempt: Attempt, number: int, ranks: int, kind: str) -> list[str]:
+        """SIGKILL, at a random moment after the first step; why it could not be, if so."""
         rank = self._random.randrange(ranks)
         delay_s = self._random.uniform(0.0, _LONGEST_S)
         log = self._directory / log_name(number, rank)
-        attempt.wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") > 1, 120.0)
+        if not attempt.wait_until(
+            lambda: log.exists() and log.read_bytes().count(b"\n") > 1, self._timeout_s
+        ):
+            return [f"no step came, see {attempt.output}"]
         time.sleep(delay_s)
         pid = json.loads(log.read_text().splitlines()[0])["pid"]
         if kind == "save":
-            attempt.wait_until(lambda: any(self._checkpoints.glob(".partial-*")), 30.0)
-        if kind == "mpirun":
-            children = psutil.Process(attempt.process.pid).children()
-            pid = children[0].pid if children else pid
-        psutil.Process(pid).kill()
+            before = set(self._checkpoints.glob(".partial-*"))
+            if not attempt.wait_until(
+                lambda: not before >= set(self._checkpoints.glob(".partial-*")), _SAVE_S
+            ):
+                return [f"no save came, see {attempt.output}"]
+        try:
+            if kind == "mpirun":
+                pid = psutil.Process(attempt.process.pid).children()[0].pid
+            psutil.Process(pid).kill()
+        except (psutil.NoSuchProcess, IndexError):
+            return [f"it had ended before it was killed, see {attempt.output}"]
+        return []
 
     def _conclude(self, rounds: list[Round], alone: dict[str, object]) -> Outcome:
         num_epochs = self._num_steps * BATCH // NUM_SAMPLES
