@@ -83,7 +83,7 @@ def test_the_best_layout_is_what_run_takes(folder):
     assert early.code == 2
     assert "bench layout train.py` first" in early.err
     words = ["bench", "layout", "--cores", "2", "--ranks", "2", "--batch", "8", *QUICK]
-    found = bench(folder, *words, "train.py")
+    found = bench(folder, *words, "--repeats", "2", "train.py")
     assert found.code == 0, found.text
     (layout,) = json.loads((folder / "state/hpctrain/layouts.json").read_text())["layouts"]
     ranks, threads = layout["num_ranks"], layout["num_threads"]
