@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpctrain.install.mpi import loaded_mpi, matching_mpirun
@@ -75,6 +79,31 @@ def test_a_sweep_keeps_what_fails_and_goes_on(folder):
         assert node["is_fused"]
         assert not alone["is_fused"]
     assert result["scale"]["notes"] == []
+
+
+def test_an_interrupted_sweep_ends_its_launch_and_says_how_to_go_on(folder):
+    (folder / "train.py").write_text(
+        "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(120)"
+    )
+    words = ["bench", "scale", "--ranks", "1", "--threads", "1", *QUICK, "train.py"]
+    with subprocess.Popen(
+        [*HPCTRAIN, *words],
+        cwd=folder,
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        ending = time.monotonic() + 60
+        while not (folder / "pid").exists() or not (folder / "pid").read_text():
+            assert time.monotonic() < ending
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert "kept in bench-scale, and the same command goes on there" in said
+    assert not psutil.pid_exists(int((folder / "pid").read_text()))
+    assert not list((folder / "bench-scale" / "measured").iterdir())
 
 
 def test_the_best_layout_is_what_run_takes(folder):
