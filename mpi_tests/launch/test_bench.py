@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpctrain.install.mpi import loaded_mpi, matching_mpirun
@@ -77,13 +81,38 @@ def test_a_sweep_keeps_what_fails_and_goes_on(folder):
     assert result["scale"]["notes"] == []
 
 
+def test_an_interrupted_sweep_ends_its_launch_and_says_how_to_go_on(folder):
+    (folder / "train.py").write_text(
+        "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(120)"
+    )
+    words = ["bench", "scale", "--ranks", "1", "--threads", "1", *QUICK, "train.py"]
+    with subprocess.Popen(
+        [*HPCTRAIN, *words],
+        cwd=folder,
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        ending = time.monotonic() + 60
+        while not (folder / "pid").exists() or not (folder / "pid").read_text():
+            assert time.monotonic() < ending
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert "kept in bench-scale, and the same command goes on there" in said
+    assert not psutil.pid_exists(int((folder / "pid").read_text()))
+    assert not list((folder / "bench-scale" / "measured").iterdir())
+
+
 def test_the_best_layout_is_what_run_takes(folder):
     (folder / "mended").touch()
     early = bench(folder, "run", "-n", "auto", "train.py")
     assert early.code == 2
     assert "bench layout train.py` first" in early.err
     words = ["bench", "layout", "--cores", "2", "--ranks", "2", "--batch", "8", *QUICK]
-    found = bench(folder, *words, "train.py")
+    found = bench(folder, *words, "--repeats", "2", "train.py")
     assert found.code == 0, found.text
     (layout,) = json.loads((folder / "state/hpctrain/layouts.json").read_text())["layouts"]
     ranks, threads = layout["num_ranks"], layout["num_threads"]

@@ -316,6 +316,24 @@ def test_what_the_verb_refuses(files, options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_fit_says_how_unsure_it_is_and_who_disturbed_it(files, tmp_path, capsys):
+    quick, same, slow = (
+        ComputeSample(ranks_on_node=n, seconds=s, jitter=0.001)
+        for n, s in ((1, 1.0), (2, 0.9), (2, 1.2))
+    )
+    assert fit_contention([quick, same]) == (((1, 1.0), (2, 1.0)), 1.0)  # nothing lost: unknown
+    assert fit_contention([quick, slow])[1] == 0.5  # one launch each
+    assert fit_contention([quick, quick, slow, slow])[1] == pytest.approx(0.001 / 0.2)
+    loaded = replace(MACHINE, foreign_load=0.34)
+    write_machine(loaded, tmp_path / "m.toml")
+    assert (tmp_path / "m.toml").read_text().startswith("# Others used 34% of the cores")
+    assert find_machine(tmp_path / "m.toml").foreign_load == 0.34
+    assert main(["plan", *files, "--ranks", "4"]) == 0
+    assert "others used 34% of the cores: not to be trusted" in capsys.readouterr().out
+    assert main(["bench", "fit", "--ranks", "1,0", str(tmp_path / "x.toml")]) == 2
+    assert "at least 1" in capsys.readouterr().err
+
+
 def test_a_network_that_was_not_measured_is_not_for_free(files, tmp_path, capsys):
     samples = [
         CollectiveSample(

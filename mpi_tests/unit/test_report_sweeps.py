@@ -9,6 +9,8 @@ import pytest
 
 from hpctrain.scaling.report import write_report
 from hpctrain.scaling.report.results import understand
+from hpctrain.scaling.report.study_section import study_sections
+from hpctrain.scaling.sweeps.table import point_rows
 from mpi_tests.unit.test_scaling_sweeps import make_sweep, measure, result_of
 
 
@@ -39,7 +41,14 @@ def test_a_strong_sweep_with_its_laws(tmp_path):
 def test_numbers_that_should_not_be_quoted_are_named(tmp_path):
     sweep = make_sweep(repeats=1)
     result = result_of(sweep, measure(sweep, amdahl))
-    assert "Every point was measured once" in page_of(result, tmp_path)
+    page = page_of(result, tmp_path)
+    assert "Every point was measured once" in page
+    assert "(measured once, so without an interval)" in page
+    rows = [cell for row in point_rows(result)[1] for cell in row]
+    assert not [cell for cell in rows if "[" in cell]
+    (study,) = understand(result, "x").studies
+    tables = study_sections(study, "k", None)[0].tables
+    assert not [cell for table in tables for row in table.rows for cell in row if "[" in cell]
     result["num_noisy"], result["blocks"][0]["noisy"] = 1, True
     assert "1 of 1 rounds were disturbed by others: do not quote" in page_of(result, tmp_path)
 

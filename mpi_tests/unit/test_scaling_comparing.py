@@ -19,7 +19,7 @@ MACHINE = {
     **dict.fromkeys(("id", "cpu", "arch", "system", "python", "mpi", "torch", "mpi4py"), "x"),
     **{"cores": 4, "memory_gib": 8.0, "horovod": None, "commit": None, "modified": False},
 }
-TIMES = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=9)
+TIMES = st.lists(st.floats(0.5, 2.0), min_size=2, max_size=9)
 
 
 def make_result(**seconds):
@@ -64,7 +64,7 @@ def test_a_result_is_never_slower_than_itself(times):
 
 
 def test_points_of_one_result_alone_are_listed_and_other_machines_refused():
-    old, new = make_result(a=[1.0], b=[1.0]), make_result(b=[1.0], c=[1.0])
+    old, new = make_result(a=[1.0] * 2, b=[1.0] * 2), make_result(b=[1.0] * 2, c=[1.0] * 2)
     found = {row.variant: row.verdict for row in compare_times(old, new)}
     assert found == {"a": "missing", "b": "same", "c": "missing"}
     other = {**new, "machine": {**MACHINE, "cpu": "y"}}
@@ -72,6 +72,21 @@ def test_points_of_one_result_alone_are_listed_and_other_machines_refused():
         compare_times(old, other)
     with pytest.raises(ConfigError, match="cannot be compared"):
         compare_times(old, {**new, "benchmark": "other"})
+
+
+def test_one_repeat_gives_no_interval_and_no_verdict(tmp_path, capsys):
+    names = []
+    for name, times in (("old", [1.0]), ("new", [5.0])):
+        (tmp_path / name).write_text(json.dumps(make_result(a=times)))
+        names.append(str(tmp_path / name))
+    assert main(["bench", "compare", *names]) == 0
+    said = capsys.readouterr()
+    assert "5.000 " in said.out
+    assert "[" not in said.out.partition("5.000")[2]
+    assert "1 of 1 points were measured once" in said.err
+    assert "--repeats 3" in said.err
+    (row,) = compare_times(make_result(a=[1.0, 1.0]), make_result(a=[5.0]))
+    assert row.verdict == "unrepeated"
 
 
 def test_a_count_that_grew_is_a_regression_and_less_is_none():
@@ -136,6 +151,11 @@ def test_ranks_are_best_only_where_they_beat_one_process_beyond_noise():
     best, why = best_layout([node, row(2, 1.05, 0.98), row(4, 0.7, 0.6)])
     assert best is node
     assert "no layout of ranks is faster beyond noise; 2 ranks were 1.05 [0.98, 1.12]" in why
+    once = {key: row(2, 2.77, 2.77)[key] for key in (*node, "over_node")}
+    del once["over_node_low"], once["over_node_high"]
+    best, why = best_layout([node, once])
+    assert best is node
+    assert why.endswith("2 ranks were 2.77 times, measured once")
     with pytest.raises(ConfigError, match="could not be measured: it broke"):
         best_layout([{**node, "state": "failed", "why": "it broke"}, row(2, 1.2, 1.1)])
 
@@ -161,6 +181,10 @@ def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path)
         find(machine="other")
     with pytest.raises(ConfigError, match=r"bench layout other\.py` first"):
         find(target="/b/other.py")
+    doubtful = {**known, "target": "/c/x.py", "num_rounds": 3, "num_disturbed": 2}
+    book.add(Layout(arguments=(), num_ranks=2, num_threads=1, **doubtful))
+    (said,) = find(target="/c/x.py")[1]
+    assert said.startswith("2 of 3 rounds were disturbed by others")
     book.path.write_text("broken")
     with pytest.raises(ConfigError, match="move it away"):
         book.read()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
+from hpctrain import log
+
 __all__ = ["KINDS", "add_arguments", "main"]
 
 KINDS = {
@@ -26,7 +28,8 @@ _EPILOG = """\
 A script takes part in a sweep by asking `world.bench` for its batch and settings; docs/scaling.md
 shows how. One that does not is measured as it is.
 
-exit codes: 0 well; 1 a point failed or is slower; 2 wrong usage; 3 not saved, others computed
+exit codes: 0 well; 1 a point failed or is slower; 2 wrong usage; 3 not saved, others computed;
+130 interrupted
 
 examples:
   hpctrain bench scale --ranks 1,2,4 --mode weak train.py
@@ -52,5 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure."""
-    code: int = import_module(f"hpctrain.cli.bench.{args.kind}").main(args)
+    try:
+        code: int = import_module(f"hpctrain.cli.bench.{args.kind}").main(args)
+    except KeyboardInterrupt:
+        tail = ""
+        if args.kind in ("scale", "layout"):
+            tail = f"; what was measured is kept in {args.dir}, and the same command goes on there"
+        log.warn(f"interrupted, and the launch that ran is ended{tail}")
+        return 130
     return code

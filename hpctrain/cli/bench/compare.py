@@ -12,6 +12,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness.schema import upgrade, validate
 from hpctrain.scaling.sweeps.comparing import (
     COUNTS_SCHEMA,
+    Compared,
     compare_counts,
     compare_times,
     counts_of,
@@ -22,7 +23,8 @@ __all__ = ["add_arguments", "compare_files", "main"]
 _MORE = """\
 Times are compared on one kind of machine: slower is a point whose interval lies above the old one's
 by more than the tolerance. Counts (messages, hooks, bytes of a step) are exact on every machine:
-each that grew is a regression. Points that only one of the results has are listed, and no more.
+each that grew is a regression. Points that only one of the results has are listed, and no more;
+those that one of them measured once have no verdict.
 
 exit codes: 0 nothing is worse; 1 something is; 2 the results cannot be compared
 
@@ -83,17 +85,18 @@ def compare_files(
     else:
         compared = compare_times(before, after, tolerance=tolerance)
         bad = sum(row.verdict == "slower" for row in compared)
-        rows = [
-            [r.case, r.variant, f"{r.ratio:.3f} [{r.low:.3f}, {r.high:.3f}]", r.verdict]
-            if r.verdict != "missing"
-            else [r.case, r.variant, "", r.verdict]
-            for r in compared
-        ]
+        rows = [[r.case, r.variant, _ratio(r), r.verdict] for r in compared]
         headers = ["case", "variant", "new / old", ""]
     if all(row[-1] == "missing" for row in rows):
         raise ConfigError(
             f"{old} and {new} have no point in common, so nothing was compared; give two results "
             "of the same script and mode"
+        )
+    once = sum(row[-1] == "unrepeated" for row in rows)
+    if once:
+        log.warn(
+            f"{once} of {len(rows)} points were measured once in one of the results, which tells "
+            "no difference from noise: they have no verdict; measure with --repeats 3 or more"
         )
     if as_json:
         print(json.dumps([dict(zip(headers, row, strict=True)) for row in rows], indent=1))
@@ -103,6 +106,15 @@ def compare_files(
         what = "counts have grown" if counts else "points are slower beyond noise"
         log.notice(f"{bad} of {len(rows)} {what}" if bad else f"none of {len(rows)} {what}")
     return 1 if bad else 0
+
+
+def _ratio(row: Compared) -> str:
+    """New over old, with an interval where both were repeated."""
+    if row.verdict == "missing":
+        return ""
+    if row.verdict == "unrepeated":
+        return f"{row.ratio:.3f}"
+    return f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
 
 
 def _read(path: Path, *, counts: bool = False) -> dict[str, Any]:

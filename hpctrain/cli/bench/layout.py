@@ -33,7 +33,7 @@ __all__ = ["add_arguments", "main"]
 _MORE = """\
 The batch of all ranks together is the same everywhere; the script must read it. One process with
 all cores is what a layout has to beat. The best one is remembered for this script on this kind of
-machine, and `hpctrain run -n auto SCRIPT` uses it.
+machine, and `hpctrain run -n auto SCRIPT` uses it; with --repeats 1 none is.
 """
 
 
@@ -83,6 +83,12 @@ def main(args: argparse.Namespace) -> int:
             "the layouts did not train with the same global batch, so none is best; read it from "
             "world.bench.global_batch(default), or put {batch} into the arguments"
         )
+    if sweep.settings.repeats < 2:
+        log.warn(
+            "every layout was measured once, which no difference can be told from noise by: none "
+            "is chosen or remembered; measure with --repeats 3 or more"
+        )
+        return code
     best, why = best_layout(result["scale"]["points"])
     LayoutBook(state_home(os.environ)).add(
         Layout(
@@ -94,6 +100,8 @@ def main(args: argparse.Namespace) -> int:
             num_threads=best["num_threads"],
             why=why,
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            num_rounds=len(result["blocks"]),
+            num_disturbed=result["num_noisy"],
         )
     )
     log.notice(f"best: {best['num_ranks']} x {best['num_threads']}: {why}; for `run -n auto`")

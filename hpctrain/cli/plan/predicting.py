@@ -158,6 +158,8 @@ def _table(profile: Profile, machine: Machine, predictions: list[Prediction]) ->
     headers = ["ranks", "nodes", "batch", "step ms", "+-", "efficiency %", "+-"]
     headers += ["exposed ms", "straggling ms", "contention ms", "samples/s"]
     kind = "measured" if machine.measured else "from documentation"
+    if machine.is_disturbed:
+        kind += f" while others used {machine.foreign_load:.0%} of the cores: not to be trusted"
     title = (
         f"SIMULATED: {profile.model} on {machine.title} (machine file {kind}); computing as on "
         f"{profile.machine}"

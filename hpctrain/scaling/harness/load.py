@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import psutil
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["LoadMeter", "Reading", "busy_ticks", "foreign_load"]
+__all__ = ["LoadMeter", "Reading", "busy_ticks", "foreign_load", "read_clocks"]
 
 _FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 # Interrupts are left out: those of our own loopback traffic are booked there as well, and would
@@ -57,6 +58,17 @@ def foreign_load(before: Reading, after: Reading, *, num_cores: int) -> float:
         raise ConfigError(f"no load over {elapsed_s} s on {num_cores} cores; wait in between")
     foreign_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
     return min(1.0, max(0.0, foreign_s / (elapsed_s * num_cores)))
+
+
+def read_clocks() -> Reading:
+    """The clocks now; children count when they have ended, as they have between two launches."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    ticks = busy_ticks(Path("/proc/stat").read_text())
+    return Reading(
+        wall_s=time.monotonic(),
+        busy_s=ticks / os.sysconf("SC_CLK_TCK"),
+        own_s=sum(each.ru_utime + each.ru_stime for each in used),
+    )
 
 
 class LoadMeter:

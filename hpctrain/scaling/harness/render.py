@@ -115,7 +115,7 @@ def _ratio(ratio: Mapping[str, Any] | None, item: Mapping[str, Any], baseline: s
 def _interval(ratio: Mapping[str, Any]) -> str:
     values: Sequence[float] = (ratio["median"], ratio["low"], ratio["high"])
     middle, low, high = (f"{v:.3f}" if v < 10 else f"{v:.1f}" for v in values)
-    return f"{middle} [{low}, {high}]"
+    return f"{middle} [{low}, {high}]" if ratio["num_blocks"] > 1 else middle
 
 
 def _count(value: object) -> str:

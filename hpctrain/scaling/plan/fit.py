@@ -20,6 +20,7 @@ TOPOLOGY_OF = {"mpi": "hierarchical", "torch": "ring", "horovod": "halving"}
 """How each engine of hpctrain adds up on CPUs: shared memory; Gloo's ring; MPI's own allreduce."""
 _NAMES = ("intra.latency_s", "intra", "inter.latency_s", "inter", "reduce")
 _MOST_ERROR = 1.0
+_ONCE_ERROR = 0.5
 
 
 def fit_machine(
@@ -63,6 +64,7 @@ def fit_machine(
         contention_error=error,
         memory_bytes_per_node=min(each.memory_bytes_per_node for each in measurements),
         measured=True,
+        foreign_load=max(each.foreign_load for each in measurements),
         as_of=datetime.now(UTC).date().isoformat(),
     )
 
@@ -70,7 +72,12 @@ def fit_machine(
 def fit_contention(
     samples: Sequence[ComputeSample],
 ) -> tuple[tuple[tuple[int, float], ...], float]:
-    """How computing slows down with ranks on the node, and how sure that is."""
+    """How computing slows down with ranks on the node, and how sure that is.
+
+    The error is the spread of steps over what is lost, but never below a half where a number of
+    ranks has one launch: launches differ by more than their steps, and one does not show by how
+    much. Where nothing is lost nothing is known of the loss, and the error is 1.
+    """
     by_count: dict[int, list[float]] = {}
     for sample in samples:
         by_count.setdefault(sample.ranks_on_node, []).append(sample.seconds)
@@ -83,7 +90,10 @@ def fit_contention(
     )
     spread = median([sample.jitter for sample in samples])
     lost = max(slow for _, slow in points) - 1.0
-    return points, min(_MOST_ERROR, spread / lost) if lost > 0 else 0.0
+    if lost <= 0:
+        return points, _MOST_ERROR
+    least = _ONCE_ERROR if min(map(len, by_count.values())) < 2 else 0.0
+    return points, min(_MOST_ERROR, max(least, spread / lost))
 
 
 def fit_costs(samples: Sequence[CollectiveSample], topology: str) -> Costs:
@@ -168,5 +178,6 @@ def _least_squares(
         values[column] = float(solved[place] / scale[column])
         if solved[place] > 0:
             error = float(np.sqrt(max(0.0, spread[place, place])) / solved[place])
-            errors[column] = min(_MOST_ERROR, error)
+            # As many unknowns as times are met exactly, which says nothing of either.
+            errors[column] = min(_MOST_ERROR, error) if len(rows) > len(kept) else _MOST_ERROR
     return values, errors

@@ -9,9 +9,11 @@ from math import log2
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan.checks import count_of, number_of, positive
 
-__all__ = ["NO_LATENCY_S", "NO_LIMIT", "TOPOLOGIES", "Costs", "Link", "Machine"]
+__all__ = ["LOAD_LIMIT", "NO_LATENCY_S", "NO_LIMIT", "TOPOLOGIES", "Costs", "Link", "Machine"]
 
 TOPOLOGIES = ("ring", "halving", "tree", "hierarchical")
+LOAD_LIMIT = 0.05
+"""The share of all cores that others may use while a machine is measured, as in benchmarks."""
 NO_LATENCY_S = 1e-9
 NO_LIMIT = 1e15
 """What a fit writes for a link that it knows nothing of: it costs nothing."""
@@ -78,13 +80,15 @@ class Machine:
     """Of a rank's GPU; 0: ranks compute in the node's memory."""
     measured: bool = False
     """Whether `hpctrain bench fit` wrote it, or somebody from documentation."""
+    foreign_load: float = 0.0
+    """The largest share of all cores that others used while it was measured."""
     as_of: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
     """For each number, by its dotted key, where it is from."""
 
     def __post_init__(self) -> None:
         count_of(self.ranks_per_node, "ranks_per_node")
-        for name in ("jitter", "jitter_error", "contention_error"):
+        for name in ("jitter", "jitter_error", "contention_error", "foreign_load"):
             number_of(getattr(self, name), name)
         for name in ("memory_bytes_per_node", "memory_bytes_per_device"):
             count_of(getattr(self, name), name, least=0)
@@ -96,6 +100,11 @@ class Machine:
                 "contention.slowdown must begin with 1.0 and never be below it: it counts from a "
                 "rank that has the node to itself"
             )
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether others used so much of the machine that its numbers are not to be trusted."""
+        return self.foreign_load > LOAD_LIMIT
 
     def costs_of(self, engine: str | None) -> Costs:
         """What a collective costs by this engine."""

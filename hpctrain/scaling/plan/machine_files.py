@@ -59,7 +59,14 @@ _COSTS = {"topology", "reduce_s_per_byte", "intra", "inter"}
 _LINK = ("latency_s", "bytes_per_s", "latency_error", "bandwidth_error")
 _TOP = {
     *("schema", "title", "ranks_per_node", "jitter", "jitter_error", "contention", "measured"),
-    *("memory_bytes_per_node", "memory_bytes_per_device", "as_of", "sources", "engines"),
+    *(
+        "foreign_load",
+        "memory_bytes_per_node",
+        "memory_bytes_per_device",
+        "as_of",
+        "sources",
+        "engines",
+    ),
     *_COSTS,
 }
 
@@ -105,7 +112,7 @@ def sourced_keys(data: Mapping[str, Any], before: str = "") -> set[str]:
         if isinstance(value, Mapping):
             if key != "sources":
                 keys |= sourced_keys(value, f"{before}{key}.")
-        elif key not in ("schema", "title", "as_of", "measured"):
+        elif key not in ("schema", "title", "as_of", "measured", "foreign_load"):
             keys.add(f"{before}{key}")
     return keys
 
@@ -143,10 +150,12 @@ def _contention(part: object, where: str) -> tuple[tuple[tuple[int, float], ...]
 def render_machine(machine: Machine) -> str:
     """The machine as TOML, for `parse_machine` to give back the same."""
     lines = [
+        *_warnings(machine),
         f"schema = {_quoted(SCHEMA)}",
         f"title = {_quoted(machine.title)}",
         f"as_of = {_quoted(machine.as_of)}",
         f"measured = {'true' if machine.measured else 'false'}",
+        f"foreign_load = {_number(machine.foreign_load)}",
         f"ranks_per_node = {machine.ranks_per_node}",
         f"memory_bytes_per_node = {machine.memory_bytes_per_node}",
         f"memory_bytes_per_device = {machine.memory_bytes_per_device}",
@@ -165,6 +174,15 @@ def render_machine(machine: Machine) -> str:
         lines += ["", "[sources]"]
         lines += [f"{_quoted(key)} = {_quoted(text)}" for key, text in machine.sources.items()]
     return "\n".join(lines) + "\n"
+
+
+def _warnings(machine: Machine) -> list[str]:
+    if not machine.is_disturbed:
+        return []
+    return [
+        f"# Others used {machine.foreign_load:.0%} of the cores while this was measured: do not",
+        "# trust these numbers; measure again on a quiet machine.",
+    ]
 
 
 def write_machine(machine: Machine, path: str | Path) -> None:

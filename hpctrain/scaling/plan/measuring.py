@@ -7,11 +7,13 @@ for each number of ranks: `python -m hpctrain.scaling.plan.measuring OUT ENGINES
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -21,6 +23,7 @@ import torch
 import hpctrain as hpc
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import CollectiveError, ConfigError, LaunchError
+from hpctrain.scaling.harness.load import foreign_load, read_clocks
 from hpctrain.scaling.plan.checks import count_of
 from hpctrain.scaling.plan.fit import fit_machine
 from hpctrain.scaling.plan.machine import Machine
@@ -147,6 +150,8 @@ def measure_here(
 ) -> list[Measurement]:
     """Start a launch for each number of ranks on this machine, one after the other.
 
+    How much of the machine others used meanwhile is in each measurement.
+
     Raises:
         ConfigError: 1 is not among the numbers.
         LaunchError: a launch failed or took too long; with what it said.
@@ -159,6 +164,7 @@ def measure_here(
             out = Path(directory) / f"{count}.json"
             command = [sys.executable, "-m", "hpctrain", "run", "-n", str(count), "--quiet"]
             command += ["-m", __name__, str(out), ",".join(engines)]
+            before = read_clocks()
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -169,7 +175,9 @@ def measure_here(
                 ) from error
             if done.returncode != 0:
                 raise LaunchError(f"measuring {count} ranks failed:\n{done.stdout}{done.stderr}")
-            found.append(Measurement.from_json(json.loads(out.read_text(encoding="utf-8"))))
+            load = foreign_load(before, read_clocks(), num_cores=os.cpu_count() or 1)
+            said = Measurement.from_json(json.loads(out.read_text(encoding="utf-8")))
+            found.append(replace(said, foreign_load=round(load, 4)))
     return found
 
 

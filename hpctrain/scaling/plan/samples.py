@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan.checks import check_keys, count_of, positive, text_of
+from hpctrain.scaling.plan.checks import check_keys, count_of, number_of, positive, text_of
 from hpctrain.scaling.plan.collectives import Layout
 
 __all__ = ["SCHEMA", "CollectiveSample", "ComputeSample", "Measurement"]
@@ -58,6 +58,8 @@ class Measurement:
     collectives: tuple[CollectiveSample, ...]
     compute: ComputeSample
     memory_bytes_per_node: int
+    foreign_load: float = 0.0
+    """The share of all cores that others used meanwhile, where somebody watched."""
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
@@ -71,11 +73,12 @@ class Measurement:
             ConfigError: it did not.
         """
         keys = {"schema", "collectives", "compute", "memory_bytes_per_node"}
-        table = check_keys(data, "the measurement", needed=keys, known=keys)
+        table = check_keys(data, "the measurement", needed=keys, known=keys | {"foreign_load"})
         if table["schema"] != SCHEMA:
             raise ConfigError(f"schema {table['schema']!r}; this version reads {SCHEMA!r}")
         return cls(
             collectives=tuple(CollectiveSample(**each) for each in table["collectives"]),
             compute=ComputeSample(**table["compute"]),
             memory_bytes_per_node=table["memory_bytes_per_node"],
+            foreign_load=number_of(table.get("foreign_load", 0.0), "foreign_load"),
         )

@@ -40,11 +40,15 @@ def describe_scaling(study: Study) -> str:
     most = max(point.num_ranks for point in study.measured)
     if speed_up is None or efficiency is None or most == 1:
         return "Only one number of ranks was measured: there is no scaling to speak of yet."
+    sure = (
+        f"interval {_percent(efficiency.low)} to {_percent(efficiency.high)}"
+        if efficiency.is_repeated
+        else "measured once, so without an interval"
+    )
     text = (
         f"The fastest point is {best.engine} on {_ranks(best)}: {speed_up.median:.2f} "
         f"times the speed of {_base_words(study, best)}, an efficiency of "
-        f"{_percent(efficiency.median)} (interval {_percent(efficiency.low)} to "
-        f"{_percent(efficiency.high)})."
+        f"{_percent(efficiency.median)} ({sure})."
     )
     good = study.last_good(_GOOD)
     if good is None:
@@ -105,7 +109,10 @@ def _other_engine(study: Study, point: Point) -> str:
     quicker = [
         rival
         for rival in rivals
-        if rival.step_s and point.step_s and rival.step_s.high < point.step_s.low
+        if rival.step_s
+        and point.step_s
+        and rival.step_s.is_repeated
+        and rival.step_s.high < point.step_s.low
     ]
     if not quicker:
         return ""
@@ -191,13 +198,14 @@ def _whole_node(study: Study) -> Iterator[Finding]:
     slower = _times_as_fast(one, best)
     if slower is None or slower.median <= 1.0:
         return
-    clearly = slower.low > 1.0
+    clearly = slower.is_repeated and slower.low > 1.0
+    unclear = "the intervals overlap" if slower.is_repeated else "it was measured once"
     yield Finding(
         rule="whole node",
         weight=1 - 1 / slower.median,
         what=f"One process with all cores of the node is {slower.median:.2f} times as fast as the "
         "best distributed point: on one node, distributing this model "
-        + ("does not pay." if clearly else "does not clearly pay; the intervals overlap."),
+        + ("does not pay." if clearly else f"does not clearly pay; {unclear}."),
         attempt="Train in one process here, and distribute where there are more nodes, or a "
         "larger model or batch.",
     )
@@ -249,6 +257,8 @@ def _superlinear(study: Study) -> Iterator[Finding]:
         efficiency = study.efficiency(point)
         base = study.base_of(point.engine)
         if efficiency is None or point is base or efficiency.low <= 1.02:
+            continue
+        if not efficiency.is_repeated:
             continue
         if point.num_ranks == 1:
             yield Finding(

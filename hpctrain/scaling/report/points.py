@@ -22,6 +22,11 @@ class Estimate:
     low: float
     high: float
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether there is an interval: a single measurement has none, and decides nothing."""
+        return self.low < self.high
+
     def scaled(self, factor: float) -> Estimate:
         """The same times a number above 0."""
         return Estimate(median=factor * self.median, low=factor * self.low, high=factor * self.high)

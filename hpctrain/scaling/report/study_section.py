@@ -161,7 +161,9 @@ def _numbers(study: Study, points: list[Point]) -> tuple[tuple[str, ...], ...]:
 
 
 def _three(value: Estimate | None) -> tuple[float | None, ...]:
-    return (None,) * 3 if value is None else (value.median, value.low, value.high)
+    if value is None or not value.is_repeated:
+        return (None if value is None else value.median, None, None)
+    return (value.median, value.low, value.high)
 
 
 def _number(value: float | None) -> str:
@@ -173,7 +175,7 @@ def _milliseconds(point: Point) -> str:
         return "failed"
     step = point.step_s.scaled(1000)
     low, middle, high = (number_text(value) for value in (step.low, step.median, step.high))
-    return f"{middle} [{low}, {high}]"
+    return f"{middle} [{low}, {high}]" if step.is_repeated else middle
 
 
 def _plain(study: Study, point: Point) -> str:
@@ -185,7 +187,9 @@ def _percents(study: Study, point: Point) -> str:
     found = None if _is_aside(study, point) else study.efficiency(point)
     if found is None:
         return ""
-    return f"{100 * found.median:.1f} % [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+    text = f"{100 * found.median:.1f} %"
+    interval = f" [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+    return text + interval * found.is_repeated
 
 
 def _fraction(study: Study, point: Point) -> str:

@@ -36,7 +36,8 @@ class Compared:
     low: float
     high: float
     verdict: str
-    """`slower`, `faster`, `same`, or `missing` where one of the results has not measured it."""
+    """`slower`, `faster`, `same`; `missing` where one of the results has not measured it, and
+    `unrepeated` where one has measured it once, so that there is no interval and no verdict."""
 
 
 def compare_times(
@@ -67,7 +68,9 @@ def compare_times(
         a, b = _median(before[key]), _median(after[key])
         ratio, low, high = b[0] / a[0], b[1] / a[2], b[2] / a[1]
         verdict = "same"
-        if low > 1 and ratio > 1 + tolerance:
+        if min(len(before[key]), len(after[key])) < 2:
+            verdict = "unrepeated"
+        elif low > 1 and ratio > 1 + tolerance:
             verdict = "slower"
         elif high < 1 and ratio < 1 - tolerance:
             verdict = "faster"

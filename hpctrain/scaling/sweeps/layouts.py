@@ -35,6 +35,10 @@ class Layout:
     num_threads: int
     why: str
     date: str
+    num_rounds: int = 0
+    """How often every layout was measured; 0: nobody wrote it down."""
+    num_disturbed: int = 0
+    """Rounds in which others used the machine."""
 
 
 def this_machine() -> str:
@@ -54,7 +58,7 @@ def best_layout(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], s
     """The row to use, and why. Pure.
 
     One process with all cores, unless a layout is faster beyond noise: ranks have a price that a
-    sweep does not see, such as memory.
+    sweep does not see, such as memory. What was measured once is never beyond noise.
 
     Raises:
         ConfigError: one process, or everything else, could not be measured.
@@ -66,13 +70,15 @@ def best_layout(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], s
         raise ConfigError(f"one process with all cores could not be measured: {why}")
     best = max(good, key=lambda row: row.get("over_node", 1.0))
     cores = f"one process with {node['num_threads']} threads"
-    if best is node or best["over_node_low"] <= 1.0:
+    if best is node or best.get("over_node_low", 0.0) <= 1.0:
         nearest = "" if best is node else f"; {best['num_ranks']} ranks were {_ratio(best)}"
         return node, f"{cores}: no layout of ranks is faster beyond noise{nearest}"
     return best, f"{_ratio(best)} as fast as {cores}"
 
 
 def _ratio(row: Mapping[str, Any]) -> str:
+    if "over_node_low" not in row:
+        return f"{row['over_node']:.2f} times, measured once"
     low, high = row["over_node_low"], row["over_node_high"]
     return f"{row['over_node']:.2f} [{low:.2f}, {high:.2f}] times"
 
@@ -129,7 +135,7 @@ def _place(layout: Layout) -> tuple[str, tuple[str, ...], str]:
 def find_layout(
     layouts: Sequence[Layout], *, target: str, arguments: Sequence[str], machine: str, digest: str
 ) -> tuple[Layout, list[str]]:
-    """The layout for a program here, and what is different from when it was measured. Pure.
+    """The layout for a program here, and what speaks against trusting it. Pure.
 
     Raises:
         ConfigError: none was found on such a machine.
@@ -145,6 +151,11 @@ def find_layout(
     same = [each for each in known if each.arguments == tuple(arguments)]
     found = (same or known)[-1]
     differences = []
+    if found.num_disturbed:
+        differences.append(
+            f"{found.num_disturbed} of {found.num_rounds} rounds were disturbed by others when it "
+            "was measured"
+        )
     if not same:
         words = " ".join(found.arguments) or "none"
         differences.append(f"it was measured with other arguments: {words}")

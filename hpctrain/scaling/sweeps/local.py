@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness.load import Reading, busy_ticks, foreign_load
+from hpctrain.scaling.harness.load import foreign_load, read_clocks
 from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep, fill_arguments
 from hpctrain.scaling.sweeps.points import RANKS, Point
 from hpctrain.world.bench import Asked
@@ -95,7 +93,7 @@ def _measure(
     arguments, _ = fill_arguments(sweep, point)
     module = ["-m"] if sweep.is_module else []
     command = [sys.executable, "-m", "hpctrain", "run", "-n", str(point.num_ranks)]
-    before = _read()
+    before = read_clocks()
     code, ended = _launch(
         [*command, *module, sweep.target, *arguments],
         {
@@ -106,7 +104,7 @@ def _measure(
         folder.log_path(key),
         timeout_s=sweep.settings.timeout_s,
     )
-    after = _read()
+    after = read_clocks()
     report = folder.read_report(key)
     why = ""
     if not ended:
@@ -153,17 +151,6 @@ def _end(process: subprocess.Popen[bytes]) -> int:
         return process.wait(timeout=_END_S)
     process.kill()
     return process.wait(timeout=_END_S)
-
-
-def _read() -> Reading:
-    """The clocks; children count when they have ended, as they have between two launches."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    ticks = busy_ticks(Path("/proc/stat").read_text())
-    return Reading(
-        wall_s=time.monotonic(),
-        busy_s=ticks / os.sysconf("SC_CLK_TCK"),
-        own_s=sum(each.ru_utime + each.ru_stime for each in used),
-    )
 
 
 def tell_end(log: str) -> str:

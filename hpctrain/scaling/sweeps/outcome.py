@@ -177,6 +177,9 @@ def _same(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median, and its interval where there is one: a single launch has none."""
+    if len(values) == 1:
+        return {name: values[0]}
     ordered = sorted(values)
     first, last, _ = interval_ranks(len(ordered), _CONFIDENCE)
     return {

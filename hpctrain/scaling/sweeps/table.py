@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["Table", "describe_laws", "point_rows", "split_rows"]
@@ -111,6 +111,8 @@ def _settings(result: Mapping[str, Any]) -> list[str]:
             than = ", ".join(f"{k}={theirs['values'].get(k)}" for k in changed)
             times = [1 / ratio[key] for key in ("median", "high", "low")]
             text = "{:.2f} [{:.2f}, {:.2f}]".format(*times)
+            if ratio["num_blocks"] == 1:
+                text = f"{times[0]:.2f} (measured once)"
             lines.append(f"{mine['name']}: {what} is {text} times as fast as {than}.")
     return lines
 
@@ -118,9 +120,11 @@ def _settings(result: Mapping[str, Any]) -> list[str]:
 def _with_interval(row: Mapping[str, Any], key: str, factor: float, unit: str = "") -> str:
     if key not in row:
         return ""
-    values: Sequence[float] = [factor * row[key + tail] for tail in ("", "_low", "_high")]
-    middle, low, high = map(_short, values)
-    return f"{middle}{unit} [{low}, {high}]"
+    middle = f"{_short(factor * row[key])}{unit}"
+    if f"{key}_low" not in row:
+        return middle
+    low, high = (_short(factor * row[key + tail]) for tail in ("_low", "_high"))
+    return f"{middle} [{low}, {high}]"
 
 
 def _short(value: float) -> str:
