@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,6 +142,23 @@ def test_strong_scaling_finds_amdahl_and_where_efficiency_falls():
     assert (law["kind"], law["best"], law["is_clear"]) == ("mpi", "Amdahl", True)
     assert law["falls_below"] == pytest.approx(3.5, rel=0.02)
     assert [each["num_ranks"] for each in law["karp_flatt"]] == [2, 4]
+    said = describe_laws(result_of(sweep, times))[0]
+    assert said.startswith("mpi: Amdahl's law explains the data best, with a serial fraction of 0.")
+
+
+def test_too_few_points_are_not_fitted_and_one_repeat_shows_no_trend():
+    sweep = make_sweep(mode="strong", repeats=3)
+    two = replace(sweep, points=tuple(p for p in sweep.points if p.num_ranks < 4))
+    result = result_of(two, measure(two, lambda p: 1.0 / p.num_ranks))
+    (law,) = result["scale"]["laws"]
+    assert (law["best"], law["fits"], law["falls_below"]) == (None, [], None)
+    (said,) = describe_laws(result)
+    assert said.startswith("mpi: too few points to fit a law of scaling; measure at least three")
+    once = make_sweep(mode="strong", repeats=1)
+    result = result_of(once, measure(once, lambda p: 0.1 * p.num_ranks + 0.9 / p.num_ranks))
+    first, second = describe_laws(result)
+    assert "too few points" in first
+    assert second.endswith("measured once, so a trend cannot be told from noise.")
 
 
 def test_a_failed_point_is_a_row_that_says_why_and_the_others_stay():
