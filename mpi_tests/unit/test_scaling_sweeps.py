@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep, fill_argumen
 from hpctrain.scaling.sweeps.local import explain
 from hpctrain.scaling.sweeps.outcome import make_result
 from hpctrain.scaling.sweeps.points import Settings, interleave, layouts, plan_points
+from hpctrain.scaling.sweeps.repeating import repeat_command
 from hpctrain.scaling.sweeps.table import describe_laws, point_rows, split_rows
 from hpctrain.world.bench import Asked, Bench, parse_asked
 
@@ -144,6 +146,24 @@ def test_strong_scaling_finds_amdahl_and_where_efficiency_falls():
     assert [each["num_ranks"] for each in law["karp_flatt"]] == [2, 4]
     said = describe_laws(result_of(sweep, times))[0]
     assert said.startswith("mpi: Amdahl's law explains the data best, with a serial fraction of 0.")
+
+
+def test_the_command_that_repeats_a_sweep_makes_the_same_one():
+    sweep = make_sweep(mode="strong", vary=["p=a,b"], arguments=["--x", "1 2"], batch=8, retries=3)
+    said = repeat_command(sweep, directory=Path("here"), output=Path("out.json"))
+    assert said == (
+        "hpctrain bench scale --ranks 1,2,4 --mode strong --engines mpi --threads 2 --vary p=a,b "
+        "--repeats 3 --steps 20 --batch 8 --retries 3 --dir here --json out.json "
+        "train.py --x '1 2'"
+    )
+    own = ("/a/run.toml", "--set", "a=1", "--set", "train.global_batch={batch}")
+    found = replace(sweep, kind="layout", label="run.toml", arguments=own, is_module=True)
+    found = replace(found, points=tuple(layouts(4, values={})))
+    said = repeat_command(found, directory=Path("d"), output=None)
+    assert said == (
+        "hpctrain bench layout --ranks 2,4 --cores 4 --repeats 3 --steps 20 --batch 8 --retries 3 "
+        "--dir d run.toml --set a=1"
+    )
 
 
 def test_too_few_points_are_not_fitted_and_one_repeat_shows_no_trend():
