@@ -263,8 +263,11 @@ def test_a_sweep_goes_on_where_it_was_and_tries_again_what_failed(tmp_path):
     assert folder.pending(sweep) == order[1:]
     assert folder.measured(sweep)[second] == broken
     folder.begin(sweep)
-    with pytest.raises(ConfigError, match="other points or settings"):
+    with pytest.raises(ConfigError, match="another sweep: repeats: 2 there, 3 asked; choose"):
         folder.begin(make_sweep(repeats=3))
+    fewer = replace(sweep, arguments=("-x y",), points=sweep.points[:2])
+    with pytest.raises(ConfigError, match="arguments: none there, '-x y' asked; it has the points"):
+        folder.begin(fewer)
     with pytest.raises(ConfigError, match="has no sweep"):
         Folder(tmp_path).open()
 
