@@ -207,6 +207,19 @@ def test_what_the_script_does_not_read_is_said():
     assert rows_of(result)["mpi 4x2"]["efficiency"] == pytest.approx(1)  # each rank did its own
 
 
+def test_a_fused_optimizer_is_advised_where_it_can_be_had():
+    sweep = make_sweep(repeats=2)
+    measured = measure(sweep, lambda p: 0.1)
+    for launch in measured.values():
+        launch.report["is_fused"] = False
+    (note,) = result_of(sweep, measured)["scale"]["notes"]
+    assert "fused=world.bench.value('fused', False)" in note
+    configured = replace(sweep, label="train.toml")
+    (note,) = result_of(configured, measured)["scale"]["notes"]
+    assert "optimizer.args.fused = true in the configuration" in note
+    assert "world.bench" not in note
+
+
 def test_a_script_without_replica_is_measured_by_its_launches():
     sweep = make_sweep(repeats=2)
     measured = {
