@@ -132,6 +132,28 @@ def test_machines_that_are_refused(old, new, message):
         parse_machine(text.replace(old, new), "m")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[intra]\nlatency_s = ", "[intra]\nlatency_s = -", "[intra]: latency_s=-"),
+        ("[intra]\nlatency_s", "[intra]\nlatency", "[intra] lacks latency_s"),
+        ('[engines."mpi"]\ntopology = "', '[engines."mpi"]\ntopology = "x', "[engines.mpi]: topo"),
+        ("[engines.mpi.inter]\nlat", "[engines.mpi.inter]\nnat", "[engines.mpi.inter] lacks"),
+        ("ranks = [1, 2, 4]", "ranks = [1, 2.5, 4]", "[contention]: ranks=2.5 must be"),
+        ("jitter = ", "jitter = -", "m.toml: jitter=-"),
+    ],
+)
+def test_errors_in_a_machine_name_file_and_section(old, new, message, tmp_path):
+    costs = replace(MACHINE.costs, topology="ring")
+    text = render_machine(replace(MACHINE, engines={"mpi": costs}, sources={}))
+    assert old in text
+    (tmp_path / "m.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError) as found:
+        find_machine(tmp_path / "m.toml")
+    assert str(found.value).startswith(str(tmp_path / "m.toml"))
+    assert message in str(found.value)
+
+
 def test_contention_is_read_off_and_goes_on_by_the_logarithm():
     assert [MACHINE.slowdown(n) for n in (1, 2, 4)] == [1.0, 1.125, 1.5]
     assert MACHINE.slowdown(3) == pytest.approx(1.125 + 0.375 * 0.585, abs=1e-3)

@@ -142,13 +142,19 @@ def test_the_verb_rehearses(words, tmp_path, capsys):
     more = ["--time", "1h", "--site", "frontier", "--save-dir", str(tmp_path / "not" / "yet")]
     assert main([*words, *sizes, *more]) == 0
     out = capsys.readouterr().out
-    assert "nothing would break" in out
+    assert "nothing of this would break" in out
+    said = (
+        "- placeholders in the job script, to be replaced: account ACCOUNT, command python train.py"
+    )
+    assert said in out
+    assert "--account=ACCOUNT" in out.partition(said)[2]
     assert "#SBATCH --nodes=64" in out
     assert main([*words, *sizes, *more, "--json", "--epochs", "100000"]) == 1
     (data,) = json.loads(capsys.readouterr().out)["rehearsals"]
     assert data["is_sound"] is False
     assert [item["part"] for item in data["findings"]] == ["walltime"]
     assert data["num_steps"] == 98 * 100000
+    assert data["placeholders"] == ["account ACCOUNT", "command python train.py"]
 
 
 def test_what_a_site_has_against_the_job_is_a_finding(words, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 
@@ -50,6 +51,16 @@ def test_numbers_that_should_not_be_quoted_are_named(tmp_path):
     tables = study_sections(study, "k", None)[0].tables
     assert not [cell for table in tables for row in table.rows for cell in row if "[" in cell]
     result["num_noisy"], result["blocks"][0]["noisy"] = 1, True
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    write_report([tmp_path / "result.json"], tmp_path / "out", formats=["csv", "tex"])
+    header, *rows = csv.reader((tmp_path / "out" / "r0s0-points.csv").read_text().splitlines())
+    assert header[-1] == "warning"
+    assert all(row[-1].startswith("1 of 1 rounds were disturbed") for row in rows)
+    assert all("measured once" in row[-1] for row in rows)
+    text = (tmp_path / "out" / "report.tex").read_text()
+    assert text.count(r"{\footnotesize 1 of 1 rounds were disturbed") == text.count(
+        r"\begin{table}"
+    )
     assert "1 of 1 rounds were disturbed by others: do not quote" in page_of(result, tmp_path)
 
 

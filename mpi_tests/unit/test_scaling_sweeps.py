@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep, fill_argumen
 from hpctrain.scaling.sweeps.local import explain
 from hpctrain.scaling.sweeps.outcome import make_result
 from hpctrain.scaling.sweeps.points import Settings, interleave, layouts, plan_points
+from hpctrain.scaling.sweeps.repeating import repeat_command
 from hpctrain.scaling.sweeps.table import describe_laws, point_rows, split_rows
 from hpctrain.world.bench import Asked, Bench, parse_asked
 
@@ -140,6 +144,41 @@ def test_strong_scaling_finds_amdahl_and_where_efficiency_falls():
     assert (law["kind"], law["best"], law["is_clear"]) == ("mpi", "Amdahl", True)
     assert law["falls_below"] == pytest.approx(3.5, rel=0.02)
     assert [each["num_ranks"] for each in law["karp_flatt"]] == [2, 4]
+    said = describe_laws(result_of(sweep, times))[0]
+    assert said.startswith("mpi: Amdahl's law explains the data best, with a serial fraction of 0.")
+
+
+def test_the_command_that_repeats_a_sweep_makes_the_same_one():
+    sweep = make_sweep(mode="strong", vary=["p=a,b"], arguments=["--x", "1 2"], batch=8, retries=3)
+    said = repeat_command(sweep, directory=Path("here"), output=Path("out.json"))
+    assert said == (
+        "hpctrain bench scale --ranks 1,2,4 --mode strong --engines mpi --threads 2 --vary p=a,b "
+        "--repeats 3 --steps 20 --batch 8 --retries 3 --dir here --json out.json "
+        "train.py --x '1 2'"
+    )
+    own = ("/a/run.toml", "--set", "a=1", "--set", "train.global_batch={batch}")
+    found = replace(sweep, kind="layout", label="run.toml", arguments=own, is_module=True)
+    found = replace(found, points=tuple(layouts(4, values={})))
+    said = repeat_command(found, directory=Path("d"), output=None)
+    assert said == (
+        "hpctrain bench layout --ranks 2,4 --cores 4 --repeats 3 --steps 20 --batch 8 --retries 3 "
+        "--dir d run.toml --set a=1"
+    )
+
+
+def test_too_few_points_are_not_fitted_and_one_repeat_shows_no_trend():
+    sweep = make_sweep(mode="strong", repeats=3)
+    two = replace(sweep, points=tuple(p for p in sweep.points if p.num_ranks < 4))
+    result = result_of(two, measure(two, lambda p: 1.0 / p.num_ranks))
+    (law,) = result["scale"]["laws"]
+    assert (law["best"], law["fits"], law["falls_below"]) == (None, [], None)
+    (said,) = describe_laws(result)
+    assert said.startswith("mpi: too few points to fit a law of scaling; measure at least three")
+    once = make_sweep(mode="strong", repeats=1)
+    result = result_of(once, measure(once, lambda p: 0.1 * p.num_ranks + 0.9 / p.num_ranks))
+    first, second = describe_laws(result)
+    assert "too few points" in first
+    assert second.endswith("measured once, so a trend cannot be told from noise.")
 
 
 def test_a_failed_point_is_a_row_that_says_why_and_the_others_stay():
@@ -166,6 +205,19 @@ def test_what_the_script_does_not_read_is_said():
     assert "does not read world.bench.global_batch" in notes
     assert "tells no num_samples" in notes
     assert rows_of(result)["mpi 4x2"]["efficiency"] == pytest.approx(1)  # each rank did its own
+
+
+def test_a_fused_optimizer_is_advised_where_it_can_be_had():
+    sweep = make_sweep(repeats=2)
+    measured = measure(sweep, lambda p: 0.1)
+    for launch in measured.values():
+        launch.report["is_fused"] = False
+    (note,) = result_of(sweep, measured)["scale"]["notes"]
+    assert "fused=world.bench.value('fused', False)" in note
+    configured = replace(sweep, label="train.toml")
+    (note,) = result_of(configured, measured)["scale"]["notes"]
+    assert "optimizer.args.fused = true in the configuration" in note
+    assert "world.bench" not in note
 
 
 def test_a_script_without_replica_is_measured_by_its_launches():
@@ -224,8 +276,11 @@ def test_a_sweep_goes_on_where_it_was_and_tries_again_what_failed(tmp_path):
     assert folder.pending(sweep) == order[1:]
     assert folder.measured(sweep)[second] == broken
     folder.begin(sweep)
-    with pytest.raises(ConfigError, match="other points or settings"):
+    with pytest.raises(ConfigError, match="another sweep: repeats: 2 there, 3 asked; choose"):
         folder.begin(make_sweep(repeats=3))
+    fewer = replace(sweep, arguments=("-x y",), points=sweep.points[:2])
+    with pytest.raises(ConfigError, match="arguments: none there, '-x y' asked; it has the points"):
+        folder.begin(fewer)
     with pytest.raises(ConfigError, match="has no sweep"):
         Folder(tmp_path).open()
 

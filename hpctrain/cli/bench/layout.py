@@ -40,7 +40,7 @@ machine, and `hpctrain run -n auto SCRIPT` uses it; with --repeats 1 none is.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; everything after the script belongs to the script."""
     parser.epilog = _MORE
-    parser.usage = "hpctrain bench layout [options] SCRIPT|-m MODULE [ARGS ...]"
+    parser.usage = "hpctrain bench layout [options] SCRIPT|-m MODULE|CONFIG.toml [ARGS ...]"
     parser.add_argument(
         "--ranks", metavar="N,M", help="numbers of ranks (default: all that divide the cores)"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hpctrain.scaling.harness.schema import validate
 from hpctrain.scaling.sweeps.folder import Folder, Sweep
 from hpctrain.scaling.sweeps.outcome import make_result
 from hpctrain.scaling.sweeps.points import Settings
+from hpctrain.scaling.sweeps.repeating import repeat_command
 from hpctrain.scaling.sweeps.table import describe_laws, point_rows, split_rows
 
 __all__ = ["add_output", "add_settings", "conclude", "settings_of"]
@@ -101,13 +101,12 @@ def conclude(args: argparse.Namespace, folder: Folder, sweep: Sweep) -> tuple[in
     machine = folder.machine()
     if machine is None:
         machine = describe_machine(mpi=_mpi())
-    command = ["hpctrain", "bench", "collect", folder.path.name]
     result = make_result(
         sweep,
         measured,
         machine=machine,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        command=shlex.join(command) if sweep.kind != "scale" else _repeat(sweep),
+        command=repeat_command(sweep, directory=folder.path, output=args.json),
     )
     wrong = validate(result)
     if wrong:
@@ -142,24 +141,3 @@ def _mpi() -> str:
     from hpctrain.install.mpi import loaded_mpi
 
     return str(loaded_mpi().mpi)
-
-
-def _repeat(sweep: Sweep) -> str:
-    """The command that measures the same again."""
-    ranks = sorted({p.num_ranks for p in sweep.points if p.role == "ranks"})
-    engines = dict.fromkeys(p.engine for p in sweep.points if p.role == "ranks")
-    settings = sweep.settings
-    words = ["hpctrain", "bench", "scale", "--ranks", ",".join(map(str, ranks))]
-    words += ["--mode", settings.mode, "--engines", ",".join(engines)]
-    words += ["--repeats", str(settings.repeats), "--steps", str(settings.steps)]
-    words += ["--batch", str(settings.batch)] if settings.batch is not None else []
-    axes: dict[str, dict[str, None]] = {}
-    for point in sweep.points:
-        for key, value in point.values.items() if point.role == "ranks" else ():
-            axes.setdefault(key, {})[value] = None
-    for key, values in axes.items():
-        words += ["--vary", f"{key}={','.join(values)}"]
-    if sweep.label.endswith(".toml"):  # its arguments are what the sweep makes of it
-        return shlex.join([*words, sweep.label])
-    target = sweep.target if sweep.is_module else Path(sweep.target).name
-    return shlex.join([*words, *(["-m"] if sweep.is_module else []), target, *sweep.arguments])

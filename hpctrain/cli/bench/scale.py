@@ -29,11 +29,14 @@ are measured beside: the undistributed script on one rank's cores, which efficie
 against, and one process with all cores. A launch that fails is a row that says why; the same
 command goes on where it was interrupted, and tries again what failed.
 
-{batch}, {ranks} and the keys of --vary may stand in the script's arguments.
+{batch}, {ranks} and the keys of --vary may stand in the script's arguments. A CONFIG.toml is
+measured as `hpctrain train` would train it: --vary takes its keys (precision.kind=fp32,bf16), and
+after it only --set KEY=VALUE may come.
 
 examples:
   hpctrain bench scale --ranks 1,2,4 --mode weak --batch 64 train.py
   hpctrain bench scale --ranks 2,4 --engines mpi,torch --vary precision=fp32,bf16 train.py
+  hpctrain bench scale --ranks 1,2,4 train.toml --set optimizer.args.fused=true
   hpctrain bench scale --ranks 1,2 --mode strong --batch 128 other.py --batch-size {batch}
 """
 
@@ -41,7 +44,9 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; everything after the script belongs to the script."""
     parser.epilog = _MORE
-    parser.usage = "hpctrain bench scale --ranks 1,2,4 [options] SCRIPT|-m MODULE [ARGS ...]"
+    parser.usage = (
+        "hpctrain bench scale --ranks 1,2,4 [options] SCRIPT|-m MODULE|CONFIG.toml [ARGS ...]"
+    )
     parser.add_argument("--ranks", required=True, metavar="N,M", help="numbers of ranks")
     add_scaling(parser)
     parser.add_argument(

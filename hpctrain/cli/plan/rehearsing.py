@@ -27,6 +27,9 @@ from hpctrain.submit.units import parse_duration
 __all__ = ["print_rehearsal"]
 
 _ELEMENT_BYTES = 4
+_ACCOUNT = "ACCOUNT"
+_COMMAND = ("python", "train.py")
+"""What stands in a job script for what a rehearsal is not told."""
 
 
 def print_rehearsal(args: argparse.Namespace) -> int:
@@ -47,13 +50,16 @@ def print_rehearsal(args: argparse.Namespace) -> int:
         found, scripts = [each for each, _ in both], [script for _, script in both]
     if args.json:
         rehearsals = [
-            each.as_json() | {"script": script} for each, script in zip(found, scripts, strict=True)
+            each.as_json() | {"script": script, "placeholders": _placeholders(args, script)}
+            for each, script in zip(found, scripts, strict=True)
         ]
         data = {"schema": "hpctrain.rehearsal/1", "rehearsals": rehearsals}
         print(json.dumps(data, indent=1))
     else:
         for each, script in zip(found, scripts, strict=True):
             print(_describe(each))
+            if unknown := _placeholders(args, script):
+                print(f"- placeholders in the job script, to be replaced: {', '.join(unknown)}")
             print(script, end="")
     return 0 if all(each.is_sound for each in found) else 1
 
@@ -116,20 +122,25 @@ def _scripted(args: argparse.Namespace, each: Rehearsed, machine: Machine) -> tu
         raise ConfigError("--site needs --time, the walltime of the job")
     site = load_site(args.site, site_folders())
     request = Request(
-        commands=(
-            ("hpctrain", "train", str(args.config)) if args.config else ("python", "train.py"),
-        ),
+        commands=(("hpctrain", "train", str(args.config)) if args.config else _COMMAND,),
         walltime_s=parse_duration(args.time),
         num_nodes=each.num_nodes,
         ranks_per_node=min(each.num_ranks, machine.ranks_per_node),
         max_requeues=args.requeue,
-        account="ACCOUNT",
+        account=_ACCOUNT,
     )
     try:
         return each, render(request, site)
     except ConfigError as error:
         trouble = Finding(level="error", part="job script", text=str(error))
         return replace(each, findings=(*each.findings, trouble)), ""
+
+
+def _placeholders(args: argparse.Namespace, script: str) -> list[str]:
+    """What of a job script was not rehearsed, because nobody said it."""
+    account = [f"account {_ACCOUNT}"] if _ACCOUNT in script else []
+    command = [f"command {' '.join(_COMMAND)}"] if script and not args.config else []
+    return account + command
 
 
 def _describe(each: Rehearsed) -> str:
@@ -154,4 +165,4 @@ def _describe(each: Rehearsed) -> str:
     title = f"rehearsed: {each.num_ranks} ranks on {each.num_nodes} nodes"
     lines = [log.table(["what", ""], rows, title=title)]
     lines += [f"- {item.level}: {item.part}: {item.text}" for item in each.findings]
-    return "\n".join([*lines, *([] if each.findings else ["- nothing would break"])])
+    return "\n".join([*lines, *([] if each.findings else ["- nothing of this would break"])])

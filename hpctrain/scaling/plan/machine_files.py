@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def find_machine(name: str | Path) -> Machine:
     if str(name).endswith(".toml"):
         path = Path(name)
         try:
-            return parse_machine(path.read_text(encoding="utf-8"), path.stem)
+            return parse_machine(path.read_text(encoding="utf-8"), path.stem, where=str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
     if name not in (names := machine_names()):
@@ -71,38 +72,57 @@ _TOP = {
 }
 
 
-def parse_machine(text: str, name: str) -> Machine:
+def parse_machine(text: str, name: str, *, where: str = "") -> Machine:
     """Read a machine from TOML.
 
+    Args:
+        text: The file's.
+        name: What the machine is called.
+        where: What errors call the file; empty: by the machine's name.
+
     Raises:
-        ConfigError: it is not as the schema says.
+        ConfigError: it is not as the schema says; with the file and the section.
     """
+    where = where or f"machine {name}"
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"machine {name} is no TOML: {error}") from error
-    where = f"machine {name}"
+        raise ConfigError(f"{where} is no TOML: {error}") from error
     needed = {"schema", "title", "ranks_per_node", "topology", "intra", "inter"}
     table = dict(check_keys(data, where, needed=needed, known=_TOP))
     if (schema := table.pop("schema")) != SCHEMA:
         raise ConfigError(f"{where} has schema {schema!r}; this version reads {SCHEMA!r}")
     costs = _costs({key: table.pop(key) for key in _COSTS & set(table)}, where)
+    parts = table.pop("engines", {})
+    check_keys(parts, f"{where}, [engines]", needed=(), known=parts)
     engines = {
-        engine: _costs(part, f"engines.{engine} of {where}", costs)
-        for engine, part in table.pop("engines", {}).items()
+        engine: _costs(part, where, base=costs, section=f"engines.{engine}")
+        for engine, part in parts.items()
     }
     points, doubt = _contention(table.pop("contention", {}), where)
-    sources = check_keys(table.pop("sources", {}), where, needed=(), known=sourced_keys(data))
-    return Machine(
-        name=name,
-        title=text_of(table.pop("title"), "title"),
-        costs=costs,
-        engines=engines,
-        contention=points,
-        contention_error=doubt,
-        sources={key: text_of(value, f"sources.{key}") for key, value in sources.items()},
-        **table,
+    sources = check_keys(
+        table.pop("sources", {}), f"{where}, [sources]", needed=(), known=sourced_keys(data)
     )
+    with _naming(where):
+        return Machine(
+            name=name,
+            title=text_of(table.pop("title"), "title"),
+            costs=costs,
+            engines=engines,
+            contention=points,
+            contention_error=doubt,
+            sources={key: text_of(value, f"sources.{key}") for key, value in sources.items()},
+            **table,
+        )
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Put the place before what is wrong there."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def sourced_keys(data: Mapping[str, Any], before: str = "") -> set[str]:
@@ -117,34 +137,49 @@ def sourced_keys(data: Mapping[str, Any], before: str = "") -> set[str]:
     return keys
 
 
-def _costs(part: object, where: str, base: Costs | None = None) -> Costs:
+def _costs(part: object, file: str, *, base: Costs | None = None, section: str = "") -> Costs:
+    where = f"{file}, [{section}]" if section else file
     needed = () if base else ("topology", "intra", "inter")
     table = check_keys(part, where, needed=needed, known=_COSTS)
-    return Costs(
-        topology=table.get("topology") or (base.topology if base else ""),
-        intra=_link(table, "intra", where, base.intra if base else None),
-        inter=_link(table, "inter", where, base.inter if base else None),
-        reduce_s_per_byte=table.get("reduce_s_per_byte", base.reduce_s_per_byte if base else 0.0),
-    )
+    links = {
+        key: _link(
+            table,
+            key,
+            f"{file}, [{section}{'.' * bool(section)}{key}]",
+            getattr(base, key, None),
+        )
+        for key in ("intra", "inter")
+    }
+    with _naming(where):
+        return Costs(
+            topology=table.get("topology") or (base.topology if base else ""),
+            reduce_s_per_byte=table.get(
+                "reduce_s_per_byte", base.reduce_s_per_byte if base else 0.0
+            ),
+            **links,
+        )
 
 
 def _link(table: Mapping[str, Any], key: str, where: str, base: Link | None) -> Link:
     if base is not None and key not in table:
         return base
-    needed = ("latency_s", "bytes_per_s")
-    return Link(**check_keys(table[key], f"{key} of {where}", needed=needed, known=_LINK))
+    found = check_keys(table[key], where, needed=("latency_s", "bytes_per_s"), known=_LINK)
+    with _naming(where):
+        return Link(**found)
 
 
 def _contention(part: object, where: str) -> tuple[tuple[tuple[int, float], ...], float]:
-    table = check_keys(part, f"contention of {where}", needed=(), known=_CONTENTION)
+    where = f"{where}, [contention]"
+    table = check_keys(part, where, needed=(), known=_CONTENTION)
     ranks, slow = table.get("ranks", [1]), table.get("slowdown", [1.0])
     if not isinstance(ranks, list) or not isinstance(slow, list) or len(ranks) != len(slow):
-        raise ConfigError(f"contention of {where} needs lists ranks and slowdown of one length")
-    pairs = tuple(
-        (count_of(n, "contention.ranks"), number_of(s, "contention.slowdown"))
-        for n, s in zip(ranks, slow, strict=True)
-    )
-    return pairs, number_of(table.get("error", 0.0), "contention.error")
+        raise ConfigError(f"{where} needs lists ranks and slowdown of one length")
+    with _naming(where):
+        pairs = tuple(
+            (count_of(n, "ranks"), number_of(s, "slowdown"))
+            for n, s in zip(ranks, slow, strict=True)
+        )
+        return pairs, number_of(table.get("error", 0.0), "error")
 
 
 def render_machine(machine: Machine) -> str:

@@ -12,7 +12,7 @@ from hpctrain.scaling.report.axes import number_text
 from hpctrain.scaling.report.charts import Bars
 from hpctrain.scaling.report.document import Document, Section, Table
 from hpctrain.scaling.report.points import Study
-from hpctrain.scaling.report.results import Result, estimate
+from hpctrain.scaling.report.results import Result, doubts_of, estimate
 from hpctrain.scaling.report.run_section import run_figures, run_sections, trace_words
 from hpctrain.scaling.report.runs import Run
 from hpctrain.scaling.report.study_charts import bandwidth_chart
@@ -160,6 +160,7 @@ def _result_tables(result: Result, key: str) -> tuple[Table, ...]:
             title=f"{result.benchmark}: all numbers",
             headers=tuple(headers),
             rows=tuple(tuple(row) for row in rows),
+            doubts=tuple(doubts_of(result.raw)),
         )
         for index, (headers, rows) in enumerate(tables(result.raw))
     )

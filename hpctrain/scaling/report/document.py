@@ -20,6 +20,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     data: tuple[tuple[str, ...], ...] = ()
     """Headers and rows of bare numbers, for programs; empty: those above."""
+    doubts: tuple[str, ...] = ()
+    """Why its numbers should not be quoted; a table that travels alone must carry them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,10 +68,16 @@ def _cell(text: str) -> str:
 
 
 def render_csv(table: Table) -> str:
-    """A table as CSV: bare numbers where the table has them."""
+    """A table as CSV: bare numbers where the table has them.
+
+    Doubts are a column `warning`: a line of words would break what reads the file.
+    """
+    headers, *rows = table.data or (table.headers, *table.rows)
+    if table.doubts:
+        said = " ".join(table.doubts)
+        headers, rows = (*headers, "warning"), [(*row, said) for row in rows]
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerows(table.data or (table.headers, *table.rows))
+    csv.writer(out, lineterminator="\n").writerows([headers, *rows])
     return out.getvalue()
 
 
@@ -99,6 +105,7 @@ def _latex(table: Table) -> str:
             *(f"    {row}" for row in rows),
             r"    \bottomrule",
             r"  \end{tabular}",
+            *(rf"  \par\smallskip{{\footnotesize {_escape(doubt)}}}" for doubt in table.doubts),
             r"\end{table}",
             "",
         ]

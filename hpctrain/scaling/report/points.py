@@ -91,6 +91,8 @@ class Study:
     """One process with all cores of the node and a fused optimizer."""
     fits: tuple[str, ...] = ()
     """What laws were fitted, in words."""
+    doubts: tuple[str, ...] = ()
+    """Why its numbers should not be quoted."""
     notes: tuple[str, ...] = ()
     """What a reader must know of how it was measured."""
     unit: str = "step"

@@ -16,7 +16,7 @@ from hpctrain.scaling.harness.schema import upgrade, validate
 from hpctrain.scaling.report.points import PARTS, Estimate, Point, Study
 from hpctrain.scaling.sweeps.table import describe_laws
 
-__all__ = ["Bandwidth", "Result", "estimate", "read_result", "understand"]
+__all__ = ["Bandwidth", "Result", "doubts_of", "estimate", "read_result", "understand"]
 
 _CONFIDENCE = 0.95
 _ALONE, _NODE = "alone", "node"
@@ -99,17 +99,18 @@ def _swept(raw: Mapping[str, Any]) -> Study:
         baseline=_first(points, _ALONE),
         whole_node=_first(points, _NODE),
         fits=tuple(describe_laws(raw)) if scale.get("laws") is not None else (),
-        notes=(*_doubts(raw), *map(str, scale.get("notes", ()))),
+        doubts=tuple(doubts_of(raw)),
+        notes=tuple(map(str, scale.get("notes", ()))),
         unit="launch" if scale.get("measured") == "launches" else "step",
     )
 
 
-def _doubts(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Why the numbers should not be quoted."""
+def doubts_of(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Why the numbers of a result should not be quoted. Pure."""
     rounds, noisy = len(raw.get("blocks", ())), raw.get("num_noisy", 0)
     if noisy:
         yield f"{noisy} of {rounds} rounds were disturbed by others: do not quote these numbers."
-    if rounds == 1:
+    if rounds == 1 and isinstance(raw.get("scale"), Mapping):
         yield (
             "Every point was measured once, so the intervals say nothing: no difference can be "
             "told from noise. Measure with --repeats 6 or more."
@@ -178,6 +179,7 @@ def _layouts(raw: Mapping[str, Any], case: str) -> Study:
     return Study(
         title=case,
         mode="layout",
+        doubts=tuple(doubts_of(raw)),
         points=tuple(point for kind, point in points if kind != _ONE_PROCESS),
         whole_node=_first(points, _ONE_PROCESS),
     )

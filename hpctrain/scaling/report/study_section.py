@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpctrain.scaling.report.advice import advise, describe_scaling
 from hpctrain.scaling.report.asking import Wish, hours_text, price
 from hpctrain.scaling.report.axes import bytes_text, number_text
@@ -58,7 +60,7 @@ def _gaps(study: Study) -> list[str]:
                 "There is no undistributed baseline: efficiency is relative to each engine's "
                 "fewest ranks, and hides what distributing costs at all."
             )
-    return [*said, *study.notes]
+    return [*said, *study.doubts, *study.notes]
 
 
 def _best_layout(study: Study) -> str:
@@ -121,7 +123,8 @@ def _tables(study: Study, key: str) -> tuple[Table, ...]:
         f"{study.title}: ratios, and what it needs",
         names + ([] if is_layout else more) + needs,
     )
-    return (points, rest) if len(rest.headers) > len(names) else (points,)
+    kept = (points, rest) if len(rest.headers) > len(names) else (points,)
+    return tuple(replace(table, doubts=study.doubts) for table in kept)
 
 
 def _table(
@@ -225,6 +228,7 @@ def _cost_section(study: Study, key: str, wish: Wish | None) -> Section | None:
         title=f"{study.title}: time and node-hours",
         headers=tuple(headers),
         rows=tuple(rows),
+        doubts=study.doubts,
     )
     chosen = next((ask for ask in asks if ask.is_proposed), None)
     words = []

@@ -8,6 +8,7 @@
 | jobs | the same as batch jobs, one per number of nodes |
 | outcome | a result from what was measured: efficiency, split, failed points (pure) |
 | curves | baselines, ratios, and the laws of each curve (pure) |
+| repeating | the command that measures a sweep again (pure) |
 | laws | Amdahl, Gustafson, Karp-Flatt, with intervals (pure) |
 | table | a result in words and tables (pure) |
 | layouts | the best ranks x threads, where `hpctrain run -n auto` finds them |

@@ -14,6 +14,8 @@ from hpctrain.scaling.sweeps.points import ALONE, NODE, RANKS, Point
 __all__ = ["find_baseline", "fit_curves", "make_ratios"]
 
 _LIMIT = 0.8
+_FEWEST_RANKS = 3
+_FEWEST_DATA = 4
 
 
 def find_baseline(point: Point, good: Sequence[Point], role: str) -> Point | None:
@@ -66,7 +68,11 @@ def _kinds(good: Sequence[Point]) -> list[str]:
 def _laws(
     kind: str, good: Sequence[Point], rates: Mapping[str, list[float]]
 ) -> list[dict[str, Any]]:
-    """The laws of one curve; none where it has fewer than two numbers of ranks."""
+    """The laws of one curve; nothing where it has fewer than two numbers of ranks.
+
+    Two numbers of ranks, or fewer than four launches, are met by laws that say opposite things:
+    none is fitted, and `best` is None.
+    """
     curve = [point for point in good if point.role == RANKS and point.kind == kind]
     alone = find_baseline(curve[0], good, ALONE)
     if alone is None:
@@ -78,21 +84,29 @@ def _laws(
             speedups.append(mine / base if point is not alone else mine / median(rates[alone.name]))
     if len(set(ranks)) < 2:
         return []
-    laws = fit_laws(ranks, speedups)
-    best, clearly = best_law(laws)
     series = karp_flatt(ranks, speedups)
-    return [
-        {
-            "kind": kind,
+    found: dict[str, Any] = {
+        "kind": kind,
+        "best": None,
+        "is_clear": False,
+        "fits": [],
+        "karp_flatt": [asdict(each) for each in series],
+        "trend": trend(series) if len(rates[alone.name]) > 1 else "unrepeated",
+        "efficiency_limit": _LIMIT,
+        "falls_below": None,
+        "falls_below_low": None,
+        "falls_below_high": None,
+        "num_data": len(ranks),
+    }
+    if len(set(ranks)) >= _FEWEST_RANKS and len(ranks) >= _FEWEST_DATA:
+        laws = fit_laws(ranks, speedups)
+        best, clearly = best_law(laws)
+        found |= {
             "best": best.name,
             "is_clear": clearly,
             "fits": [asdict(law) for law in laws],
-            "karp_flatt": [asdict(each) for each in series],
-            "trend": trend(series),
-            "efficiency_limit": _LIMIT,
             "falls_below": fall_below(best, _LIMIT),
             "falls_below_low": fall_below(best, _LIMIT, serial=best.high),
             "falls_below_high": fall_below(best, _LIMIT, serial=best.low),
-            "num_data": len(ranks),
         }
-    ]
+    return [found]

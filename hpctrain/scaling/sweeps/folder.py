@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.sweeps.points import Point, Settings, interleave
 
-__all__ = ["Folder", "Measured", "Sweep", "fill_arguments", "global_batch"]
+__all__ = ["Folder", "Measured", "Sweep", "fill_arguments", "global_batch", "tell_difference"]
 
 _VERSION = 1
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
@@ -65,6 +66,9 @@ class Measured:
     num_tries: int = 1
 
 
+_PLAIN = [each for each in fields(Sweep) if each.name not in ("settings", "points")]
+
+
 def global_batch(point: Point, settings: Settings) -> int | None:
     """Samples of all ranks together, where the sweep names them. Pure."""
     return None if settings.batch is None else settings.batch * point.factor
@@ -89,6 +93,32 @@ def fill_arguments(sweep: Sweep, point: Point) -> tuple[tuple[str, ...], frozens
 
     words = tuple(_PLACEHOLDER.sub(put, word) for word in sweep.arguments)
     return words, frozenset(used & known.keys())
+
+
+def tell_difference(there: Sweep, asked: Sweep) -> str:
+    """What another sweep has, and this one asks for. Pure."""
+    pairs = [(each.name, getattr(there, each.name), getattr(asked, each.name)) for each in _PLAIN]
+    pairs += [
+        (each.name, getattr(there.settings, each.name), getattr(asked.settings, each.name))
+        for each in fields(Settings)
+    ]
+    said = [
+        f"{name}: {_show(old)} there, {_show(new)} asked" for name, old, new in pairs if old != new
+    ]
+    old, new = ([point.name for point in sweep.points] for sweep in (there, asked))
+    for verb, names in (
+        ("has", [name for name in old if name not in new]),
+        ("lacks", [name for name in new if name not in old]),
+    ):
+        if names:
+            said.append(f"it {verb} the points {', '.join(names)}")
+    if not said and there.points != asked.points:
+        said.append("points of the same name have other settings")
+    return "; ".join(said) or "it was written by another version"
+
+
+def _show(value: object) -> str:
+    return shlex.join(value) or "none" if isinstance(value, tuple) else str(value)
 
 
 class Folder:
@@ -132,8 +162,8 @@ class Folder:
         try:
             if path.exists() and path.read_text("utf-8") != text:
                 raise ConfigError(
-                    f"{self.path} has a sweep with other points or settings; choose another --dir, "
-                    "or remove it"
+                    f"{self.path} has another sweep: {tell_difference(self.open(), sweep)}; choose "
+                    "another --dir, or remove it"
                 )
             for name in ("measured", "reports", "logs"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)

@@ -252,10 +252,10 @@ def _notes(
         notes.append("The script tells no num_samples, so efficiency is that of steps.")
     asked = [p for p in good if p.role == NODE and "fused" in p.values]
     if by_steps and not all(_is_fused(whole[p.name]) for p in asked):
-        notes.append(
-            "One process with all cores has no fused optimizer; a script allows one by "
-            "fused=world.bench.value('fused', False)."
-        )
+        allow = "a script allows one by fused=world.bench.value('fused', False)"
+        if sweep.label.endswith(".toml"):
+            allow = "optimizer.args.fused = true in the configuration gives every point one"
+        notes.append(f"One process with all cores has no fused optimizer; {allow}.")
     return notes
 
 

@@ -65,15 +65,9 @@ def describe_laws(result: Mapping[str, Any]) -> list[str]:
     """What the fits say, a sentence or two for each curve; and the speed-ups of settings."""
     lines = []
     for law in result["scale"]["laws"]:
-        best = next(fit for fit in law["fits"] if fit["name"] == law["best"])
-        sure = "explains" if law["is_clear"] else "explains, though not clearly better than others,"
-        text = f"{law['kind']}: {law['best']}'s law {sure} the data"
-        if best["name"] != "ideal":
-            text += (
-                f", serial fraction {best['serial']:.3f} [{best['low']:.3f}, {best['high']:.3f}]"
-            )
-        lines.append(f"{text}; {_threshold(law)}.")
-        if law["karp_flatt"]:
+        few = law["best"] is None or len(law["karp_flatt"]) < 2
+        lines.append(f"{law['kind']}: {_TOO_FEW if few else _explain(law)}.")
+        if len(law["karp_flatt"]) > 1:
             series = ", ".join(
                 f"{k['fraction']:.3f} at {k['num_ranks']}" for k in law["karp_flatt"]
             )
@@ -86,7 +80,25 @@ _MEANING = {
     "falls": "it falls: what is lost does not grow as fast as the ranks",
     "level": "level within its intervals, as a fixed serial part would be",
     "unknown": "one number of ranks shows no trend",
+    "unrepeated": "measured once, so a trend cannot be told from noise",
 }
+_TOO_FEW = (
+    "too few points to fit a law of scaling; measure at least three numbers of ranks, each at "
+    "least twice"
+)
+
+
+def _explain(law: Mapping[str, Any]) -> str:
+    """Which law explains a curve, and what follows from it."""
+    best = next(fit for fit in law["fits"] if fit["name"] == law["best"])
+    name = "ideal scaling" if best["name"] == "ideal" else f"{best['name']}'s law"
+    text = f"{name} explains the data best"
+    if best["name"] != "ideal":
+        interval = f"[{best['low']:.3f}, {best['high']:.3f}]"
+        text += f", with a serial fraction of {best['serial']:.3f} {interval}"
+    if not law["is_clear"]:
+        text += ", though not clearly better than the others"
+    return f"{text}; {_threshold(law)}"
 
 
 def _threshold(law: Mapping[str, Any]) -> str:
