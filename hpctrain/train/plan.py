@@ -87,6 +87,12 @@ class Plan:
         """Plain data."""
         return asdict(self)
 
+    def _more_than_there_is(self) -> str:
+        """A remark on a batch that no epoch can fill, or nothing."""
+        if self.num_samples is None or self.global_batch <= self.num_samples:
+            return ""
+        return f", more than there are samples: each step has {self.num_samples:,}"
+
     def describe(self) -> str:
         """A table for people."""
         fewest, most = self.rank_batch
@@ -95,7 +101,7 @@ class Plan:
         rows = [
             ("ranks", f"{self.num_ranks} on {nodes}"),
             ("samples", _known(self.num_samples)),
-            ("global batch", f"{self.global_batch:,}{parts}"),
+            ("global batch", f"{self.global_batch:,}{parts}{self._more_than_there_is()}"),
             ("a rank's batch", f"{fewest}" if fewest == most else f"{fewest} to {most}"),
             ("steps an epoch", _known(self.steps_per_epoch)),
             ("steps in all", _known(self.num_steps)),

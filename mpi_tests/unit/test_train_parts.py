@@ -63,6 +63,14 @@ def test_a_plan_finds_what_the_run_would_not(setting, told):
         plan_of(setting)
 
 
+def test_a_batch_that_no_epoch_fills_is_remarked_on():
+    assert (
+        "more than there are samples: each step has 1,000"
+        in plan_of("train.global_batch=2000").describe()
+    )
+    assert "more than" not in plan_of().describe()
+
+
 def test_the_plan_of_a_configuration():
     plan = plan_of()
     assert (plan.num_nodes, plan.rank_batch) == (2, (24, 24))
