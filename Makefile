@@ -6,6 +6,7 @@ VENV ?= .venv
 MPI ?= auto
 HOROVOD ?= auto
 RANKS ?= 1,2,3,4
+ONLY ?=
 
 BIN := $(VENV)/bin
 
@@ -25,6 +26,7 @@ help:
 	@echo "VENV=$(VENV)  where the venv goes"
 	@echo "MPI=$(MPI)  site (the one on PATH), mpich (from the package index) or auto (as the last time, else what works)"
 	@echo "RANKS=$(RANKS)  how many ranks test-ranks runs with"
+	@echo "ONLY=$(ONLY)  which of them, as pytest's -k"
 	@echo "HOROVOD=$(HOROVOD)  yes, no or auto (as the last time, else go on without if it cannot be built)"
 
 setup:
@@ -40,7 +42,7 @@ test-all: setup
 	MPI_TESTS_FULL=1 $(BIN)/python -m mpi_tests ranks nodes benchmarks --keep-result
 
 test-ranks: setup
-	$(BIN)/python -m mpi_tests ranks -n $(RANKS)
+	$(BIN)/python -m mpi_tests ranks -n $(RANKS) $(if $(ONLY),-- -k "$(ONLY)")
 
 lint: setup
 	$(BIN)/ruff check .
