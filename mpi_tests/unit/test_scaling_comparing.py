@@ -164,6 +164,7 @@ def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path)
     book = LayoutBook(tmp_path / "state")
     assert book.read() == []
     known = {"target": "/a/train.py", "machine": "m", "digest": "d", "why": "w", "date": "x"}
+    known["num_rounds"] = 3
     for arguments, ranks in ((("--big",), 4), ((), 1), ((), 2)):
         book.add(Layout(arguments=arguments, num_ranks=ranks, num_threads=1, **known))
     assert len(book.read()) == 2  # the newer one stands for the older
@@ -181,10 +182,12 @@ def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path)
         find(machine="other")
     with pytest.raises(ConfigError, match=r"bench layout other\.py` first"):
         find(target="/b/other.py")
-    doubtful = {**known, "target": "/c/x.py", "num_rounds": 3, "num_disturbed": 2}
+    doubtful = {**known, "target": "/c/x.py", "num_disturbed": 2}
     book.add(Layout(arguments=(), num_ranks=2, num_threads=1, **doubtful))
     (said,) = find(target="/c/x.py")[1]
     assert said.startswith("2 of 3 rounds were disturbed by others")
+    book.add(Layout(arguments=(), num_ranks=2, num_threads=1, **{**doubtful, "num_rounds": 0}))
+    assert find(target="/c/x.py")[1] == ["nobody wrote down how often it was measured"]
     book.path.write_text("broken")
     with pytest.raises(ConfigError, match="move it away"):
         book.read()
