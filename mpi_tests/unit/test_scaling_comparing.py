@@ -13,7 +13,9 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness.command import RESULTS
 from hpctrain.scaling.sweeps.comparing import compare_counts, compare_times, counts_of, read_counts
+from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep
 from hpctrain.scaling.sweeps.layouts import Layout, LayoutBook, best_layout, find_layout
+from hpctrain.scaling.sweeps.points import Settings, layouts
 
 MACHINE = {
     **dict.fromkeys(("id", "cpu", "arch", "system", "python", "mpi", "torch", "mpi4py"), "x"),
@@ -158,6 +160,39 @@ def test_ranks_are_best_only_where_they_beat_one_process_beyond_noise():
     assert why.endswith("2 ranks were 2.77 times, measured once")
     with pytest.raises(ConfigError, match="could not be measured: it broke"):
         best_layout([{**node, "state": "failed", "why": "it broke"}, row(2, 1.2, 1.1)])
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_layout_is_remembered_only_where_it_was_repeated(repeats, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    script = tmp_path / "train.py"
+    script.touch()
+    sweep = Sweep(
+        target=str(script),
+        is_module=False,
+        arguments=(),
+        label="train.py",
+        settings=Settings(mode="strong", repeats=repeats),
+        points=tuple(layouts(2, values={})),
+        kind="layout",
+    )
+    folder = Folder(tmp_path / "sweep")
+    folder.begin(sweep)
+    for name, repeat in sweep.order():  # whole launches; ranks take half as long as one process
+        seconds = 4.0 / sweep.point(name).num_ranks + 0.001 * repeat
+        load = 0.5 if repeat else 0.0
+        done = Measured(point=name, repeat=repeat, wall_s=seconds, foreign_load=load)
+        folder.write(folder.key(sweep, name, repeat), done)
+    words = ["--cores", "2", "--repeats", str(repeats), "--dir", str(folder.path), str(script)]
+    assert main(["bench", "layout", *words]) == 0
+    said = capsys.readouterr()
+    known = LayoutBook(tmp_path / "state" / "hpctrain").read()
+    if repeats == 1:
+        assert known == []
+        assert "none is chosen or remembered; measure with --repeats" in said.err
+        assert "[" not in said.out
+    else:
+        assert [(one.num_ranks, one.num_rounds, one.num_disturbed) for one in known] == [(2, 2, 1)]
 
 
 def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path):
