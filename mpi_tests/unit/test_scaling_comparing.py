@@ -13,7 +13,9 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness.command import RESULTS
 from hpctrain.scaling.sweeps.comparing import compare_counts, compare_times, counts_of, read_counts
+from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep
 from hpctrain.scaling.sweeps.layouts import Layout, LayoutBook, best_layout, find_layout
+from hpctrain.scaling.sweeps.points import Settings, layouts
 
 MACHINE = {
     **dict.fromkeys(("id", "cpu", "arch", "system", "python", "mpi", "torch", "mpi4py"), "x"),
@@ -160,10 +162,44 @@ def test_ranks_are_best_only_where_they_beat_one_process_beyond_noise():
         best_layout([{**node, "state": "failed", "why": "it broke"}, row(2, 1.2, 1.1)])
 
 
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_layout_is_remembered_only_where_it_was_repeated(repeats, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    script = tmp_path / "train.py"
+    script.touch()
+    sweep = Sweep(
+        target=str(script),
+        is_module=False,
+        arguments=(),
+        label="train.py",
+        settings=Settings(mode="strong", repeats=repeats),
+        points=tuple(layouts(2, values={})),
+        kind="layout",
+    )
+    folder = Folder(tmp_path / "sweep")
+    folder.begin(sweep)
+    for name, repeat in sweep.order():  # whole launches; ranks take half as long as one process
+        seconds = 4.0 / sweep.point(name).num_ranks + 0.001 * repeat
+        load = 0.5 if repeat else 0.0
+        done = Measured(point=name, repeat=repeat, wall_s=seconds, foreign_load=load)
+        folder.write(folder.key(sweep, name, repeat), done)
+    words = ["--cores", "2", "--repeats", str(repeats), "--dir", str(folder.path), str(script)]
+    assert main(["bench", "layout", *words]) == 0
+    said = capsys.readouterr()
+    known = LayoutBook(tmp_path / "state" / "hpctrain").read()
+    if repeats == 1:
+        assert known == []
+        assert "none is chosen or remembered; measure with --repeats" in said.err
+        assert "[" not in said.out
+    else:
+        assert [(one.num_ranks, one.num_rounds, one.num_disturbed) for one in known] == [(2, 2, 1)]
+
+
 def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path):
     book = LayoutBook(tmp_path / "state")
     assert book.read() == []
     known = {"target": "/a/train.py", "machine": "m", "digest": "d", "why": "w", "date": "x"}
+    known["num_rounds"] = 3
     for arguments, ranks in ((("--big",), 4), ((), 1), ((), 2)):
         book.add(Layout(arguments=arguments, num_ranks=ranks, num_threads=1, **known))
     assert len(book.read()) == 2  # the newer one stands for the older
@@ -181,10 +217,12 @@ def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path)
         find(machine="other")
     with pytest.raises(ConfigError, match=r"bench layout other\.py` first"):
         find(target="/b/other.py")
-    doubtful = {**known, "target": "/c/x.py", "num_rounds": 3, "num_disturbed": 2}
+    doubtful = {**known, "target": "/c/x.py", "num_disturbed": 2}
     book.add(Layout(arguments=(), num_ranks=2, num_threads=1, **doubtful))
     (said,) = find(target="/c/x.py")[1]
     assert said.startswith("2 of 3 rounds were disturbed by others")
+    book.add(Layout(arguments=(), num_ranks=2, num_threads=1, **{**doubtful, "num_rounds": 0}))
+    assert find(target="/c/x.py")[1] == ["nobody wrote down how often it was measured"]
     book.path.write_text("broken")
     with pytest.raises(ConfigError, match="move it away"):
         book.read()

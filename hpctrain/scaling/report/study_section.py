@@ -75,6 +75,8 @@ def _best_layout(study: Study) -> str:
     )
     if one is None or one.step_s is None:
         return f"{text}."
+    if not one.step_s.is_repeated:
+        return f"{text}; one process with all cores took {1000 * one.step_s.median:.1f} ms."
     ratio = one.step_s.median / seconds
     verdict = (
         f"{ratio:.2f} times as fast as one process with all cores"

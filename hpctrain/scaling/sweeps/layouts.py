@@ -151,7 +151,9 @@ def find_layout(
     same = [each for each in known if each.arguments == tuple(arguments)]
     found = (same or known)[-1]
     differences = []
-    if found.num_disturbed:
+    if not found.num_rounds:
+        differences.append("nobody wrote down how often it was measured")
+    elif found.num_disturbed:
         differences.append(
             f"{found.num_disturbed} of {found.num_rounds} rounds were disturbed by others when it "
             "was measured"
