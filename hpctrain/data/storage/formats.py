@@ -40,7 +40,8 @@ class Zarr(Container):
     def _arrays(self, handle: Any) -> dict[str, Any]:
         if hasattr(handle, "shape"):
             return {"data": handle}
-        return dict(handle.arrays())
+        # Zarr finds them side by side, in an order that differs from one process to the next.
+        return dict(sorted(handle.arrays()))
 
 
 class NetCdf(Container):
