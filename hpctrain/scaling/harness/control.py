@@ -139,7 +139,7 @@ class Launch:
         try:
             self._process.wait(timeout=_END_S)
         except subprocess.TimeoutExpired:
-            self._process.terminate()  # `hpctrain run` ends its ranks
+            self._process.send_signal(signal.SIGINT)  # `hpctrain run` ends its ranks at once
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_END_S)
             self._process.kill()
@@ -182,4 +182,4 @@ class Launch:
 
 def _end_with_parent() -> None:
     """Have this child ended when we are killed: nobody else would wake its stopped ranks."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -146,7 +147,7 @@ def _launch(
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    process.terminate()  # `hpctrain run` ends its ranks
+    process.send_signal(signal.SIGINT)  # `hpctrain run` ends its ranks at once
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(timeout=_END_S)
     process.kill()
