@@ -39,7 +39,7 @@ test: setup
 	$(BIN)/python -m mpi_tests
 
 test-all: setup
-	MPI_TESTS_FULL=1 $(BIN)/python -m mpi_tests ranks nodes benchmarks --keep-result
+	MPI_TESTS_FULL=1 $(BIN)/python -m mpi_tests ranks nodes benchmarks long --keep-result
 
 test-ranks: setup
 	$(BIN)/python -m mpi_tests ranks -n $(RANKS) $(if $(ONLY),-- -k "$(ONLY)")

@@ -15,6 +15,7 @@ import pytest
 from hpctrain.install.mpi import loaded_mpi, matching_mpirun
 from hpctrain.launch.command import launch_command
 from hpctrain.scaling.harness.schema import validate
+from mpi_tests.full import slow
 from mpi_tests.launch.commands import HPCTRAIN, clean_environment, run
 
 SCRIPT = """
@@ -106,6 +107,7 @@ def test_an_interrupted_sweep_ends_its_launch_and_says_how_to_go_on(folder):
     assert not list((folder / "bench-scale" / "measured").iterdir())
 
 
+@slow
 def test_the_best_layout_is_what_run_takes(folder):
     (folder / "mended").touch()
     early = bench(folder, "run", "-n", "auto", "train.py")
@@ -127,6 +129,7 @@ def test_the_best_layout_is_what_run_takes(folder):
     assert "OMP_NUM_THREADS is set to 1" in refused.err
 
 
+@slow
 def test_a_launch_of_a_job_measures_under_the_launcher_that_started_it(folder):
     (folder / "mended").touch()
     words = ["bench", "scale", "--ranks", "2", "--threads", "1", *QUICK]

@@ -16,7 +16,7 @@ from hpctrain.scaling.harness.control import Launch
 from hpctrain.scaling.harness.schema import validate
 from hpctrain.scaling.sweeps.comparing import compare_counts
 from mpi_tests.built import BUILT
-from mpi_tests.full import FULL
+from mpi_tests.full import FULL, slow
 from mpi_tests.launch.benchmark_results import LIMIT_S, PYTHON, result_of
 from mpi_tests.launch.commands import ROOT, clean_environment, run
 
@@ -59,6 +59,7 @@ def test_step_overhead_runs_its_variants_and_counts_exactly(tmp_path):
     }
 
 
+@slow
 def test_collectives_run_on_the_engines(tmp_path):
     variants = ["memcpy", "mpi-allocated", *(BUILT if FULL else ["mpi"])]
     words = ["--sizes", "1 KiB,1 MiB", "--variants", ",".join(variants)]
@@ -72,6 +73,7 @@ def test_collectives_run_on_the_engines(tmp_path):
             assert metrics["% of memcpy"] > 0
 
 
+@slow
 def test_precision_trains_alike_with_and_without_hpctrain(tmp_path):
     words = [
         "--device",
@@ -89,6 +91,7 @@ def test_precision_trains_alike_with_and_without_hpctrain(tmp_path):
     assert {("hpctrain-fp16", "amp-fp16"), ("hpctrain-bf16", "amp-bf16")} <= compared
 
 
+@slow
 def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
     result_of_part = tmp_path / "result_loader.json"
     variants = "dataloader,loader,loader-keyed"
@@ -105,6 +108,7 @@ def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
         assert found[width, "dataloader"] == {"handed out": num + 1, "different": num}
 
 
+@slow
 def test_movement_is_a_part_of_the_data_benchmark(tmp_path):
     """Times mean nothing here; what was moved, and what memory it took, does."""
     variants = "memcpy,mpi-send,scatter,share"
@@ -211,6 +215,7 @@ def test_a_rank_that_fails_is_told_with_its_traceback():
         launch.close()
 
 
+@slow
 def test_large_batches_are_trained_by_every_recipe(tmp_path):
     result = result_of("large_batch", tmp_path / "result.json", "--variants", "sgd 32,lars 1024")
     small, large = result["series"]

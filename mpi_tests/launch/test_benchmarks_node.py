@@ -6,11 +6,12 @@ import os
 
 import pytest
 
-from mpi_tests.full import FULL
+from mpi_tests.full import FULL, slow
 from mpi_tests.launch.benchmark_results import PYTHON, result_of
 from mpi_tests.launch.commands import run
 
 
+@slow
 def test_all_layouts_train_alike(tmp_path):
     result = result_of("layout", tmp_path / "result.json", "--cores", "2")
     series = {item["variant"]: item for item in result["series"]}
@@ -26,6 +27,7 @@ def test_all_layouts_train_alike(tmp_path):
     }
 
 
+@slow
 def test_barriers_are_compared_below_and_above_the_number_of_cores(tmp_path):
     many = max(3, len(os.sched_getaffinity(0)) + 1)
     result = result_of("barrier", tmp_path / "result.json", "--ranks", f"2,{many}")

@@ -11,6 +11,7 @@ import pytest
 
 from hpctrain.scaling.plan import find_machine, read_profile
 from mpi_tests.cluster.nodes import Nodes
+from mpi_tests.full import slow
 from mpi_tests.launch.commands import HPCTRAIN, ROOT
 
 MODULE = """
@@ -93,6 +94,7 @@ def test_profiles_from_a_configuration_and_from_a_function(folder):
     assert profile.compute_s > 0
 
 
+@slow
 def test_this_machine_becomes_a_file(tmp_path):
     done = hpctrain("bench", "fit", "--ranks", "1,2", "mine.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
