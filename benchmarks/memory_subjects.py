@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks import step_subjects
 from benchmarks.memory import MODELS
 from benchmarks.memory_parts import data_kib
+from hpctrain.scaling.benches import step_subjects
 from hpctrain.scaling.benches.workloads import Workload
 from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World

@@ -28,14 +28,15 @@ from mpi_tests.outcomes import Outcome, merge
 
 GRACE_S = float(os.environ.get("MPI_TESTS_GRACE_S", "20"))
 """How long a failing rank waits for its peers to come out of the test."""
-NOT_AT_THREE = frozenset(
-    f"test_{name}.py"
-    for name in (
-        *("batchnorm", "clipping", "clocks", "evaluation", "horovod_mode", "masters", "plan"),
-        *("precision", "refusals", "sentinel", "train_entry", "trainer", "travel", "watchdog"),
-    )
+_PAIRWISE = (
+    *("batchnorm", "clipping", "clocks", "evaluation", "masters", "plan"),
+    *("refusals", "train_entry", "travel"),
 )
-"""Where three ranks show nothing that two and four do not: left out but for MPI_TESTS_FULL=1."""
+LEFT_OUT = {
+    3: (*_PAIRWISE, "horovod_mode", "precision", "sentinel", "trainer", "watchdog"),
+    4: _PAIRWISE,
+}
+"""Suites in which so many ranks show nothing that two do not: for MPI_TESTS_FULL=1."""
 TEST_LIMIT_S = float(os.environ.get("MPI_TESTS_LIMIT_S", "120"))
 """How long a rank that is done waits for the others."""
 
@@ -56,8 +57,9 @@ class Together:
         if not all(same):
             others = [rank for rank, equal in enumerate(same) if not equal]
             raise pytest.UsageError(f"ranks {others} collected other tests than rank 0")
-        if self.comm.Get_size() == 3 and not FULL and not self.config.option.keyword:
-            left_out = [item for item in items if item.path.name in NOT_AT_THREE]
+        if not FULL and not self.config.option.keyword:  # whoever names tests gets them
+            names = {f"test_{name}.py" for name in LEFT_OUT.get(self.comm.Get_size(), ())}
+            left_out = [item for item in items if item.path.name in names]
             self.config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
         # Once started, Horovod's threads spin beside every later test: those that start it go last.

@@ -185,6 +185,10 @@ def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
     )
     try:
         ranks = [psutil.Process(hello["pid"]) for hello in launch.greet(LIMIT_S)]
+        deadline = time.monotonic() + LIMIT_S
+        while any(rank.status() != psutil.STATUS_STOPPED for rank in ranks):
+            assert time.monotonic() < deadline, [rank.status() for rank in ranks]
+            time.sleep(0.01)
         before = [rank.cpu_times()[:2] for rank in ranks]
         time.sleep(1.0)  # a span of time to be idle in, not a wait for something
         assert [rank.cpu_times()[:2] for rank in ranks] == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import math
 from statistics import median
@@ -358,3 +359,10 @@ def test_rules_out_of_range_are_refused(field):
     rules = {"num_ranks": 2, "blocks": 2, "retries": 0, "load_limit": 0.1, field: -1}
     with pytest.raises(ConfigError, match=field):
         Rules(**rules)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (Path(tables.__file__).parent).glob("[a-z]*.py"))
+)
+def test_every_module_finds_what_it_imports(name):
+    assert importlib.import_module(f"benchmarks.{name}")
