@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import math
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -362,7 +363,7 @@ def test_rules_out_of_range_are_refused(field):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(path.stem for path in (Path(tables.__file__).parent).glob("[a-z]*.py"))
+    "name", sorted(path.stem for path in Path(tables.__file__).parent.glob("[a-z]*.py"))
 )
 def test_every_module_finds_what_it_imports(name):
     assert importlib.import_module(f"benchmarks.{name}")
