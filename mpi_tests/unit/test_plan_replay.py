@@ -233,7 +233,7 @@ def test_error_bars_hold_the_value_and_vanish_without_errors(
     exact = predict(profile, machine, count, exchange=exchange)
     assert exact.step_s.low == exact.step_s.value == exact.step_s.high
     unsure = replace(machine, jitter_error=error, contention_error=error)
-    found = predict(replace(profile, error=error), unsure, count, exchange=exchange)
+    found = predict(replace(profile, error=4 * error), unsure, count, exchange=exchange)
     assert found.step_s.value == exact.step_s.value
     assert found.step_s.low < found.step_s.value < found.step_s.high
     assert found.efficiency.low <= found.efficiency.value <= found.efficiency.high

@@ -171,7 +171,8 @@ def _perturbed(
     They are taken to be independent, so their effects add up in squares.
     """
     if profile.error:
-        scaled = [_scale_times(profile, 1 + sign * profile.error) for sign in (-1, 1)]
+        # A profile of a loaded machine may be uncertain by more than all of it; times stay times.
+        scaled = [_scale_times(profile, max(0.05, 1 + sign * profile.error)) for sign in (-1, 1)]
         yield (scaled[0], machine), (scaled[1], machine)
     if machine.jitter_error:
         ends = [
