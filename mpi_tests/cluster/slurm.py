@@ -182,8 +182,11 @@ class Slurm:
         return state
 
     def clear(self) -> None:
-        """Cancels all jobs and waits until all nodes are idle."""
+        """Cancels all jobs, takes nodes back that were drained, and waits until all are idle."""
         self.run(["scancel", "--user=root"], timeout_s=CLIENT_LIMIT_S)
+        names = ",".join(self.nodes.hosts[:-1])
+        back = ["scontrol", "update", f"nodename={names}", "state=resume"]
+        self.run(back, timeout_s=CLIENT_LIMIT_S, check=False)  # refused where none was
         self._until("all nodes are idle", self._all_idle)
 
     def logs(self) -> str:
