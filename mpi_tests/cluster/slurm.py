@@ -184,9 +184,9 @@ class Slurm:
     def clear(self) -> None:
         """Cancels all jobs, takes nodes back that were drained, and waits until all are idle."""
         self.run(["scancel", "--user=root"], timeout_s=CLIENT_LIMIT_S)
-        names = ",".join(self.nodes.hosts[:-1])
-        back = ["scontrol", "update", f"nodename={names}", "state=resume"]
-        self.run(back, timeout_s=CLIENT_LIMIT_S, check=False)  # refused where none was
+        for host in self.nodes.hosts[:-1]:  # refused for those that were not
+            back = ["scontrol", "update", f"nodename={host}", "state=resume"]
+            self.run(back, timeout_s=CLIENT_LIMIT_S, check=False)
         self._until("all nodes are idle", self._all_idle)
 
     def logs(self) -> str:
