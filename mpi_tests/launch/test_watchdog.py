@@ -22,9 +22,11 @@ from hpctrain.faults import start
 from hpctrain.world import RankInfo, World
 from hpctrain.world.devices import DeviceInfo
 from hpctrain.world.launcher import current
+from hpctrain.world.output import write_whole_lines
 from hpctrain.world.seeding import Streams
 from hpctrain.world.topology import split
 
+write_whole_lines()
 rooms, place = split(MPI.COMM_WORLD)
 infos = rooms.comm.allgather(RankInfo(
     host=socket.gethostname(), node_rank=place.node_rank, local_rank=place.local_rank, cpus="",

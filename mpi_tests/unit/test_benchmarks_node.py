@@ -93,6 +93,7 @@ def test_a_table_tells_the_best_layout_of_each_kind():
             "median": 0.9,
             "low": 0.8,
             "high": 1.0,
+            "num_blocks": 3,
         }
     ]
     headers, rows = render.best_rows(result)
