@@ -3,8 +3,8 @@
 The views are each rank's own to write to: what a user's code writes to a parameter (clamping it
 after a step) goes to copies of those pages that this rank alone sees. The next update takes the
 owners' edits in, and all ranks then see the shared weights again. So an edit that every rank makes
-is made once, and one made through `.data` or numpy is found as well: owners compare before they
-update.
+is made once, and one made through `.data` or numpy is found as well: the kernel tells who has pages
+of its own.
 """
 
 from __future__ import annotations
@@ -70,16 +70,13 @@ class SharedWeights:
             like_parameter(flat, p) for flat, p in zip(self.flats, self._parameters, strict=True)
         ]
 
-    def _write(self, fragments: Sequence[Fragment]) -> bool:
-        """Put what the parameters hold into the shared weights; whether anything was new."""
-        new = False
+    def _write(self, fragments: Sequence[Fragment]) -> None:
+        """Put what the parameters hold into the shared weights, where it is new."""
         for piece in fragments:
             mine = flat_memory(self._parameters[piece.parameter])[piece.start : piece.stop]
             shared = self.flats[piece.parameter][piece.start : piece.stop]
             if not torch.equal(mine, shared):
                 shared.copy_(mine)
-                new = True
-        return new
 
     def _attach(self) -> None:
         for parameter, seen in zip(self._parameters, self._seen, strict=True):
@@ -97,9 +94,12 @@ class SharedWeights:
             p.data_ptr() != seen.data_ptr()
             for p, seen in zip(self._parameters, self._seen, strict=True)
         )
-        # Pages of one's own with the very same values would be old after the update.
+        # Pages of one's own with the very same values would be old after the update; without any,
+        # what this rank sees is what is shared, and there is nothing to compare.
         written = changed or moved or self._view.is_written()
-        self._edited[self._rank] = int(self._write(self._own) or written)
+        if written:
+            self._write(self._own)
+        self._edited[self._rank] = int(written)
 
     def show(self, used: Sequence[bool]) -> None:
         """After an update and a barrier: see the new weights, and let autograd know."""
