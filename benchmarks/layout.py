@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -19,10 +20,21 @@ from hpctrain.scaling.harness import command
 from hpctrain.scaling.harness.ratios import paired_ratio
 from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
-__all__ = ["BASELINE", "BATCHES", "KINDS", "best_pairs", "divisors", "main", "make_variants"]
+__all__ = [
+    "BASELINE",
+    "BATCHES",
+    "KINDS",
+    "OURS",
+    "best_pairs",
+    "divisors",
+    "main",
+    "make_variants",
+]
 
 BASELINE = "one-process"
-KINDS = (BASELINE, "hpctrain-mpi", "ddp")
+OURS = ("hpctrain-mpi", "hpctrain-mpi-one-copy")
+"""The second holds the weights once a node (`share_parameters=True`)."""
+KINDS = (BASELINE, *OURS, "ddp")
 """`ddp-zero` can be asked for as well."""
 _KNOWN = (*KINDS, "ddp-zero")
 # Names and batches only: importing the workloads would import torch before its threads are set.
@@ -65,9 +77,9 @@ def best_pairs(result: Mapping[str, Any]) -> list[dict[str, object]]:
             if item["case"] == case:
                 rival = best.get(item["kind"], item)
                 best[item["kind"]] = min(item, rival, key=lambda one: median(one["seconds"]))
-        for peer in ("ddp", "ddp-zero"):
-            if "hpctrain-mpi" in best and peer in best:
-                mine, theirs = best["hpctrain-mpi"], best[peer]
+        for own, peer in product(OURS, ("ddp", "ddp-zero")):
+            if own in best and peer in best:
+                mine, theirs = best[own], best[peer]
                 ratio = paired_ratio(mine["seconds"], theirs["seconds"])
                 pair = {"variant": mine["variant"], "baseline": theirs["variant"]}
                 ratios.append({"case": case, **pair, **asdict(ratio)})

@@ -58,7 +58,7 @@ class NodeMode(OnTorchsOwn):
         self.norms = NodeNorms(engine, group, self.memory.rooms)
         total = sum(p.numel() * p.element_size() for p in self.parameters)
         take = self._take if total >= _TAKE_FROM_BYTES else None
-        self.sums = NodeSums(group, self.memory.rooms, direct=take is None)
+        self.sums = NodeSums(group, self.memory.rooms)
         self.usage = Usage(self.names, self.parameters, take)
         self.update: ShardedUpdate | None = None
         self.why_update = ""
@@ -119,9 +119,12 @@ class NodeMode(OnTorchsOwn):
     def _take(self, index: int) -> None:
         """Move a gradient into this rank's part while it is still in the cache.
 
-        Its memory is free again for the next one: a pass needs no second copy of all gradients. A
-        gradient with a graph behind it stays until the exchange, and sparse ones do.
+        Its memory is free again for the next one: a pass needs no second copy of all gradients.
+        What this rank alone adds up stays where it is; a gradient with a graph behind it stays
+        until the exchange, and sparse ones do.
         """
+        if index in self.sums.members:
+            return
         parameter, slot = self.parameters[index], self._slots[index]
         gradient = parameter.grad
         if gradient is None or gradient is slot:

@@ -7,6 +7,7 @@ therefore added from where torch has put it, and never written to shared memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,18 +43,22 @@ class NodeSums:
     Args:
         group: The ranks.
         rooms: Where gradients meet, one for each dtype.
-        direct: Whether this rank's own gradients may stay where torch has put them.
     """
 
-    def __init__(self, group: NodeGroup, rooms: Sequence[Room], *, direct: bool) -> None:
+    def __init__(self, group: NodeGroup, rooms: Sequence[Room]) -> None:
         self._group = group
-        self._rooms = [(room, list(_cut(group, room, direct=direct))) for room in rooms]
+        self._rooms = [(room, list(_cut(group, room))) for room in rooms]
         self._slots = {
             run.member: room.slots[room.bucket.members.index(run.member)]
             for room, runs in self._rooms
             for run in runs
             if run.member is not None
         }
+
+    @property
+    def members(self) -> AbstractSet[int]:
+        """The parameters whose gradients may stay where torch has put them."""
+        return self._slots.keys()
 
     def direct(self, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """The gradients that need not be copied, by parameter, each in the order of its slot."""
@@ -85,7 +90,7 @@ class NodeSums:
             self._group.reduce(room.parts, room.total, pieces=pieces)
 
 
-def _cut(group: NodeGroup, room: Room, *, direct: bool) -> Iterator[_Run]:
+def _cut(group: NodeGroup, room: Room) -> Iterator[_Run]:
     """Cut this rank's slice: large gradients that lie in it as a whole, and what is between."""
     own = group.own_slice(room.total.numel())
     at = own.start
@@ -94,7 +99,7 @@ def _cut(group: NodeGroup, room: Room, *, direct: bool) -> Iterator[_Run]:
         return _Run([part[start:stop] for part in room.parts], room.total[start:stop], member)
 
     placed = zip(room.bucket.members, room.bucket.offsets, room.slots, strict=True)
-    for index, start, slot in sorted(placed, key=lambda one: one[1]) if direct else ():
+    for index, start, slot in sorted(placed, key=lambda one: one[1]):
         stop = start + slot.numel()
         large = slot.numel() * slot.element_size() >= _DIRECT_FROM_BYTES
         if large and own.start <= start and stop <= own.stop:

@@ -119,7 +119,15 @@ def test_the_same_graph_twice(pair):
     p.check()
 
 
-def test_create_graph_and_a_gradient_penalty(pair):
+@pytest.fixture
+def every_warning():
+    """By itself torch warns once a process, of whichever test comes first."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+def test_create_graph_and_a_gradient_penalty(pair, every_warning):
     p = pair(optimizer="sgd")
     for step in range(STEPS):
         x, y = p.chunks(step)[p.world.rank]

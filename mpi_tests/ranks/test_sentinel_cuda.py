@@ -23,6 +23,7 @@ def test_a_gpu_has_the_digests_of_the_cpu():
     assert digest_all(tensors) == digest_all(there)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_nan_is_found_a_step_later_and_nothing_waits():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).cuda()
     watch = FiniteWatch(model, gradients_every=1)

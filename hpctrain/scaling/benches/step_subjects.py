@@ -108,11 +108,13 @@ class Distributed(Compute):
         engine: Engine,
         *,
         update: str = "auto",
+        share_parameters: bool = False,
         horovod: HorovodTraining | None = None,
     ) -> None:
         super().__init__(world)
         self.engine = engine
         self.update = update
+        self.share_parameters = share_parameters
         self.horovod = horovod
 
     def distribute(self) -> None:
@@ -123,6 +125,7 @@ class Distributed(Compute):
             self.optimizer,
             engine=self.engine,
             update=self.update,
+            share_parameters=self.share_parameters,
             horovod=self.horovod,
         )
 
@@ -237,6 +240,8 @@ def make_maker() -> Callable[[World, str], Subject]:
         if variant == "hpctrain-horovod-fusion":
             own_fusion = HorovodTraining(fusion="horovod")
             return Distributed(world, connect(world, "horovod"), horovod=own_fusion)
+        if variant == "hpctrain-mpi-one-copy":
+            return Distributed(world, connect(world, "mpi"), share_parameters=True)
         if variant in updates:
             return Distributed(world, connect(world, "mpi"), update=updates[variant])
         return Distributed(world, connect(world, variant.removeprefix("hpctrain-")))
