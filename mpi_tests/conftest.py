@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 import pytest
 
 pytest_plugins = ["mpi_tests.cluster.fixtures"]
+
+# Shells start background jobs with Ctrl-C ignored, and what the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Set once by torch's compiler, by netCDF4, and by the horovod engine before Horovod starts.

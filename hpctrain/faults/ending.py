@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from hpctrain.exit_codes import DIED, TIMED_OUT
 from hpctrain.world import Launch
-from hpctrain.world.guard import leave, report_exit, say_farewell
+from hpctrain.world.guard import abort, report_exit, say_farewell
 
 __all__ = ["DIED", "EXIT_CODE", "end_all_ranks"]
 
@@ -35,7 +35,4 @@ def end_all_ranks(launch: Launch, text: str, cause: str, *, code: int = EXIT_COD
         sys.stderr.flush()
     report_exit(launch, code, cause)
     say_farewell()
-    MPI = sys.modules.get("mpi4py.MPI")
-    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(code)
-    leave(code)
+    abort(code)

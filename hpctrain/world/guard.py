@@ -18,6 +18,7 @@ from hpctrain.world.launcher import Launch
 
 __all__ = [
     "AgreedExit",
+    "abort",
     "end_all_ranks",
     "exit_code_of",
     "farewells",
@@ -33,6 +34,9 @@ __all__ = [
 # When every rank fails alike, the lowest one should speak: the others give it this head start.
 _HEAD_START_S = 0.25
 _LONGEST_HEAD_START_S = 1.5
+
+# When a rank aborts, launchers may throw away what they have not read of its output yet.
+_TO_BE_READ_S = 0.2
 
 # For those who have said why already; `report_hard_exits` makes the user's own calls speak.
 leave = os._exit
@@ -135,7 +139,7 @@ def end_all_ranks(launch: Launch, error: BaseException) -> NoReturn:
     _flush()
     report_exit(launch, code, cause)
     say_farewell()
-    _abort(code)
+    abort(code)
 
 
 def _users_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -157,10 +161,12 @@ def _flush() -> None:
             continue  # a closed stream has nothing left to lose
 
 
-def _abort(code: int) -> NoReturn:
+def abort(code: int) -> NoReturn:
+    """End all ranks through MPI where it runs, or this process alone, after the last words."""
     MPI = _running_mpi()
     # A failure must not look like success: 0 would tell the launcher that all is well.
     if MPI is not None:
+        time.sleep(_TO_BE_READ_S)
         MPI.COMM_WORLD.Abort(code or 1)
     leave(code or 1)
 

@@ -16,6 +16,7 @@ from hpctrain.doctor.nodes.outliers import find_outliers
 from hpctrain.doctor.nodes.report import Link, RankReport, put_together
 from hpctrain.doctor.nodes.schedule import choose_rounds
 from hpctrain.errors import CollectiveError
+from hpctrain.world.guard import abort
 
 if TYPE_CHECKING:
     from hpctrain.world import World
@@ -123,13 +124,10 @@ def _places_of(world: World) -> str:
 
 def _leave(text: str) -> NoReturn:
     """End all ranks at once, where a clean end would wait for a node that does not answer."""
-    from mpi4py import MPI
-
     if text:
         log.notice(text)
     sys.stdout.flush()
-    MPI.COMM_WORLD.Abort(1)
-    os._exit(1)
+    abort(1)
 
 
 def _arm_watchdog(limit_s: float) -> None:
