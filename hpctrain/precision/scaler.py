@@ -38,8 +38,10 @@ class Scaler:
             options.backoff_factor,
             options.growth_interval,
         )
-        self._skips.add_(overflow)
-        self._skips.mul_(torch.maximum(self._in_a_row, overflow))
+        kept = torch.maximum(
+            self._in_a_row, overflow
+        )  # all of the first; of the second if it goes on
+        self._skips = torch.addcmul(overflow, self._skips, kept)
         self._watch.look(self._skips)
 
     @property

@@ -51,7 +51,8 @@ class Treated:
 
     overflow: bool | Tensor = False
     scale: Tensor | None = None
-    norm: Tensor | None = None
+    norm_parts: tuple[Tensor, Tensor] | None = None
+    """Sum of squares of the gradients, and what its root is to be multiplied by."""
     collapsed: bool = False
     """Whether the last chance was skipped too; the same on all ranks."""
     finding: str | None = None
@@ -88,7 +89,7 @@ class Treatment:
         self._spread = spread
         self._one = torch.ones((), device=device)
         self._overflow: Tensor | None = None
-        self._norm: Tensor | None = None
+        self._norm_parts: tuple[Tensor, Tensor] | None = None
         self._finding: str | None = None
         self._num_exchanges = 0
         self._has_stepped = False
@@ -160,21 +161,28 @@ class Treatment:
         squared = torch.stack(gradients.norm_squared(excluded)).to(self._one.device)
         if self._spread is not None:
             self._spread(squared)
-        factor = 1.0 / (squared.new_ones(()) * gradients.rest_of(divisor))
+        factor = self._one_over(gradients.rest_of(divisor), squared.dtype)
         if self.scaler is not None:
             factor = factor / self.scaler.scale
             if self._overflow is None:
                 self._overflow = torch.zeros((), device=squared.device)
-            found = squared.clone()
-            torch._amp_foreach_non_finite_check_and_unscale_([found], self._overflow, self._one)
-        norm = squared[0].sqrt() * factor
+            # Looks, and multiplies by one.
+            torch._amp_foreach_non_finite_check_and_unscale_([squared], self._overflow, self._one)
         clipping = factor
         if self.clip_norm is not None:
-            clipping = factor * clip_factor(norm, self.clip_norm)
+            clipping = factor * clip_factor(squared[0].sqrt() * factor, self.clip_norm)
         gradients.scale(clipping, excluded, factor)
         self._clamp(gradients, groups)
         self._num_exchanges += 1
-        self._norm = norm if self._num_exchanges == 1 else None  # of a sum of several: not known
+        # The norm of a sum of several is not known.
+        self._norm_parts = (squared[0], factor) if self._num_exchanges == 1 else None
+
+    def _one_over(self, divisor: float | Tensor, dtype: torch.dtype) -> Tensor:
+        """On the device, by as few kernels as can be: on a GPU each of them shows."""
+        one = self._one.to(dtype)
+        if not isinstance(divisor, Tensor) and divisor == 1.0:
+            return one
+        return 1.0 / (one * divisor)
 
     def _clamp(self, gradients: Gradients, groups: Sequence[dict[str, Any]]) -> None:
         if self.clip_value is not None:
@@ -187,7 +195,7 @@ class Treatment:
 
     def forget(self) -> None:
         """Gradients were dropped without a step."""
-        self._overflow = self._norm = self._finding = None
+        self._overflow = self._norm_parts = self._finding = None
         self._num_exchanges = 0
 
     # The update
@@ -199,12 +207,12 @@ class Treatment:
             optimizer: The user's.
             update: What moves the weights.
         """
-        norm, overflow, finding = self._norm, self._overflow, self._finding
+        norm_parts, overflow, finding = self._norm_parts, self._overflow, self._finding
         examined = self.examines
         if self.scaler is None or overflow is None:
             update()
             self.forget()
-            return Treated(norm=norm)
+            return Treated(norm_parts=norm_parts)
         scale = self.scaler.scale.clone()
         skipped: bool | Tensor
         if self._can_skip_on_device(optimizer, overflow) and not examined:
@@ -223,7 +231,7 @@ class Treatment:
         return Treated(
             overflow=skipped,
             scale=scale,
-            norm=norm,
+            norm_parts=norm_parts,
             collapsed=collapsed,
             finding=finding,
         )

@@ -54,7 +54,10 @@ class Step:
 
         None where nobody needs it: without `clip_norm` and loss scaling it is not computed.
         """
-        return None if self.done.norm is None else self.done.norm.item()
+        if self.done.norm_parts is None:
+            return None
+        squared, factor = self.done.norm_parts
+        return (squared.sqrt() * factor).item()
 
     @property
     def learning_rate(self) -> float | None:
