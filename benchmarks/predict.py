@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hpctrain import log
@@ -50,9 +51,11 @@ def words(out: Path, workload: str, engine: str, steps: int, largest: int) -> li
 
 
 def row(
-    machine: Machine, launched: Launched, profile: Profile, num_ranks: int, **key: object
+    machine: Machine, launches: Sequence[Launched], profile: Profile, num_ranks: int, **key: object
 ) -> dict[str, object]:
-    """One predicted and measured step."""
+    """One predicted and measured step: the median of all launches, and between which they lie."""
+    times = sorted(each.step_s for each in launches)
+    measured = median(times)
     found = predict(profile, machine, num_ranks, engine=next(iter(machine.engines)))
     return {
         "case": profile.model,
@@ -60,30 +63,37 @@ def row(
         "ranks": num_ranks,
         **key,
         "simulated_ms": round(1000 * found.step_s.value, 3),
-        "measured_ms": round(1000 * launched.step_s, 3),
-        "error_percent": round(100 * (found.step_s.value / launched.step_s - 1), 1),
+        "measured_ms": round(1000 * measured, 3),
+        "between_ms": f"{1000 * times[0]:.1f} to {1000 * times[-1]:.1f}",
+        "error_percent": round(100 * (found.step_s.value / measured - 1), 1),
         "exposed_ms": round(1000 * found.exposed_s.value, 3),
         "compute_ms": round(1000 * profile.compute_s, 3),
     }
 
 
 def predict_here(
-    fit: Sequence[int], ranks: Sequence[int], workload: str, engine: str, steps: int
+    fit: Sequence[int], ranks: Sequence[int], workload: str, engine: str, steps: int, repeats: int
 ) -> list[dict[str, object]]:
-    """Fit at some numbers of ranks of this machine, predict others."""
+    """Fit at some numbers of ranks of this machine, predict others.
+
+    Launches of all numbers alternate, so that a machine which drifts does so for all of them.
+    """
     cores = len(os.sched_getaffinity(0))
     if max(*fit, *ranks) > cores:
         raise ConfigError(f"{max(*fit, *ranks)} ranks on {cores} cores: they would share cores")
-    launches = {count: _launch_here(count, workload, engine, steps) for count in {*fit, *ranks}}
+    launches: dict[int, list[Launched]] = {count: [] for count in sorted({*fit, *ranks})}
+    for _ in range(repeats):
+        for count, each in launches.items():
+            each.append(_launch_here(count, workload, engine, steps))
     machine = fit_machine(
-        [launches[count].measurement for count in fit],
+        [each.measurement for count in fit for each in launches[count]],
         title="this machine",
         ranks_per_node=max(*fit, *ranks),
     )
-    profile = launches[1].profile
+    alone = sorted((each.profile for each in launches[1]), key=lambda each: each.compute_s)
     return [
-        row(machine, launches[count], profile, count, fitted=count in fit)
-        for count in sorted(launches)
+        row(machine, each, alone[len(alone) // 2], count, fitted=count in fit)
+        for count, each in launches.items()
         if count > 1
     ]
 
@@ -127,7 +137,7 @@ def predict_hosts(
             fitted = fit_machine([each.measurement], title=f"hosts at {rate}", ranks_per_node=1)
             # Hosts share this machine's cores, so each profile is taken with all of them computing.
             machine = replace(fitted, jitter=0.0)
-            rows.append(row(machine, each, each.profile, count, rate=rate))
+            rows.append(row(machine, [each], each.profile, count, rate=rate))
     return rows
 
 
@@ -167,6 +177,9 @@ def main() -> int:
     parser.add_argument("--workload", default="mlp-256", help="or mlp-512; see predict_subjects.py")
     parser.add_argument("--engine", default="mpi", help="default: mpi")
     parser.add_argument("--steps", type=int, default=20, metavar="S", help="default: 20")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="R", help="launches of each (default: 3)"
+    )
     parser.add_argument("--save", action="store_true", help="keep it in benchmarks/results/plan")
     args = parser.parse_args()
     if args.hosts:
@@ -177,7 +190,8 @@ def main() -> int:
     else:
         name, fit = "ranks", _counts(args.fit)
         ranks = _counts(args.ranks) if args.ranks else []
-        rows = predict_here(fit, [*ranks, 1], args.workload, args.engine, args.steps)
+        ranks = [*ranks, 1]
+        rows = predict_here(fit, ranks, args.workload, args.engine, args.steps, args.repeats)
     print(log.table(list(rows[0]), [list(each.values()) for each in rows]))
     if args.save:
         machine = f"{platform.machine()}-{os.cpu_count()}cores"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import ConfigError, LaunchError
 from hpctrain.scaling.harness.schema import validate
 from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep, fill_arguments
-from hpctrain.scaling.sweeps.local import explain
+from hpctrain.scaling.sweeps.local import explain, tell_other_device
 from hpctrain.scaling.sweeps.outcome import make_result
 from hpctrain.scaling.sweeps.points import Settings, interleave, layouts, plan_points
 from hpctrain.scaling.sweeps.repeating import repeat_command
@@ -303,3 +303,15 @@ def test_a_script_asks_its_sweep_and_outside_one_gets_its_own():
     assert not outside.is_active
     with pytest.raises(LaunchError, match="unset it"):
         parse_asked('{"nosuch": 1}')
+
+
+def test_launches_on_another_device_are_not_mixed():
+    def launch(device, why=""):
+        report = None if device is None else {"device": device}
+        return Measured(point="alone 1x1", repeat=0, wall_s=1.0, why=why, report=report)
+
+    before = [launch(None), launch("CPU", why="failed"), launch("cuda:0 NVIDIA H200")]
+    assert tell_other_device(launch("cuda:3 NVIDIA H200"), before) == ""
+    assert tell_other_device(launch(None), before) == ""
+    words = tell_other_device(launch("CPU"), before)
+    assert words.startswith("it computed on CPU, and alone 1x1 on cuda NVIDIA H200;")

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from hpctrain.scaling.sweeps.points import RANKS, Point
 from hpctrain.world.bench import Asked
 from hpctrain.world.launcher import BENCH_VARIABLE
 
-__all__ = ["ask", "explain", "run_sweep", "tell_end"]
+__all__ = ["ask", "explain", "run_sweep", "tell_end", "tell_other_device"]
 
 _END_S = 20.0
 _TAIL_LINES = 6
@@ -46,6 +46,9 @@ def run_sweep(
             # By the load alone, never by the time: leaving out slow ones would be cheating.
             if again.why or (again.foreign_load or 0) < (measured.foreign_load or 0):
                 measured = again
+        if not measured.why:
+            why = tell_other_device(measured, folder.measured(sweep).values())
+            measured = replace(measured, why=why)
         told = measured.why.splitlines()[0] if measured.why else _brief(measured)
         say(f"{number} of {len(pending)}: {name}, repeat {repeat + 1}: {told}")
         key = folder.key(sweep, name, repeat)
@@ -84,6 +87,24 @@ def explain(sweep: Sweep, point: Point, report: Mapping[str, object] | None) -> 
     if report is not None and not report["step_s"]:
         return "no step was timed: the script ended within the warm-up; lower --warmup"
     return ""
+
+
+def tell_other_device(launch: Measured, others: Iterable[Measured]) -> str:
+    """What makes a launch incomparable with the good ones before it; empty: nothing. Pure."""
+    if launch.report is None:
+        return ""
+    own = _device(launch.report)
+    for other in others:
+        if other.report is not None and not other.why and _device(other.report) != own:
+            return (
+                f"it computed on {own}, and {other.point} on {_device(other.report)}; measure all "
+                "points alike (CUDA_VISIBLE_DEVICES), in another --dir"
+            )
+    return ""
+
+
+def _device(report: Mapping[str, object]) -> str:
+    return re.sub(r":\d+", "", str(report["device"]))  # whichever GPU of the node it was
 
 
 def _measure(
