@@ -62,6 +62,7 @@ class Slurm:
         self._cpus = cpus
         self._gpus = gpus
         self._daemons: list[subprocess.Popen[str]] = []
+        self._daemons_of: dict[str, subprocess.Popen[str]] = {}
 
     @staticmethod
     def why_not() -> str | None:
@@ -184,10 +185,27 @@ class Slurm:
     def clear(self) -> None:
         """Cancels all jobs, takes nodes back that were drained, and waits until all are idle."""
         self.run(["scancel", "--user=root"], timeout_s=CLIENT_LIMIT_S)
-        for host in self.nodes.hosts[:-1]:  # refused for those that were not
-            back = ["scontrol", "update", f"nodename={host}", "state=resume"]
-            self.run(back, timeout_s=CLIENT_LIMIT_S, check=False)
+        for host in self.nodes.hosts[:-1]:
+            self._take_back(host)
         self._until("all nodes are idle", self._all_idle)
+
+    def _take_back(self, host: str) -> None:
+        back = ["scontrol", "update", f"nodename={host}", "state=resume"]
+        self.run(back, timeout_s=CLIENT_LIMIT_S, check=False)  # refused where it was never away
+
+    def power_off(self, host: str) -> None:
+        """A node breaks down, and the controller is told, which would notice only minutes later."""
+        daemon = self._daemons_of[host]
+        self._daemons.remove(daemon)
+        self.nodes.power_off(host)
+        daemon.wait(timeout=CLIENT_LIMIT_S)
+        down = ["scontrol", "update", f"nodename={host}", "state=down", "reason=test"]
+        self.run(down, timeout_s=CLIENT_LIMIT_S)
+
+    def power_on(self, host: str) -> None:
+        """The node comes back, and is taken back."""
+        self._daemon(host, ["slurmd", "-D"])
+        self._take_back(host)
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
@@ -226,6 +244,7 @@ class Slurm:
                 host, argv, cwd=self.directory, env=self.environment(), stdout=console.fileno()
             )
         self._daemons.append(process)
+        self._daemons_of[host] = process
 
     def _all_idle(self) -> bool:
         # A client that asks before the controller listens would retry for long: time it out.

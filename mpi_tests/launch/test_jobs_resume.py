@@ -138,13 +138,11 @@ def test_a_signal_is_saved_requeued_and_resumed(desk: Desk, jobs: dict[str, str]
 def test_a_node_that_goes_down_costs_a_few_steps(desk: Desk, jobs: dict[str, str]) -> None:
     desk.wait_for(jobs["node"], "under way 0", 1)
     node = desk.slurm.job(jobs["node"])["NodeList"]
-    down = ["scontrol", "update", f"nodename={node}", "state=down", "reason=test"]
-    desk.slurm.run(down, timeout_s=LIMIT_S)
-    try:  # on another node: back at once, Slurm would find the job on this one twice, and drain it
+    desk.slurm.power_off(node)
+    try:
         finished(desk, "node", jobs["node"])
     finally:
-        up = ["scontrol", "update", f"nodename={node}", "state=resume"]
-        desk.slurm.run(up, timeout_s=LIMIT_S, check=False)  # refused where it has come back itself
+        desk.slurm.power_on(node)
 
 
 def test_a_cancelled_job_has_saved_and_can_be_submitted_again(desk: Desk) -> None:
