@@ -17,19 +17,20 @@ __all__ = ["FORMULAS", "formula", "main", "make_variants"]
 
 FORMULAS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
     "compute": ((1, 0), (1, 0), (2, 0)),
-    "hpctrain-mpi-replicated": ((1, 0), (1, 1), (2, 0)),
-    "hpctrain-mpi-sharded": ((1, 0), (1, 1), (0, 3)),
+    "hpctrain-mpi-replicated": ((1, 0), (1, 0), (2, 0)),
+    "hpctrain-mpi-sharded": ((1, 0), (1, 0), (0, 3)),
     "ddp": ((1, 0), (1, 0), (2, 0)),
     "ddp-zero": ((1, 0), (1, 0), (0, 2)),
 }
 """By kind, for weights, gradients and the update by Adam: how many times the model's size a node
-needs for each of its ranks, and once for all. hpctrain keeps a part for each rank's gradients and
-one for their sum; an update that is divided holds the two moments once, and new weights on their
-way."""
+needs for each of its ranks, and once for all. Of its n ranks' gradients hpctrain holds all that a
+rank does not add up itself, n - 1 times the model, and the sum once; what a rank adds up itself has
+a place as well, reserved but never touched, which the kernel counts nowhere. An update that is
+divided holds the two moments once, and new weights on their way."""
 PARTS = ("weights", "gradients", "update")
-MODELS = {"32 MiB": (2, 2048), "128 MiB": (2, 4096)}
-"""By name: how many linear layers, and how wide. Few and large ones, for what an allocator rounds
-up to should be little beside them."""
+MODELS = {"32 MiB": (8, 1024), "128 MiB": (8, 2048)}
+"""By name: how many linear layers, and how wide. Large ones, for what an allocator rounds up to
+should be little beside them; and as many as make every gradient one rank's to add up."""
 # Freed memory goes back to the kernel at once, so that what is counted is what is in use; some
 # builds of torch bring mimalloc, the others use the C library's malloc.
 _MALLOC = {

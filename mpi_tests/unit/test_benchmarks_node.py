@@ -134,8 +134,8 @@ def test_who_has_nothing_to_do_in_a_case_is_left_out():
 def test_a_divided_update_holds_its_state_once():
     whole = {kind: memory.formula(kind, 4, 10) for kind in memory.FORMULAS}
     assert whole["compute"] == {"weights": 40, "gradients": 40, "update": 80}
-    assert whole["hpctrain-mpi-replicated"] == {"weights": 40, "gradients": 50, "update": 80}
-    assert whole["hpctrain-mpi-sharded"] == {"weights": 40, "gradients": 50, "update": 30}
+    assert whole["hpctrain-mpi-replicated"] == {"weights": 40, "gradients": 40, "update": 80}
+    assert whole["hpctrain-mpi-sharded"] == {"weights": 40, "gradients": 40, "update": 30}
     assert whole["ddp"] == whole["compute"]
     assert whole["ddp-zero"] == {"weights": 40, "gradients": 40, "update": 20}
 
