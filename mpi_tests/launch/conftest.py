@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 CLUSTER = {"nodes", "slurm", "slurm_of_session", "small_node"}
-BESIDE_THEM = {"test_bench", "test_plan", "test_report_browser", "test_trace", "test_train"}
+BESIDE_THEM = {
+    "test_bench", "test_data_cli", "test_loader_workers", "test_plan", "test_report_browser",
+    "test_trace", "test_train",
+}  # fmt: skip
 """Run in the same process, so that both take about as long."""
 
 

@@ -76,7 +76,7 @@ def test_a_training_that_does_not_even_run_is_told_from_one_that_is_lost(config,
 @pytest.mark.parametrize(
     "words",
     [
-        ["--rounds", "2"],
+        ["--rounds", "1"],
         pytest.param(
             ["--rounds", "5", "--ranks", "3"],
             marks=pytest.mark.skipif(not FULL, reason="minutes; set MPI_TESTS_FULL=1"),

@@ -10,10 +10,9 @@ import sys
 
 import pytest
 
+from mpi_tests.full import FULL
 from mpi_tests.launch.commands import HPCTRAIN, clean_environment, run
 from mpi_tests.launch.test_watchdog import HEAD
-
-FULL = bool(os.environ.get("MPI_TESTS_FULL"))
 
 
 def mpirun(num_ranks):
