@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpctrain.engines import wire
 from hpctrain.engines.base import Engine, Op
+from hpctrain.engines.domains import domain_here
 from hpctrain.engines.gpu_aware import mpi_reads_device_memory
 from hpctrain.engines.meeting import Finish, Watchdog
 from hpctrain.engines.node import NodeGroup
@@ -62,7 +63,10 @@ class MpiEngine(Engine):
     def node_group(self) -> NodeGroup:
         """Collective at the first call: this node's ranks and their counterparts elsewhere."""
         if self._group is None:
-            self._group = self.meet(lambda: NodeGroup(self._data), "meeting of nodes", "", None)
+            domain = domain_here()
+            self._group = self.meet(
+                lambda: NodeGroup(self._data, domain), "meeting of nodes", "", None
+            )
         return self._group
 
     def allocate(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.engines import wire
+from hpctrain.engines.domains import divides_nodes
 from hpctrain.engines.op import Op
 from hpctrain.world.barrier import make_barrier, must_sleep
 from hpctrain.world.shared_memory import SharedBlock, allocate
@@ -70,14 +71,25 @@ def combine(parts: Sequence[Tensor], total: Tensor, op: Op = Op.SUM) -> None:
 class NodeGroup:
     """The ranks of this node, and this rank's counterparts on the others.
 
+    Where nodes are divided by their NUMA domains, each of these is a node here.
+
     Args:
         comm: All ranks.
+        domain: The NUMA domain that this rank is bound to; None: to none alone.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, domain: int | None = None) -> None:
         self.comm: Comm = comm.Dup()
         rank = self.comm.Get_rank()
-        self.node: Comm = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+        whole = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+        places = self.comm.allgather((whole.bcast(rank, root=0), domain))
+        self.by_domain = divides_nodes(places)
+        """Whether ranks share memory by NUMA domain, and not by node."""
+        self.share_name = "NUMA domain" if self.by_domain else "node"
+        """Who shares memory, in words."""
+        color = (domain or 0) if self.by_domain else 0
+        self.node: Comm = whole.Split(color, key=rank)
+        whole.Free()
         self.local_rank, self.local_size = self.node.Get_rank(), self.node.Get_size()
         leads = self.comm.allgather(self.local_size if self.local_rank == 0 else 0)
         self.local_sizes = [size for size in leads if size]

@@ -212,15 +212,15 @@ class NodeMode(OnTorchsOwn):
             f"{describe_bytes(room.total.numel() * room.total.element_size())} {room.bucket.dtype}"
             for room in self.memory.rooms
         ]
-        block = self.memory.block
+        block, where = self.memory.block, self.group.share_name
         rows = [
             ("gradients", f"shared memory: {', '.join(sizes)} a rank, and once more for their sum"),
-            ("memory", f"{describe_bytes(block.num_bytes)} a node, {block.backing.why}"),
+            ("memory", f"{describe_bytes(block.num_bytes)} a {where}, {block.backing.why}"),
             ("exchanges", "1 a step, after backward"),
             ("waiting", self.group.barrier.how),
         ]
         if self.group.num_nodes > 1:
-            rows.append(("between nodes", f"{self.group.num_lanes} slices at once"))
+            rows.append((f"between {where}s", f"{self.group.num_lanes} slices at once"))
         if self.update is None:
             return [*rows, ("update", f"replicated: {self.why_update}")]
         return [*rows, *self.update.describe(), ("", self.why_update)]

@@ -285,7 +285,9 @@ class SharedState:
         if not self._blocks:
             return "none yet"
         total = sum(block.num_bytes for block, _ in self._blocks)
-        return f"{describe_bytes(total)} a node, {self._blocks[0][0].backing.why}"
+        return (
+            f"{describe_bytes(total)} a {self._group.share_name}, {self._blocks[0][0].backing.why}"
+        )
 
     def close(self) -> None:
         """Let the files go; what the user sees stays."""

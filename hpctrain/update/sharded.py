@@ -334,7 +334,7 @@ class ShardedUpdate:
             ("state", self._state.describe()),
             (
                 "weights",
-                f"{describe_bytes(self.block.num_bytes)} a node, "
+                f"{describe_bytes(self.block.num_bytes)} a {self._group.share_name}, "
                 + ("shared by its ranks" if self._weights else "each rank's own besides"),
             ),
         ]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.engines.domains import divides_nodes, domain_of
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_ranges
 from hpctrain.world.cores import CoreMap, choose_cores, parse_cpus, share_of_cores
@@ -87,3 +88,29 @@ def test_two_ranks_on_one_gpu_are_found_by_uuid_and_host():
     apart = [("a", gpu("1")), ("a", gpu("2")), ("b", gpu("1")), ("a", DeviceInfo(kind="cpu"))]
     assert find_shared(apart) == []
     assert find_shared([*apart, ("a", gpu("2"))]) == [[1, 4]]
+
+
+# Who shares memory
+
+
+def test_a_mask_within_one_domain_has_that_domain():
+    core_map = CoreMap(core_of={}, domain_of={0: 0, 1: 0, 2: 1, 3: 1})
+    assert domain_of({2, 3}, core_map) == 1
+    assert domain_of({1, 2}, core_map) is None
+    assert domain_of({7}, core_map) is None  # of which the kernel says nothing
+    assert domain_of((), core_map) is None
+
+
+@pytest.mark.parametrize(
+    ("places", "divided"),
+    [
+        ([(0, 0), (0, 0), (0, 1), (0, 1)], True),
+        ([(0, 0), (0, 1), (0, 0), (0, 1), (9, 1), (9, 1)], True),
+        ([(0, 0), (0, 0), (0, 1)], False),  # the last would be alone
+        ([(0, 0), (0, 0), (9, 1), (9, 1)], False),  # one domain a node
+        ([(0, 0), (0, 0), (0, 1), (0, None)], False),  # not bound
+        ([(0, 0)], False),
+    ],
+)
+def test_nodes_are_divided_where_every_rank_has_company(places, divided):
+    assert divides_nodes(places) is divided
