@@ -158,27 +158,29 @@ def main() -> int:
     args = parser.parse_args(own)
     sizes = [int(size) for size in args.sizes.split(",")]
     total: dict[str, int] = {}
-    broken, rows = [], []
+    broken = []
     for group in groups_of(commands(args.parts or list(PARTS), sizes, extra)):
         for part in run_side_by_side(group):
             for key, number in counts(part.text).items():
                 total[key] = total.get(key, 0) + number
             if part.trouble is not None:
                 broken.append(part.trouble)
-            rows.append(f"{part.name}: {counts(part.text)} in {part.seconds:.0f} s")
+            if args.keep_result:
+                keep_result(part)
     for line in broken:
         print(f"BROKEN {line}")
     failed = total.get("failed", 0) + total.get("error", 0)
     failed = max(failed, len(broken))  # a part that died counts even if it counted nothing
     closing = f"{total.get('passed', 0)} passed, {failed} failed, {total.get('skipped', 0)} skipped"
-    if args.keep_result:
-        keep_result([*rows, *(f"BROKEN {line}" for line in broken), closing])
     print(closing)
     return 1 if failed else 0
 
 
-def keep_result(lines: list[str]) -> None:
-    """Write what a complete run gave to a dated file that is committed."""
+def keep_result(part: Part) -> None:
+    """Write what a part gave to the day's file, which is committed, instead of what it gave before.
+
+    All parts take long on a small machine, and may be run one by one.
+    """
     from importlib.metadata import version
 
     from hpctrain.install.mpi import loaded_mpi
@@ -186,10 +188,20 @@ def keep_result(lines: list[str]) -> None:
     day = time.strftime("%Y-%m-%d")
     machine = f"{platform.machine()}-{len(os.sched_getaffinity(0))}cores"
     words = f"{day}, {machine}, torch {version('torch')}, {loaded_mpi().mpi}"
-    folder = HERE / "results"
-    folder.mkdir(exist_ok=True)
-    text = "\n".join([words, *lines]) + "\n"
-    (folder / f"test-all-{day}-{machine}.txt").write_text(text)
+    path = HERE / "results" / f"test-all-{day}-{machine}.txt"
+    path.parent.mkdir(exist_ok=True)
+    before = path.read_text().splitlines()[1:] if path.exists() else []
+    kept = {line.split(": ")[0]: line for line in before}
+    told = ", ".join(f"{number} {what}" for what, number in counts(part.text).items())
+    trouble = f"BROKEN ({part.trouble}), " if part.trouble else ""
+    kept[part.name] = f"{part.name}: {trouble}{told} in {part.seconds:.0f} s, commit {_commit()}"
+    path.write_text("\n".join([words, *sorted(kept.values())]) + "\n")
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=10"]
+    done = subprocess.run(git, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
