@@ -16,6 +16,7 @@ _SHORT = {
         **{"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "p": "partition"},
         **{"A": "account", "J": "job-name", "o": "output", "e": "error", "G": "gpus"},
         **{"C": "constraint", "a": "array", "d": "dependency", "q": "qos", "D": "chdir"},
+        **{"tasks-per-node": "ntasks-per-node"},
     },
     "pbs": {"N": "job-name", "q": "queue", "A": "account", "o": "output", "e": "error"},
     "lsf": {
@@ -26,6 +27,8 @@ _SHORT = {
 }
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$")
+_PARTS = re.compile(r"""\\.|['"]|(?:^|(?<=\s))#.*$""")
+_LONGEST_QUOTE = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +98,14 @@ class Script:
         return [command for command in self.commands if command.launcher]
 
     @property
+    def trainings(self) -> list[Command]:
+        """Commands that start ranks; without a launcher the last that runs a program of Python."""
+        before, programs = r"(exec\s+|time\s+|\w+=\S*\s+)*", "python3?|hpctrain (run|train)"
+        program = rf"{before}({programs}|accelerate|deepspeed)\s"
+        alone = [command for command in self.commands if re.match(program, command.text)]
+        return self.launches or alone[-1:]
+
+    @property
     def shell(self) -> str:
         """All commands, without directives and comments."""
         return "\n".join(command.text for command in self.commands)
@@ -103,7 +114,7 @@ class Script:
     def strict(self) -> bool:
         """Whether the shell stops at a failing command."""
         first = self.lines[0] if self.lines else ""
-        flags = r"(^|\n)\s*set\s+(-\w*e|-o\s+errexit|.*\s-o\s+errexit)"
+        flags = r"(^|[\n;])\s*set\s+([^\n;]*\s)?(-[a-zA-Z]*e[a-zA-Z]*|errexit)(\s|;|$)"
         return bool(re.search(flags, self.shell) or re.match(r"#!.*\s-\w*e", first))
 
 
@@ -133,14 +144,21 @@ def read_script(text: str, exists: Callable[[str], bool]) -> Script:
 
 def _read_commands(lines: list[str]) -> list[Command]:
     commands, start, joined, until = [], 0, "", ""
-    for number, line in enumerate(lines, 1):
+    position = 0
+    while position < len(lines):
+        number, line = position + 1, lines[position]
+        position += 1
         if until:  # the body of a here-document
             until = "" if line.strip() == until else until
             continue
         if not joined and (not line.strip() or line.lstrip().startswith("#")):
             continue
         start = start if joined else number
+        end = _end_of_quote(lines, position - 1)
+        if end is not None:  # a text in quotes over several lines
+            line, position = "\n".join(lines[position - 1 : end + 1]), end + 1
         bare = _COMMENT.sub("", line) if line.count("'") % 2 == line.count('"') % 2 == 0 else line
+        bare = line if end is not None else bare
         if bare.endswith("\\"):
             joined += bare[:-1] + " "
             continue
@@ -149,6 +167,29 @@ def _read_commands(lines: list[str]) -> list[Command]:
         commands.append(Command(line=start, text=(joined + bare).strip()))
         joined = ""
     return commands
+
+
+def _end_of_quote(lines: list[str], first: int) -> int | None:
+    """The line where a quote that is left open in this one is closed; None where there is none."""
+    quote = ""
+    for number in range(first, min(len(lines), first + _LONGEST_QUOTE)):
+        quote = _open_quote(lines[number], quote)
+        if not quote:
+            return number if number > first else None
+    return None  # it is never closed: no shell would run this
+
+
+def _open_quote(line: str, quote: str) -> str:
+    """The quote that is open at the end of a line, given the one at its start."""
+    for part in _PARTS.finditer(line):
+        word = part.group()
+        if quote:
+            quote = "" if word == quote else quote
+        elif word[0] == "#":
+            return ""
+        elif word in ("'", '"'):
+            quote = word
+    return quote
 
 
 def _read_options(system: str, text: str) -> list[tuple[str, str]]:
@@ -163,6 +204,7 @@ def _read_options(system: str, text: str) -> list[tuple[str, str]]:
             name, equals, value = word[2:].partition("=")
             if not equals and words and not words[0].startswith("-"):
                 value = words.pop(0)
+            name = _SHORT[system].get(name, name) if len(name) > 1 else name
         elif word.startswith("-") and len(word) > 1:
             name, value = word[1:], ""
             if system != "lsf" and len(name) > 1:
