@@ -67,6 +67,8 @@ class Site:
     partition: str = ""
     qos: str = ""
     constraint: str = ""
+    account: str = ""
+    """The project that pays where the job names none."""
     needs_account: bool = False
     whole_nodes: bool = False
     """Nodes are given out whole, so that cores and memory are not asked for (PBS)."""
@@ -94,13 +96,19 @@ class Site:
         self._check_assumed()
         for count, what in (
             (self.gpus_per_node + 1, "gpus_per_node"),
+            ((self.default_gpus_per_node or 0) + 1, "default_gpus_per_node"),
             (_or_one(self.ranks_per_node), "ranks_per_node"),
             (_or_one(self.cpus_per_rank), "cpus_per_rank"),
             (self.threads_per_core, "threads_per_core"),
         ):
             if count < 1:
                 raise ConfigError(f"site {self.name}: {what} is too small; correct the profile")
-        for name in (self.partition, self.qos, self.constraint):
+        if (self.default_gpus_per_node or 0) > self.gpus_per_node:
+            raise ConfigError(
+                f"site {self.name}: default_gpus_per_node = {self.default_gpus_per_node} is more "
+                f"than gpus_per_node = {self.gpus_per_node}; correct the profile"
+            )
+        for name in (self.partition, self.qos, self.constraint, self.account):
             if name:
                 check_identifier(name, f"site {self.name}: directive value")
         for word in (*self.select, *self.cpu_masks):
@@ -183,10 +191,10 @@ def load_site(name: str, folders: Sequence[Path]) -> Site:
             f"no site {name!r}; there are {', '.join(sorted(sites))}; or give the path of a "
             "profile, as ./mysite.toml"
         )
-    return site_from_table(path.stem, _resolve(path, sites, ()))
+    return site_from_table(path.stem, _resolve(path, folders, ()))
 
 
-def _resolve(path: Path, sites: Mapping[str, Path], below: tuple[Path, ...]) -> dict[str, Any]:
+def _resolve(path: Path, folders: Sequence[Path], below: tuple[Path, ...]) -> dict[str, Any]:
     if path in below:
         chain = " -> ".join(str(step) for step in (*below, path))
         raise ConfigError(f"site profiles inherit in a circle: {chain}; break it")
@@ -194,20 +202,34 @@ def _resolve(path: Path, sites: Mapping[str, Path], below: tuple[Path, ...]) -> 
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"site profile {path} cannot be read: {error}") from error
-    parent = table.pop("inherits", None)
-    if parent is None:
+    if "inherits" not in table:
         return table
-    if not isinstance(parent, str) or parent not in sites:
-        raise ConfigError(
-            f"site profile {path} inherits {parent!r}, which is none of {', '.join(sorted(sites))}"
-        )
-    merged = _resolve(sites[parent], sites, (*below, path))
+    parent = table.pop("inherits")
+    merged = _resolve(_find_parent(path, parent, folders), folders, (*below, path))
     for key in _PROVENANCE:
         merged.pop(key, None)
     for key, value in table.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = {**merged[key], **value} if both else value
     return merged
+
+
+def _find_parent(path: Path, parent: object, folders: Sequence[Path]) -> Path:
+    """The profile that one inherits from: a site's name, or a path from its own folder on.
+
+    One that takes the name of its parent, to change a site for oneself, means the one it hides.
+    """
+    if isinstance(parent, str) and parent.endswith(".toml"):
+        return path.parent / parent
+    known = [find_sites([folder]) for folder in folders]
+    for sites in known:
+        if isinstance(parent, str) and sites.get(parent, path) != path:
+            return sites[parent]
+    names = sorted({name for sites in known for name in sites} - {path.stem})
+    raise ConfigError(
+        f"site profile {path} inherits {parent!r}, which is none of {', '.join(names)}; or give "
+        "the path of a profile, as ./other.toml"
+    )
 
 
 def site_from_table(name: str, table: Mapping[str, Any]) -> Site:

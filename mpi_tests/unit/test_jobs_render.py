@@ -224,12 +224,18 @@ def test_a_missing_file_or_module_ends_the_job_before_the_ranks(tmp_path):
         ({"log_dir": "a b"}, "log directory"),
         ({"log_dir": "~/logs"}, "log directory"),
         ({"stage": ("~/data",)}, "whole path"),
+        ({"stage": ("a/data", "b/data/")}, "cannot be staged as 'data'"),
+        ({"stage": ("a/..",)}, "cannot be staged"),
+        ({"stage": (".",)}, "cannot be staged"),
+        ({"stage": ("my/env",), "pack": "e.tar"}, "packed environment"),
         ({"environment": {"PATH": "/x"}}, "belongs to the shell"),
         ({"environment": {"A-B": "x"}}, "environment variable"),
         ({"signal": "KILL"}, "choose from"),
         ({"directives": ("--nodes=3",)}, "written by hpctrain itself"),
         ({"directives": ("--nod=3",)}, "written by hpctrain itself"),
         ({"directives": ("--wrap=x",)}, "written by hpctrain itself"),
+        ({"directives": ("--tasks-per-node=3",)}, "written by hpctrain itself"),
+        ({"directives": ("--wait",)}, "written by hpctrain itself"),
         ({"directives": ("-N 3",)}, "not understood"),
         ({"directives": ("--comment=a b",)}, "directive"),
         ({"directives": ("--comment=$x",)}, "directive"),
@@ -246,9 +252,12 @@ def test_more_directives_are_written():
     assert "#SBATCH --exclusive\n#SBATCH --mail-type=END\n" in text
     text = render(ask(directives=("-l filesystems=home", "-M a@b.org")), site("pbs"))
     assert "#PBS -l filesystems=home\n" in text
-    for extra in ("-l select=3", "-l walltime=9", "-l a=1,select=2", "-q x", "-Wblock=true"):
+    for extra in ("-l select=3", "-l walltime=9", "-l a=1,select=2", "-q x", "-Wblock=true", "-qx"):
         with pytest.raises(ConfigError, match="directive"):
             render(ask(directives=(extra,)), site("pbs"))
+    for extra in ("-Is", "-W 9", "-outdir /x"):
+        with pytest.raises(ConfigError, match="directive"):
+            render(ask(account="p", directives=(extra,)), site("lsf"))
 
 
 def test_rendering_needs_neither_torch_nor_mpi(tmp_path):

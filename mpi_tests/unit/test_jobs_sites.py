@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.submit import Site, load_site, render
 from hpctrain.submit.site import find_sites
@@ -78,7 +79,9 @@ def test_a_site_of_ones_own_inherits_by_one_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('inherits = "mine"', "circle"),
+        ('inherits = "mine"', "none of alps"),
+        ('inherits = "./mine.toml"', "circle"),
+        ('inherits = "./other.toml"', "cannot be read"),
         ('inherits = "nowhere"', "none of"),
         ("inherits = 3", "none of"),
         ('title = "x"', "must be given"),
@@ -86,6 +89,9 @@ def test_a_site_of_ones_own_inherits_by_one_key(tmp_path):
         ('inherits = "slurm"\ngpus_per_node = "4"', "wrong type"),
         ('inherits = "slurm"\ngpus_per_node = true', "wrong type"),
         ('inherits = "slurm"\ngpus_per_node = -1', "too small"),
+        ('inherits = "slurm"\ndefault_gpus_per_node = -1', "too small"),
+        ('inherits = "slurm"\ndefault_gpus_per_node = 9', "more than gpus_per_node = 8"),
+        ('inherits = "slurm"\naccount = "a b"', "is not possible"),
         ('inherits = "slurm"\nneeds_account = 1', "wrong type"),
         ('inherits = "slurm"\nmpi = "lam"', "choose from"),
         ('inherits = "slurm"\nas_of = "yesterday"', "no date"),
@@ -104,6 +110,29 @@ def test_what_is_wrong_in_a_profile_is_named(tmp_path, text, told):
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(ConfigError, match=told):
         load_site("mine", [tmp_path, *SITES])
+
+
+def test_a_profile_may_change_the_site_whose_name_it_takes(tmp_path):
+    (tmp_path / "perlmutter.toml").write_text('inherits = "perlmutter"\naccount = "m1234"\n')
+    mine = load_site("perlmutter", [tmp_path, *SITES])
+    assert (mine.account, mine.qos) == ("m1234", "regular")
+    assert "#SBATCH --account=m1234" in render(ask(), mine)
+    assert "#SBATCH --account=other" in render(ask(account="other"), mine)
+    (tmp_path / "shared.toml").write_text('inherits = "./perlmutter.toml"\nqos = "shared"\n')
+    shared = load_site(str(tmp_path / "shared.toml"), SITES)
+    assert (shared.account, shared.qos) == ("m1234", "shared")
+
+
+def test_a_broken_profile_does_not_hide_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "hpctrain" / "sites"
+    folder.mkdir(parents=True)
+    (folder / "broken.toml").write_text("nosuch = 1")
+    assert main(["job", "sites"]) == 2
+    said = capsys.readouterr()
+    assert "perlmutter" in said.out
+    assert "site broken: unknown keys nosuch" in said.err
+    assert main(["job", "sites", "broken"]) == 2
 
 
 def test_unknown_sites_list_the_known():
@@ -126,6 +155,9 @@ def test_unknown_sites_list_the_known():
         ("polaris", {"qos": "high"}, "cannot be written for pbs"),
         ("polaris", {"max_requeues": 1}, "render it into a file"),
         ("polaris", {"max_requeues": 1, "script": "/s", "array_size": 2}, "array"),
+        ("perlmutter", {"signal": "TERM"}, "srun kills its ranks on TERM"),
+        ("perlmutter", {"signal": "HUP", "signal_lead_s": 60}, "srun kills its ranks on HUP"),
+        ("lsf", {"walltime_s": 90, "signal_lead_s": 61}, "LSF counts in minutes"),
         ("lsf", {"memory_mib": 1024}, "cannot be written for lsf"),
         ("flux", {"array_size": 4, "array_limit": 2}, "cannot be written for flux"),
     ],

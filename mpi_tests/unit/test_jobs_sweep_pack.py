@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.submit.pack import outside_paths, pack_environment, relocatable
-from hpctrain.submit.sweep import fill, grid_points, list_points, random_points, read_results
+from hpctrain.submit.sweep import (
+    fill,
+    grid_points,
+    list_points,
+    random_points,
+    read_results,
+    sweep_commands,
+    write_sweep,
+)
 
 
 def test_a_grid_has_all_combinations():
@@ -100,6 +108,27 @@ def test_a_sweep_on_this_machine_and_its_table(tmp_path, monkeypatch, capsys):
     assert main(["sweep", "run", "--dir", "two", "--list", "points.json", *command]) == 0
     assert main(["sweep", "table", "--dir", "nowhere"]) == 2
     assert main(["sweep", "run", "--random", "x=int(1,2)", *command]) == 2
+
+
+def test_a_sweep_of_trainings_from_a_file_is_ranked_by_their_summaries(tmp_path, capsys):
+    points, folder = grid_points(["optimizer.lr=3,1,2"]), tmp_path / "sweep"
+    write_sweep(folder, points, sweep_commands(folder, points, ["train", "{optimizer.lr}"]))
+    for index, state in enumerate(["finished", "finished", "failed"]):
+        summary = {"state": state, "metrics": {"accuracy": 0.5 + index, "loss": None}}
+        (folder / f"000{index}" / "summary.json").write_text(json.dumps(summary))
+    rows = read_results(folder, "accuracy", largest=True)
+    assert [(row["index"], row["accuracy"]) for row in rows] == [(1, 1.5), (0, 0.5), (2, None)]
+    assert main(["sweep", "table", "--dir", str(folder), "--metric", "nosuch"]) == 2
+    assert "there are accuracy, loss" in capsys.readouterr().err
+    assert main(["sweep", "table", "--dir", str(folder), "--metric", "optimizer.lr"]) == 2
+
+
+def test_a_sweep_that_cannot_be_submitted_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["sweep", "submit", "--grid", "x=1,2", "--time", "1h"]
+    for wrong in (["--site", "nowhere"], ["--directive=--nodes=3"], ["--gpus-per-node", "9"]):
+        assert main([*words, *wrong, "--", "train", "{x}"]) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
