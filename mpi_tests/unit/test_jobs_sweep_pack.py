@@ -155,6 +155,9 @@ def test_a_packed_environment_works_where_it_is_unpacked(environment, tmp_path):
     )
     assert done.stdout == f"{place} ['a b']\n", done.stderr
     assert (place / "bin" / "other").read_text() == "#!/bin/sh\n"
+    (tmp_path / "linked").symlink_to(environment)
+    tool = (environment / "bin" / "tool").read_bytes()
+    assert relocatable(tool, tmp_path / "linked") == relocatable(tool, environment) != tool
     with tarfile.open(archive) as packed:
         assert {member.uid for member in packed} == {0}
 
@@ -164,7 +167,16 @@ def test_what_is_outside_is_named_and_what_is_no_environment_is_refused(environm
     (site / "mine.pth").write_text("/some/checkout\nimport os\n")
     assert outside_paths(environment) == ["/some/checkout"]
     (site / "mine.pth").unlink()
+    (site / "__editable___mine_0_1_finder.py").write_text(
+        "MAPPING: dict[str, str] = {'mine': '/some/other/mine'}\n"
+    )
+    assert outside_paths(environment) == ["/some/other/mine"]
+    (site / "__editable___mine_0_1_finder.py").unlink()
     assert relocatable(b"\x7fELF", environment) == b"\x7fELF"
+    assert relocatable(b"#!/usr/bin/python3\n", environment) == b"#!/usr/bin/python3\n"
+    blank = Path("/a b")  # where pip lets sh start the interpreter
+    script = b"#!/bin/sh\n'''exec' \"/a b/bin/python3\" \"$0\" \"$@\"\n' '''\nimport sys\n"
+    assert relocatable(script, blank) == script.replace(b"/a b/bin/", b'$(dirname -- "$0")/')
     with pytest.raises(ConfigError, match="no virtual environment"):
         pack_environment(tmp_path, tmp_path / "x.tar")
     with pytest.raises(ConfigError, match=r"must end in .tar"):
