@@ -168,6 +168,11 @@ def _check_dialect(plan: Plan) -> None:
         )
     if request.max_requeues and plan.is_array and batch == "pbs":
         raise ConfigError("a task of a PBS array cannot be submitted again; leave --requeue out")
+    if request.max_requeues and request.after and batch in ("pbs", "flux"):
+        raise ConfigError(
+            f"a restart in {batch} is a new job, for which no other would wait; use --after and "
+            "--chain, or --requeue, not both"
+        )
     if request.max_requeues and batch in ("pbs", "flux") and request.script is None:
         raise ConfigError(
             f"{batch} requeues by submitting the script again, which needs its path; render it "

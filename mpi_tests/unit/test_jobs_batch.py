@@ -102,6 +102,10 @@ def test_a_chain_names_the_job_before(recorder):
     assert hpctrain(recorder, "job", "submit", *words).stdout.split() == ["4711"] * 3
     scripts = [Path(call[-1]).read_text() for call in recorder.calls()]
     assert ["afterok:4711" in script for script in scripts] == [False, True, True]
+    recorder.record.unlink()
+    words = ["--site", "pbs", "--time", "2h", "--chain", "2", "--requeue", "1", "--", "python", "x"]
+    assert "not both" in hpctrain(recorder, "job", "submit", *words).stderr
+    assert recorder.calls() == []  # not even the first was handed over
 
 
 def test_what_the_batch_system_refuses_is_told(recorder):

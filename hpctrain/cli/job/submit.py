@@ -14,6 +14,7 @@ from hpctrain.cli.job.options import add_job_options, command_of, request_from, 
 from hpctrain.errors import ConfigError
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
+from hpctrain.submit.plan import make_plan
 from hpctrain.submit.request import Request
 from hpctrain.submit.submission import submit
 
@@ -37,6 +38,8 @@ def main(args: argparse.Namespace) -> int:
     if not 1 <= args.chain <= 1000:
         raise ConfigError(f"--chain {args.chain} is not possible; give 1 to 1000")
     request, site = request_from(args, (command_of(args.command),)), site_from(args)
+    if args.chain > 1:  # what is wrong with the second is said before the first is handed over
+        make_plan(dataclasses.replace(request, after=("1",), script="to be named"), site)
     _warn_of_absent(request)
     ledger = Ledger(state_home(os.environ))
     jobs: list[str] = []
