@@ -130,6 +130,11 @@ def _check(plan: Plan) -> None:
             f"{site.title} gives each rank {by_rank}, so {plan.ranks_per_node} ranks per node and "
             f"{plan.gpus_per_node} GPUs per node do not go together; make them equal"
         )
+    if site.gpu_visibility == "local-rank" and 0 < plan.gpus_per_node < plan.ranks_per_node:
+        raise ConfigError(
+            f"{site.title} gives each rank the GPU of its number, so {plan.ranks_per_node} ranks "
+            f"per node need as many GPUs, not {plan.gpus_per_node}; ask for fewer ranks"
+        )
     if plan.template.launcher == "srun" and request.signal in ("TERM", "HUP"):
         raise ConfigError(
             f"srun kills its ranks on {request.signal} instead of passing it on; leave --signal "

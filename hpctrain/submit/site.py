@@ -33,6 +33,12 @@ __all__ = ["Site", "find_sites", "load_site", "site_from_table"]
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 GPU_VISIBILITIES = ("all", "launcher", "local-rank", "reversed")
 _PROVENANCE = ("ever_run", "as_of", "source", "assumed")  # what ran elsewhere did not run here
+_KINDS: dict[object, str] = {
+    tuple[str, ...]: "a list of texts in quotes",
+    Mapping[str, str]: "a table of texts in quotes",
+    bool: "true or false",
+    str: "text in quotes",
+}
 _MASK = re.compile(r"(0x)?[0-9a-f]{1,64}|\d+(-\d+)?(,\d+(-\d+)?)*")
 _SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 
@@ -260,10 +266,12 @@ def _convert(site: str, key: str, value: object, hint: object) -> object:
     elif hint == Mapping[str, str]:
         if isinstance(value, dict) and all(isinstance(word, str) for word in value.values()):
             return dict(value)
+    elif key == "as_of" and isinstance(value, datetime.date):  # TOML has dates of its own
+        return str(value)
     elif isinstance(value, bool) == (hint is bool):
         if hint is bool or (hint is str and isinstance(value, str)):
             return value
         if hint in (int, int | None) and isinstance(value, int):
             return value
-    wanted = getattr(hint, "__name__", str(hint)).replace("Mapping", "table of strings")
+    wanted = _KINDS.get(hint, "a whole number")
     raise ConfigError(f"site {site}: {key} = {value!r} is of the wrong type; it must be {wanted}")

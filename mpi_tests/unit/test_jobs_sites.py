@@ -87,7 +87,9 @@ def test_a_site_of_ones_own_inherits_by_one_key(tmp_path):
         ('title = "x"', "must be given"),
         ('inherits = "slurm"\nnosuch = 1', "unknown keys nosuch"),
         ('inherits = "slurm"\ngpus_per_node = "4"', "wrong type"),
-        ('inherits = "slurm"\ngpus_per_node = true', "wrong type"),
+        ('inherits = "slurm"\ngpus_per_node = true', "must be a whole number"),
+        ('inherits = "slurm"\nmodules = "gcc"', "must be a list of texts"),
+        ('inherits = "slurm"\n[environment]\nA = 1', "must be a table of texts"),
         ('inherits = "slurm"\ngpus_per_node = -1', "too small"),
         ('inherits = "slurm"\ndefault_gpus_per_node = -1', "too small"),
         ('inherits = "slurm"\ndefault_gpus_per_node = 9', "more than gpus_per_node = 8"),
@@ -118,9 +120,9 @@ def test_a_profile_may_change_the_site_whose_name_it_takes(tmp_path):
     assert (mine.account, mine.qos) == ("m1234", "regular")
     assert "#SBATCH --account=m1234" in render(ask(), mine)
     assert "#SBATCH --account=other" in render(ask(account="other"), mine)
-    (tmp_path / "shared.toml").write_text('inherits = "./perlmutter.toml"\nqos = "shared"\n')
+    (tmp_path / "shared.toml").write_text('inherits = "./perlmutter.toml"\nas_of = 2026-11-15\n')
     shared = load_site(str(tmp_path / "shared.toml"), SITES)
-    assert (shared.account, shared.qos) == ("m1234", "shared")
+    assert (shared.account, shared.as_of) == ("m1234", "2026-11-15")
 
 
 def test_a_broken_profile_does_not_hide_the_others(tmp_path, monkeypatch, capsys):
@@ -150,6 +152,7 @@ def test_unknown_sites_list_the_known():
         ("perlmutter", {"image": "x.sif"}, "slurm-apptainer"),
         ("perlmutter", {"template": "slurm-apptainer"}, "give --image"),
         ("lumi", {"ranks_per_node": 9}, "cores for 8"),
+        ("aurora", {"ranks_per_node": 12, "gpus_per_node": 6}, "ask for fewer ranks"),
         ("frontier", {"ranks_per_node": 4}, "make them equal"),
         ("polaris", {"memory_mib": 1024}, "whole"),
         ("polaris", {"qos": "high"}, "cannot be written for pbs"),
