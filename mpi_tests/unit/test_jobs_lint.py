@@ -241,6 +241,8 @@ INSIDE = "srun --mpi=pmix bash -c '\n  export RANK=$SLURM_PROCID\n  {}python tra
         ("J24", 11, of_slurm((SRUN, "export MASTER_PORT=${MASTER_PORT:-29500}\n" + SRUN))),
         ("J28", 11, of_slurm((SRUN, INSIDE.format("")))),
         ("J47", 11, LATE),
+        ("J41", 12, of_slurm((SRUN, f"{TRAP}timeout 60m /usr/bin/{SRUN}"))),
+        ("J26", 7, of_pbs(("export OMP_NUM_THREADS=8\n", ""), ("mpiexec", "horovodrun"))),
         ("J47", 11, change(ALONE, (SRUN, "python train.py\necho done\n"))),
         ("J47", 13, change(ALONE, (SRUN, f"{SRUN.strip()} &\npid=$!\nwait $pid\necho done\n"))),
     ],
@@ -265,6 +267,12 @@ def test_mistakes_in_other_words_are_found(rule, line, bad):
         of_slurm((SRUN, f"export MASTER_ADDR=$(hostname)\n{SRUN}"), (f" {MPI}", "")),
         of_slurm((SRUN, f"{SRUN}srun -n 1 python summarize.py\n")),
         of_slurm((SRUN, INSIDE.format("exec "))),
+        of_slurm(
+            (
+                SRUN,
+                f"{TRAP}end() {{\n  wait $pid || true\n}}\n{SRUN.strip()} &\npid=$!\nwait $pid\n",
+            )
+        ),
         of_slurm((SRUN, "echo \"it's\"  # don't\n" + SRUN)),
         of_slurm(
             ("set -e", "#SBATCH --signal=B:12@120\nset -e"),
@@ -274,6 +282,11 @@ def test_mistakes_in_other_words_are_found(rule, line, bad):
 )
 def test_what_people_write_well_is_no_mistake(good):
     assert found(good) == []
+
+
+def test_a_code_kept_by_pipestatus_is_not_lost():
+    text = change(ALONE, (SRUN, f"{SRUN.strip()} | tee log\ncode=${{PIPESTATUS[0]}}\nexit $code\n"))
+    assert {rule for rule, _ in found(text)} == {"J49"}
 
 
 def test_a_rule_can_be_left_out_in_the_script():

@@ -101,14 +101,14 @@ def _lost_code(script: Script) -> Iterator[tuple[int, str]]:
         if not (command in trainings or awaited) or command.in_background:
             continue
         what = command.launcher or command.text.split()[0]
-        if re.search(r"\|\|\s*(true|:|echo)(\s|;|$)", command.text):
+        if not awaited and re.search(r"\|\|\s*(true|:|echo)(\s|;|$)", command.text):
             yield command.line, f"what {what} answers is turned into 0"
             continue
         after = [c for c in script.commands[position + 1 :] if not _CLOSING.fullmatch(c.text)]
         if script.strict or not after:
             continue
         kept = re.search(r"\|\||&&\s*exit|^(if|exec)\b|\$\?", command.text)
-        if not kept and "$?" not in after[0].text and after[0].text != "exit":
+        if not kept and not re.search(r"\$\?|PIPESTATUS|^exit$", after[0].text):
             yield command.line, f"what {what} answers is forgotten"
 
 

@@ -136,7 +136,9 @@ def _no_launcher(script: Script) -> Iterator[tuple[int, str]]:
     nodes = int(match.group()) if asked and (match := re.match(r"\d+", asked.value)) else 1
     if (select := script.option("select")) and (match := re.match(r"\d+", select.value)):
         nodes = int(match.group())
-    started = re.search(r"\b(srun|mpirun|mpiexec|jsrun|torchrun|hpctrain run)\b", script.shell)
+    started = re.search(
+        r"\b(srun|mpirun|mpiexec|jsrun|torchrun|horovodrun|hpctrain run)\b", script.shell
+    )
     python = next(
         (c for c in script.commands if re.match(r"(exec )?(python|hpctrain train)", c.text)), None
     )

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 __all__ = ["Command", "Option", "Script", "read_script"]
 
 PREFIXES = {"#SBATCH": "slurm", "#PBS": "pbs", "#BSUB": "lsf"}
-LAUNCHERS = ("srun", "mpirun", "mpiexec", "jsrun", "torchrun")
+LAUNCHERS = ("srun", "mpirun", "mpiexec", "jsrun", "torchrun", "horovodrun")
+_BEFORE = re.compile(
+    r"exec|time|timeout|nohup|command|if|while|until|then|else|do|env|\d+[smh]?|[A-Za-z_]\w*=.*|"
+)
 _SHORT = {
     "slurm": {
         **{"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "p": "partition"},
@@ -55,10 +58,9 @@ class Command:
         if re.match(r"\w+=\(", self.text):  # an array of words, not a command
             return None
         for word in re.split(r"[\s;&|(){}!]+", self.text):
-            if word in LAUNCHERS:
-                return word
-            bare = re.fullmatch(r"exec|time|if|then|else|do|env|[A-Za-z_]\w*=.*|", word)
-            if bare is None:
+            if (name := word.rpartition("/")[2]) in LAUNCHERS:
+                return name
+            if not _BEFORE.fullmatch(word):
                 return None
         return None
 
