@@ -53,7 +53,10 @@ def everything(template: str, **more: object) -> str:
         "after": ("12", "13"),
         "script": "/scripts/job one.sh",
     }
-    return render(ask(**{**fields, **more}), site(SITE_OF[batch]))
+    fields |= more
+    if batch in ("pbs", "flux") and fields["max_requeues"]:
+        fields["after"] = ()  # a restart is a new job there
+    return render(ask(**fields), site(SITE_OF[batch]))
 
 
 def shellcheck(script: str) -> None:
@@ -147,6 +150,19 @@ def test_requeueing_is_counted_and_capped(template, tmp_path):
     done = recorder.run(none, FAKE_CODE=str(REQUEUE))
     assert done.returncode == 1
     assert "no restarts were allowed" in done.stdout
+
+
+def test_a_task_of_an_array_is_requeued_alone_and_leaves_clean_nodes(tmp_path):
+    recorder = Recorder(tmp_path)
+    fails = (recorder.bin / "srun").read_text() + 'case " $* " in *train.py*) exit 75 ;; esac\n'
+    (recorder.bin / "srun").write_text(fails.replace("'srun '* | ", ""))
+    done = recorder.run(everything("slurm-srun", array_size=3))
+    assert done.returncode == REQUEUE, done.stdout + done.stderr
+    calls = [" ".join(call) for call in recorder.calls()]
+    assert calls[-2:] == ["scontrol --oneliner show job 7_1", "scontrol requeue 7_1"]
+    assert [call.endswith("rm -rf -- /tmp/hpctrain-7") for call in calls].index(True) == len(
+        calls
+    ) - 3
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
