@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from hpctrain.cli.job.options import add_job_options, command_of, request_from, 
 from hpctrain.errors import ConfigError
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
+from hpctrain.submit.render import render
 from hpctrain.submit.submission import submit
 from hpctrain.submit.sweep import (
     Point,
@@ -21,6 +23,7 @@ from hpctrain.submit.sweep import (
     list_points,
     random_points,
     read_results,
+    sweep_commands,
     write_sweep,
 )
 
@@ -28,7 +31,9 @@ __all__ = ["add_arguments", "main"]
 
 _EPILOG = """\
 The command has {key} where a value goes, {run_dir} for the point's own directory and {index} for
-its number. What it writes to {run_dir}/result.json, an object of numbers, is what `table` ranks by.
+its number. What it writes to {run_dir}/result.json, an object of numbers, is what `table` ranks by;
+of `hpctrain train` with logging.directory={run_dir} it is the last evaluation, once it
+has finished.
 
 exit codes: 0 well; 1 a point failed (run), or the batch system refused; 2 wrong usage
 
@@ -37,6 +42,8 @@ examples:
       --batch {batch} --out {run_dir}
   hpctrain sweep submit --random lr=loguniform(1e-5,1e-1) --num 20 --site slurm --time 1h -- \\
       hpctrain run train.py --lr {lr} --out {run_dir}
+  hpctrain sweep run --grid optimizer.lr=0.1,0.01 -- hpctrain train digits.toml \\
+      --set optimizer.lr={optimizer.lr} --set logging.directory={run_dir}
   hpctrain sweep table --metric loss
 """
 
@@ -74,15 +81,20 @@ def main(args: argparse.Namespace) -> int:
     if not template:
         raise ConfigError("no command was given; write it after --, as -- python train.py {lr}")
     directory = args.dir.absolute()
-    commands = write_sweep(directory, _points(args), template)
+    points = _points(args)
+    commands = sweep_commands(directory, points, template)
     if args.action == "run":
+        write_sweep(directory, points, commands)
         return _run(directory, commands)
     if args.array is not None:
         raise ConfigError("--array is the number of points here; leave it out")
     args.array = len(commands)
+    request, site = request_from(args, commands), site_from(args)
+    render(dataclasses.replace(request, script="to be named"), site)  # mistakes leave no folders
+    write_sweep(directory, points, commands)
     jobs = submit(
-        request_from(args, commands),
-        site_from(args),
+        request,
+        site,
         directory=Path.cwd(),
         ledger=Ledger(state_home(os.environ)),
         show=lambda text: None,

@@ -43,7 +43,8 @@ def _pass_on(descriptor: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    # Whoever ends the rank by its group must not cut off its last words.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Whoever ends the rank by its group must not cut off its last words, and srun hands a warning
+    # to every process of the job.
+    for warning in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, warning), signal.SIG_IGN)
     copy(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -22,11 +22,16 @@ _MANAGED = {
         *("gpus-per-task", "gres", "gpus", "mem", "time", "partition", "account", "qos"),
         *("constraint", "reservation", "output", "error", "open-mode", "array", "dependency"),
         *("kill-on-invalid-dep", "requeue", "no-requeue", "signal", "wrap", "export", "chdir"),
+        *("tasks-per-node", "clusters", "parsable", "test-only", "wait", "workdir"),
     ),
-    "pbs": ("-N", "-q", "-A", "-J", "-r", "-W", "-o", "-e", "-j", "-k", "-S", "-V", "-v", "-C"),
+    "pbs": (
+        *("-N", "-q", "-A", "-J", "-r", "-W", "-o", "-e", "-j", "-k", "-S", "-V", "-v", "-C"),
+        *("-I", "-X", "-f", "-z"),
+    ),
     "lsf": (
         *("-J", "-q", "-P", "-U", "-W", "-nnodes", "-o", "-e", "-oo", "-eo", "-wa", "-wt", "-w"),
-        *("-r", "-Q", "-L", "-cwd", "-env", "-I", "-K", "-n", "-Zs"),
+        *("-r", "-Q", "-L", "-cwd", "-env", "-I", "-Ip", "-Is", "-ISp", "-ISs", "-IS", "-IX"),
+        *("-K", "-n", "-Zs", "-outdir", "-pack", "-tty", "-Jd"),
     ),
     "flux": (
         *("job-name", "nodes", "nslots", "cores-per-slot", "gpus-per-slot", "time-limit", "queue"),
@@ -34,9 +39,11 @@ _MANAGED = {
         *("env", "cwd", "dry-run"),
     ),
 }
-_PBS_RESOURCES = ("select", "walltime", "nodes", "ncpus", "mem")
+_PBS_RESOURCES = ("select", "walltime", "nodes", "ncpus", "ngpus", "mpiprocs", "mem")
 _LONG = re.compile(r"--([a-z][a-z0-9-]*)(?:=(.+))?")
 _SHORT = re.compile(r"(-[A-Za-z][A-Za-z_]*)(?: (.+))?")
+_LETTER = re.compile(r"(-[A-Za-z])(?: (.+))?")  # to PBS -qdebug is -q debug
+_FORMS = {"slurm": _LONG, "flux": _LONG, "lsf": _SHORT, "pbs": _LETTER}
 
 
 def write_directives(plan: Plan) -> list[str]:
@@ -49,9 +56,8 @@ def write_directives(plan: Plan) -> list[str]:
 
 
 def _check_extra(batch: str, extra: str) -> str:
-    long = batch in ("slurm", "flux")
-    match = (_LONG if long else _SHORT).fullmatch(extra)
-    form = "--name=value" if long else "-X value"
+    match = _FORMS[batch].fullmatch(extra)
+    form = "--name=value" if _FORMS[batch] is _LONG else "-X value"
     if match is None:
         raise ConfigError(f"directive {extra!r} is not understood; for {batch} write {form}")
     name, value = match.groups()
@@ -91,7 +97,7 @@ def _slurm(plan: Plan) -> list[str]:
         ("--mem=", memory),
         ("--time=", format_clock(request.walltime_s)),
         ("--partition=", plan.partition),
-        ("--account=", request.account),
+        ("--account=", plan.account),
         ("--qos=", plan.qos),
         ("--constraint=", plan.constraint),
         ("--reservation=", request.reservation),
@@ -125,7 +131,7 @@ def _pbs(plan: Plan) -> list[str]:
         ("-l ", ":".join([*chunk, *site.select])),
         ("-l walltime=", format_clock(request.walltime_s)),
         ("-q ", plan.partition),
-        ("-A ", request.account),
+        ("-A ", plan.account),
     )
     # -k doe: the log is written where it belongs while the job runs
     words += ["-j oe", "-k doe", f"-o {request.log_dir}/", "-r n"]
@@ -148,7 +154,7 @@ def _lsf(plan: Plan) -> list[str]:
         ("-nnodes ", request.num_nodes),
         ("-W ", format_minutes(request.walltime_s)),
         ("-q ", plan.partition),
-        ("-P ", request.account),
+        ("-P ", plan.account),
         ("-U ", request.reservation),
         ("-o ", f"{request.log_dir}/{request.name}-{number}.out"),
     )
@@ -169,7 +175,7 @@ def _flux(plan: Plan) -> list[str]:
         ("--nodes=", request.num_nodes),
         ("--time-limit=", format_duration(request.walltime_s)),
         ("--queue=", plan.partition),
-        ("--bank=", request.account),
+        ("--bank=", plan.account),
         ("--requires=", plan.constraint),
         ("--output=", f"{request.log_dir}/{request.name}-{{{{id}}}}.out"),
     )

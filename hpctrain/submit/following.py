@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.errors import JobError
+from hpctrain.errors import ConfigError, JobError
 from hpctrain.submit.batch import find_system
 from hpctrain.submit.batch.system import Ask
-from hpctrain.submit.ledger import Entry
+from hpctrain.submit.ledger import Entry, split_task
 
 __all__ = ["follow", "last_lines", "log_paths"]
 
@@ -19,12 +19,26 @@ _ASK_EVERY_S = 5.0
 _CHUNK_BYTES = 1 << 16
 
 
-def log_paths(entry: Entry, task: int | None = None) -> list[Path]:
-    """The logs of a job; of an array all tasks, unless one is named."""
+def log_paths(entry: Entry, task: int | None = None, *, job: str | None = None) -> list[Path]:
+    """The logs of a job; of an array all tasks, unless one is named.
+
+    Args:
+        entry: The job.
+        task: The task, counted from 0.
+        job: What the user called it: the id of one task of an array means that task.
+
+    Raises:
+        ConfigError: it has no such task.
+    """
     system = find_system(entry.batch)
-    tasks: list[int | None] = [task]
-    if task is None and entry.array_size is not None:
-        tasks = list(range(entry.array_size))
+    index = split_task(job)[1] if job and job != entry.job else None
+    if task is None and index is not None:
+        task = index - system.first_index
+    count = entry.array_size
+    if task is not None and (count is None or not 0 <= task < count):
+        has = "is no array" if count is None else f"has tasks 0 to {count - 1}"
+        raise ConfigError(f"job {entry.job} {has}; task {task} is none of it")
+    tasks = [task] if task is not None or count is None else list(range(count))
     return [Path(entry.log_dir) / system.log_name(entry.name, entry.job, each) for each in tasks]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import InstallError, JobError
 from hpctrain.install.lock import held
 
-__all__ = ["Entry", "Ledger"]
+__all__ = ["Entry", "Ledger", "split_task"]
 
 _KEPT = 1000
 _LOCK_WAIT_S = 20.0
@@ -75,8 +76,20 @@ class Ledger:
 
     def find(self, job: str | None) -> Entry | None:
         """The newest entry of that id (or of its array), or the newest of all."""
-        base = job.partition("_")[0] if job else None
+        wanted = {job, split_task(job)[0]} if job else set()
         for entry in reversed(self.entries()):
-            if job is None or entry.job in (job, base):
+            if job is None or entry.job in wanted:
                 return entry
         return None
+
+
+def split_task(job: str) -> tuple[str, int | None]:
+    """The array and the index in the id of a task: 12_3 (Slurm), 12[3].server (PBS), 12[3] (LSF).
+
+    The index is the batch system's own: LSF counts from 1.
+    """
+    if match := re.fullmatch(r"(\w+?)_(\d+)|(\w+)\[(\d+)\](\..*)?", job):
+        slurm, first, other, second, server = match.groups()
+        base = slurm or (f"{other}[]{server}" if server else other)
+        return base, int(first or second)
+    return job, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ __all__ = ["outside_paths", "pack_environment", "relocatable"]
 
 _MODES = {".tar": "w", ".gz": "w:gz", ".tgz": "w:gz", ".xz": "w:xz"}
 _LONGEST_SCRIPT_BYTES = 1 << 20
+_START = re.compile(rb"#!\s*(/[^\n ]*)/(python[\d.]*)[^\n]*\n")
+# What pip writes where the path is long or has a blank in it.
+_LONG_START = re.compile(
+    rb"#!/bin/sh\n'''exec' \"?(/[^\n\"]*)/(python[\d.]*)\"? \"\$0\" \"\$@\"\n' '''\n"
+)
 
 
 def pack_environment(prefix: Path, archive: Path) -> int:
@@ -83,14 +89,13 @@ def _add(out: tarfile.TarFile, prefix: Path, path: Path) -> None:
 
 def relocatable(script: bytes, prefix: Path) -> bytes:
     """A script of the environment that finds its interpreter beside itself, wherever that is."""
-    line, _, rest = script.partition(b"\n")
-    interpreter = line[2:].strip().split(b" ")[0] if line.startswith(b"#!") else b""
-    folder, _, name = interpreter.rpartition(b"/")
-    if folder != os.fsencode(prefix / "bin") or not name.startswith(b"python"):
+    match = _LONG_START.match(script) or _START.match(script)
+    # Home directories have several names: what counts is where they lead.
+    if match is None or Path(os.fsdecode(match.group(1))).resolve() != (prefix / "bin").resolve():
         return script
     # To sh the second line runs the interpreter; to Python lines two and three are a string.
-    start = b"#!/bin/sh\n'''exec' \"$(dirname -- \"$0\")/%s\" \"$0\" \"$@\"\n' '''\n" % name
-    return start + rest
+    begin = b"#!/bin/sh\n'''exec' \"$(dirname -- \"$0\")/%s\" \"$0\" \"$@\"\n' '''\n"
+    return begin % match.group(2) + script[match.end() :]
 
 
 def outside_paths(prefix: Path) -> list[str]:
@@ -101,5 +106,6 @@ def outside_paths(prefix: Path) -> list[str]:
             if line.startswith("/") and not Path(line).is_relative_to(prefix):
                 found.append(line)
     for path in sorted(prefix.glob("lib/python*/site-packages/__editable___*_finder.py")):
-        found.append(str(path))
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found += re.findall(r"^MAPPING\b.*?= \{.*?'(/[^']*)'", text, re.MULTILINE) or [str(path)]
     return found

@@ -26,6 +26,7 @@ class Plan:
     cpus_per_rank: int | None
     gpus_per_node: int
     partition: str
+    account: str
     qos: str
     constraint: str
 
@@ -82,6 +83,7 @@ def make_plan(request: Request, site: Site) -> Plan:
         cpus_per_rank=request.cpus_per_rank or site.cpus_per_rank,
         gpus_per_node=gpus,
         partition=request.partition or site.partition,
+        account=request.account or site.account,
         qos=request.qos or site.qos,
         constraint=request.constraint or site.constraint,
     )
@@ -111,7 +113,7 @@ def _check(plan: Plan) -> None:
             f"a walltime of {format_clock(request.walltime_s)} is more than the "
             f"{site.max_walltime} that {site.title} gives; ask for less and requeue"
         )
-    if site.needs_account and not request.account:
+    if site.needs_account and not plan.account:
         raise ConfigError(f"{site.title} charges every job to a project; give --account")
     if plan.template.needs_image != (request.image is not None):
         cure = "give --image" if plan.template.needs_image else "use template slurm-apptainer"
@@ -127,6 +129,16 @@ def _check(plan: Plan) -> None:
         raise ConfigError(
             f"{site.title} gives each rank {by_rank}, so {plan.ranks_per_node} ranks per node and "
             f"{plan.gpus_per_node} GPUs per node do not go together; make them equal"
+        )
+    if site.gpu_visibility == "local-rank" and 0 < plan.gpus_per_node < plan.ranks_per_node:
+        raise ConfigError(
+            f"{site.title} gives each rank the GPU of its number, so {plan.ranks_per_node} ranks "
+            f"per node need as many GPUs, not {plan.gpus_per_node}; ask for fewer ranks"
+        )
+    if plan.template.launcher == "srun" and request.signal in ("TERM", "HUP"):
+        raise ConfigError(
+            f"srun kills its ranks on {request.signal} instead of passing it on; leave --signal "
+            "out (USR2)"
         )
     _check_dialect(plan)
 
@@ -153,8 +165,19 @@ def _check_dialect(plan: Plan) -> None:
             )
     if batch == "pbs" and site.whole_nodes and request.memory_mib:
         raise ConfigError(f"{site.title} gives nodes out whole; leave --memory out")
+    lead_s = request.signal_lead_s
+    if batch == "lsf" and lead_s and -(-lead_s // 60) >= -(-request.walltime_s // 60):
+        raise ConfigError(
+            f"LSF counts in minutes, in which a signal {lead_s} s before the end of "
+            f"{request.walltime_s} s comes at the start; shorten the lead"
+        )
     if request.max_requeues and plan.is_array and batch == "pbs":
         raise ConfigError("a task of a PBS array cannot be submitted again; leave --requeue out")
+    if request.max_requeues and request.after and batch in ("pbs", "flux"):
+        raise ConfigError(
+            f"a restart in {batch} is a new job, for which no other would wait; use --after and "
+            "--chain, or --requeue, not both"
+        )
     if request.max_requeues and batch in ("pbs", "flux") and request.script is None:
         raise ConfigError(
             f"{batch} requeues by submitting the script again, which needs its path; render it "

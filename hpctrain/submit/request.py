@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from hpctrain.errors import ConfigError
 from hpctrain.submit.words import (
@@ -92,6 +93,7 @@ class Request:
         for path in (*self.stage, *self.source, self.pack, self.venv, self.image, self.script):
             if path is not None:
                 _check_body_path(path)
+        self._check_staged()
         for word in (*self.prologue, *self.directives):
             check_printable(word, "a word of the prologue or directives")
 
@@ -118,6 +120,18 @@ class Request:
                 f"{len(self.commands)} commands need an array of as many tasks, not of "
                 f"{self.array_size}"
             )
+
+    def _check_staged(self) -> None:
+        """On a node they lie side by side in one folder, beside the environment."""
+        taken = {"env", "env.tar"} if self.pack is not None else set()
+        for path in self.stage:
+            name = PurePosixPath(path).name
+            if name in ("", "..") or name in taken:
+                raise ConfigError(
+                    f"{path!r} cannot be staged as {name!r}: it has no name of its own, or another "
+                    "file or the packed environment has it; rename it"
+                )
+            taken.add(name)
 
     def _check_numbers(self) -> None:
         for what, least, most in (

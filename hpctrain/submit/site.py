@@ -33,6 +33,12 @@ __all__ = ["Site", "find_sites", "load_site", "site_from_table"]
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 GPU_VISIBILITIES = ("all", "launcher", "local-rank", "reversed")
 _PROVENANCE = ("ever_run", "as_of", "source", "assumed")  # what ran elsewhere did not run here
+_KINDS: dict[object, str] = {
+    tuple[str, ...]: "a list of texts in quotes",
+    Mapping[str, str]: "a table of texts in quotes",
+    bool: "true or false",
+    str: "text in quotes",
+}
 _MASK = re.compile(r"(0x)?[0-9a-f]{1,64}|\d+(-\d+)?(,\d+(-\d+)?)*")
 _SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 
@@ -67,6 +73,8 @@ class Site:
     partition: str = ""
     qos: str = ""
     constraint: str = ""
+    account: str = ""
+    """The project that pays where the job names none."""
     needs_account: bool = False
     whole_nodes: bool = False
     """Nodes are given out whole, so that cores and memory are not asked for (PBS)."""
@@ -94,13 +102,19 @@ class Site:
         self._check_assumed()
         for count, what in (
             (self.gpus_per_node + 1, "gpus_per_node"),
+            ((self.default_gpus_per_node or 0) + 1, "default_gpus_per_node"),
             (_or_one(self.ranks_per_node), "ranks_per_node"),
             (_or_one(self.cpus_per_rank), "cpus_per_rank"),
             (self.threads_per_core, "threads_per_core"),
         ):
             if count < 1:
                 raise ConfigError(f"site {self.name}: {what} is too small; correct the profile")
-        for name in (self.partition, self.qos, self.constraint):
+        if (self.default_gpus_per_node or 0) > self.gpus_per_node:
+            raise ConfigError(
+                f"site {self.name}: default_gpus_per_node = {self.default_gpus_per_node} is more "
+                f"than gpus_per_node = {self.gpus_per_node}; correct the profile"
+            )
+        for name in (self.partition, self.qos, self.constraint, self.account):
             if name:
                 check_identifier(name, f"site {self.name}: directive value")
         for word in (*self.select, *self.cpu_masks):
@@ -183,10 +197,10 @@ def load_site(name: str, folders: Sequence[Path]) -> Site:
             f"no site {name!r}; there are {', '.join(sorted(sites))}; or give the path of a "
             "profile, as ./mysite.toml"
         )
-    return site_from_table(path.stem, _resolve(path, sites, ()))
+    return site_from_table(path.stem, _resolve(path, folders, ()))
 
 
-def _resolve(path: Path, sites: Mapping[str, Path], below: tuple[Path, ...]) -> dict[str, Any]:
+def _resolve(path: Path, folders: Sequence[Path], below: tuple[Path, ...]) -> dict[str, Any]:
     if path in below:
         chain = " -> ".join(str(step) for step in (*below, path))
         raise ConfigError(f"site profiles inherit in a circle: {chain}; break it")
@@ -194,20 +208,34 @@ def _resolve(path: Path, sites: Mapping[str, Path], below: tuple[Path, ...]) -> 
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"site profile {path} cannot be read: {error}") from error
-    parent = table.pop("inherits", None)
-    if parent is None:
+    if "inherits" not in table:
         return table
-    if not isinstance(parent, str) or parent not in sites:
-        raise ConfigError(
-            f"site profile {path} inherits {parent!r}, which is none of {', '.join(sorted(sites))}"
-        )
-    merged = _resolve(sites[parent], sites, (*below, path))
+    parent = table.pop("inherits")
+    merged = _resolve(_find_parent(path, parent, folders), folders, (*below, path))
     for key in _PROVENANCE:
         merged.pop(key, None)
     for key, value in table.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = {**merged[key], **value} if both else value
     return merged
+
+
+def _find_parent(path: Path, parent: object, folders: Sequence[Path]) -> Path:
+    """The profile that one inherits from: a site's name, or a path from its own folder on.
+
+    One that takes the name of its parent, to change a site for oneself, means the one it hides.
+    """
+    if isinstance(parent, str) and parent.endswith(".toml"):
+        return path.parent / parent
+    known = [find_sites([folder]) for folder in folders]
+    for sites in known:
+        if isinstance(parent, str) and sites.get(parent, path) != path:
+            return sites[parent]
+    names = sorted({name for sites in known for name in sites} - {path.stem})
+    raise ConfigError(
+        f"site profile {path} inherits {parent!r}, which is none of {', '.join(names)}; or give "
+        "the path of a profile, as ./other.toml"
+    )
 
 
 def site_from_table(name: str, table: Mapping[str, Any]) -> Site:
@@ -238,10 +266,12 @@ def _convert(site: str, key: str, value: object, hint: object) -> object:
     elif hint == Mapping[str, str]:
         if isinstance(value, dict) and all(isinstance(word, str) for word in value.values()):
             return dict(value)
+    elif key == "as_of" and isinstance(value, datetime.date):  # TOML has dates of its own
+        return str(value)
     elif isinstance(value, bool) == (hint is bool):
         if hint is bool or (hint is str and isinstance(value, str)):
             return value
         if hint in (int, int | None) and isinstance(value, int):
             return value
-    wanted = getattr(hint, "__name__", str(hint)).replace("Mapping", "table of strings")
+    wanted = _KINDS.get(hint, "a whole number")
     raise ConfigError(f"site {site}: {key} = {value!r} is of the wrong type; it must be {wanted}")

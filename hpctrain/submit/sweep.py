@@ -1,7 +1,8 @@
 """Sweeps: points over keys, and the argument vector of each. Pure but for the files of results.
 
 The seam to whatever is run is one argument vector with `{key}` placeholders: this module knows
-nothing of trainings. Each point has a run directory; the command leaves `result.json` there.
+nothing of trainings. Each point has a run directory; the command leaves `result.json` there, or is
+a training from a file, which leaves `summary.json`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ __all__ = [
     "open_sweep",
     "random_points",
     "read_results",
+    "sweep_commands",
     "write_sweep",
 ]
 
 RESULT = "result.json"
+_SUMMARY = "summary.json"
 _MANIFEST = "sweep.json"
 _OWN = ("run_dir", "index")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
@@ -148,31 +151,43 @@ def fill(template: Sequence[str], point: Point, *, run_dir: Path, index: int) ->
     return tuple(_PLACEHOLDER.sub(lambda match: values[match.group(1)], word) for word in template)
 
 
-def write_sweep(
+def sweep_commands(
     directory: Path, points: Sequence[Point], template: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """Make the run directories and the manifest; return each point's command.
+    """The argument vector of each point.
+
+    Raises:
+        ConfigError: placeholders and keys do not go together.
+    """
+    return tuple(
+        fill(template, point, run_dir=_folder(directory, index), index=index)
+        for index, point in enumerate(points)
+    )
+
+
+def write_sweep(
+    directory: Path, points: Sequence[Point], commands: Sequence[Sequence[str]]
+) -> None:
+    """Make the run directories and the manifest.
 
     Raises:
         ConfigError: another sweep is in that directory.
     """
-    folders = [directory / f"{index:04d}" for index in range(len(points))]
-    commands = tuple(
-        fill(template, point, run_dir=folder, index=index)
-        for index, (point, folder) in enumerate(zip(points, folders, strict=True))
-    )
     manifest = {"version": 1, "points": [dict(point) for point in points], "commands": commands}
     text = json.dumps(manifest, indent=1)
     path = directory / _MANIFEST
     try:
         if path.exists() and path.read_text(encoding="utf-8") != text:
             raise ConfigError(f"{directory} has another sweep; choose a new --dir")
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
+        for index in range(len(points)):
+            _folder(directory, index).mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written ({error}); choose another") from error
-    return commands
+
+
+def _folder(directory: Path, index: int) -> Path:
+    return directory / f"{index:04d}"
 
 
 def open_sweep(directory: Path) -> list[Point]:
@@ -189,19 +204,48 @@ def open_sweep(directory: Path) -> list[Point]:
 
 
 def read_results(directory: Path, metric: str, *, largest: bool) -> list[dict[str, Any]]:
-    """One row per point, the best first and those without a result last."""
-    rows = []
-    for index, point in enumerate(open_sweep(directory)):
-        value: float | None = None
-        try:
-            given = json.loads((directory / f"{index:04d}" / RESULT).read_text("utf-8"))[metric]
-            value = float(given)
-        except (OSError, ValueError, KeyError, TypeError):
-            value = None
-        value = None if value is None or math.isnan(value) else value
-        rows.append({"index": index, **point, metric: value})
+    """One row per point, the best first and those without a result last.
+
+    Raises:
+        ConfigError: there is no sweep, it sweeps a key of that name, or no point has that metric.
+    """
+    points = open_sweep(directory)
+    if metric in ("index", *points[0]):
+        raise ConfigError(f"{metric} is what the sweep changes, not what it measures; see --metric")
+    found = [_numbers(_folder(directory, index)) for index in range(len(points))]
+    known = sorted({name for numbers in found for name in numbers})
+    if known and metric not in known:
+        raise ConfigError(f"no point has {metric!r}; there are {', '.join(known)}: give --metric")
+    rows = [
+        {"index": index, **point, metric: numbers.get(metric)}
+        for index, (point, numbers) in enumerate(zip(points, found, strict=True))
+    ]
     sign = -1 if largest else 1
     return sorted(rows, key=lambda row: (row[metric] is None, sign * (row[metric] or 0.0)))
+
+
+def _numbers(folder: Path) -> dict[str, float | None]:
+    """What a point measured; None for what is no number, or not finite in JSON."""
+    for name in (RESULT, _SUMMARY):
+        try:
+            table = json.loads((folder / name).read_text("utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(table, dict) and name == _SUMMARY:
+            table = table.get("metrics") if table.get("state") == "finished" else None
+        if isinstance(table, dict):
+            return {key: _number(value) for key, value in table.items()}
+    return {}
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return None if math.isnan(number) else number
 
 
 def _split(text: str) -> tuple[str, str]:

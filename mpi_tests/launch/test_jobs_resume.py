@@ -6,6 +6,7 @@ Looked at afterwards: the last run of each step is what the final weights come f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,13 +50,50 @@ with hpc.init(seed=1) as world:
     if world.rank == 0:
         print(f"finished at step {{saver.step}}: {{model.weight.sum().item():.9f}}", flush=True)
 """
+# The same for `hpctrain train`: what a file names.
+PARTS = f"""
+import os, time
+import torch
+
+def model():
+    return torch.nn.Linear(4, 1)
+
+def data():
+    x = torch.randn({SAMPLES}, 4, generator=torch.Generator().manual_seed(1))
+    return torch.arange({SAMPLES}), x
+
+def step(trainer, batch):
+    ids, inputs = batch
+    loss = (trainer.replica(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    trainer.replica.backward(loss, num_samples=trainer.loader.num_samples)
+    trainer.update("model")
+    done, rank = trainer.progress.step, trainer.world.rank
+    with open(f"signal/seen-{{rank}}", "a") as seen:
+        numbers = " ".join(map(str, ids.tolist()))
+        seen.write(f"{{time.time()}} {{done}} {{trainer.loader.epoch}} {{numbers}}\\n")
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    if done == 6 and rank == 0:
+        print("under way", restart, flush=True)
+    if done >= 6 and restart == "0":
+        time.sleep({NAP_S})  # until somebody stops it
+    return loss.detach()
+"""
+FILE = f"""
+model.build = "parts:model"
+data.build = "parts:data"
+train = {{ global_batch = {BATCH}, epochs = {EPOCHS}, step = "parts:step", seed = 1 }}
+optimizer.lr = 0.01
+checkpoint.every_steps = 4
+logging.directory = "signal"
+"""
 
 
 @pytest.fixture(scope="module")
 def desk(slurm_of_session: Slurm) -> Iterator[Desk]:
     folder = slurm_of_session.directory / "resuming"
     folder.mkdir()
-    (folder / "train.py").write_text(TRAIN)
+    for name, text in {"train.py": TRAIN, "parts.py": PARTS, "file.toml": FILE}.items():
+        (folder / name).write_text(text)
     yield Desk(slurm_of_session, folder)
     slurm_of_session.clear()
 
@@ -69,8 +107,10 @@ def words_for(name: str, *, template: str, lead_s: float, time: str) -> list[str
         how += ["--env", "OMPI_ALLOW_RUN_AS_ROOT=1", "--env", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
     size = ["--nodes", "1", "--ranks-per-node", "2", "--cpus-per-rank", "2"]
     again = ["--requeue", "3", "--time", time]
-    script = ["--", *HPCTRAIN, "run", "train.py", name, str(lead_s)]
-    return ["--name", name, *how, *size, *again, *script]
+    script = ["run", "train.py", name, str(lead_s)]
+    if name == "signal":
+        script = ["train", "file.toml"]
+    return ["--name", name, *how, *size, *again, "--", *HPCTRAIN, *script]
 
 
 def submit(
@@ -87,8 +127,8 @@ def jobs(desk: Desk) -> dict[str, str]:
     return {
         # Half a minute before the end of its time a training leaves; no signal is sent.
         "walltime": submit(desk, "walltime", lead_s=30.0, time="1m"),
-        "signal": submit(desk, "signal", template="slurm-mpirun"),
-        "node": submit(desk, "node"),
+        "signal": submit(desk, "signal"),
+        "node": submit(desk, "node", template="slurm-mpirun"),
     }
 
 
@@ -113,9 +153,9 @@ def check_whole(desk: Desk, name: str) -> None:
         assert ids == list(range(SAMPLES)), (name, epoch)
 
 
-def finished(desk: Desk, name: str, job: str) -> str:
+def finished(desk: Desk, name: str, job: str, last: str = f"finished at step {STEPS}") -> str:
     """The log of a job that was run again and came to its end; the weights are those of all."""
-    desk.wait_for(job, f"finished at step {STEPS}", 1)
+    desk.wait_for(job, last, 1)
     (row,) = desk.ended(job)
     log = desk.log(job)
     assert (row["state"], row["exit_code"]) == ("COMPLETED", 0), log
@@ -125,14 +165,17 @@ def finished(desk: Desk, name: str, job: str) -> str:
     return log
 
 
-def test_a_signal_is_saved_requeued_and_resumed(desk: Desk, jobs: dict[str, str]) -> None:
+def test_a_training_from_a_file_is_signalled_saved_requeued_and_resumed(
+    desk: Desk, jobs: dict[str, str]
+) -> None:
     desk.wait_for(jobs["signal"], "under way 0", 1)
     slurm = desk.slurm
     slurm.run(["scancel", "--batch", "--signal=USR2", jobs["signal"]], timeout_s=LIMIT_S)
-    log = finished(desk, "signal", jobs["signal"])
-    passed = "SIGTERM" if mpi_of_this_python().family == "mpich" else "SIGUSR2"
-    assert f"got {passed}; saved step" in log, log
+    log = finished(desk, "signal", jobs["signal"], "restart 1 of at most")
+    assert "got SIGUSR2; saved step" in log, log
     assert "requeued for restart 1 of 3" in log
+    summary = json.loads((desk.folder / "signal" / "summary.json").read_text())
+    assert (summary["state"], summary["steps"], summary["ranks"]) == ("finished", STEPS, 2)
 
 
 def test_a_node_that_goes_down_costs_a_few_steps(desk: Desk, jobs: dict[str, str]) -> None:

@@ -117,7 +117,7 @@ def jobs(desk: Desk) -> dict[str, list[str]]:
     warning = ["--requeue", "1", "--signal-lead", "1m"]
     local = ["--stage", "data.txt", "--pack", "env.tar", "--prologue", "echo prologue here"]
     made = {
-        "requeue": [*plain, "--requeue", "1", *python, "again.py"],
+        "requeue": [*plain, "--requeue", "1", "--array", "2", *python, "again.py"],
         "warned-srun": [*plain, *two, *warning, *python, "warned.py"],
         "warned-mpirun": [*mpirun, *as_root, *warning, *python, "warned.py"],
         "srun": ["--mpi", mpi.srun_plugin, *two, *script, "train.py"],
@@ -264,12 +264,16 @@ def test_a_sweep_has_a_table(desk: Desk, jobs: dict[str, list[str]]) -> None:
 
 
 def test_exit_code_75_is_requeued_once_and_no_more(desk: Desk, jobs: dict[str, list[str]]) -> None:
+    """Each task of an array by itself: the last has the id of the whole array."""
     (job,) = jobs["requeue"]
-    desk.wait_for(job, "hpctrain job: not run again", 1)  # between its runs it may look over
-    (row,) = desk.ended(job)
-    log = desk.log(job)
-    assert [line for line in log.splitlines() if line.startswith("start")] == ["start 0", "start 1"]
-    assert (row["state"], row["exit_code"], row["restarts"]) == ("FAILED", 1, 1), log
+    desk.wait_for(job, "hpctrain job: not run again", 2)  # between its runs it may look over
+    rows = desk.ended(job)
+    for task, row in enumerate(sorted(rows, key=lambda row: str(row["job"]))):
+        log = desk.log(f"{job}_{task}")
+        starts = [line for line in log.splitlines() if line.startswith("start")]
+        assert starts == ["start 0", "start 1"], log
+        assert (row["state"], row["exit_code"], row["restarts"]) == ("FAILED", 1, 1), log
+    assert len(rows) == 2
 
 
 def test_the_list_of_jobs_and_one_that_is_not_ours(desk: Desk, jobs: dict[str, list[str]]) -> None:

@@ -30,6 +30,7 @@ PROGRAMS = (
 BATCH_ENVIRONMENT = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_ARRAY_JOB_ID": "7",
     "SLURM_ARRAY_TASK_ID": "1",
     "PBS_JOBID": "7.server",
     "PBS_ARRAY_INDEX": "1",

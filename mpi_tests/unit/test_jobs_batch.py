@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import JobError
+from hpctrain.cli import main
+from hpctrain.errors import ConfigError, JobError
 from hpctrain.submit.batch import JobState, find_system
 from hpctrain.submit.batch.slurm import read_sacct, read_scontrol
 from hpctrain.submit.batch.system import Answer, ask_program
@@ -101,6 +102,10 @@ def test_a_chain_names_the_job_before(recorder):
     assert hpctrain(recorder, "job", "submit", *words).stdout.split() == ["4711"] * 3
     scripts = [Path(call[-1]).read_text() for call in recorder.calls()]
     assert ["afterok:4711" in script for script in scripts] == [False, True, True]
+    recorder.record.unlink()
+    words = ["--site", "pbs", "--time", "2h", "--chain", "2", "--requeue", "1", "--", "python", "x"]
+    assert "not both" in hpctrain(recorder, "job", "submit", *words).stderr
+    assert recorder.calls() == []  # not even the first was handed over
 
 
 def test_what_the_batch_system_refuses_is_told(recorder):
@@ -204,6 +209,9 @@ def test_jobs_are_remembered_by_many_at_once(tmp_path):
     assert sorted(int(row.job) for row in ledger.entries()) == list(range(15))
     ledger.add(entry("77", array_size=4))
     assert ledger.find(None) == ledger.find("77_3") == ledger.find("77")
+    for job, task in (("88[].server", "88[3].server"), ("99", "99[3]")):
+        ledger.add(entry(job, array_size=4))
+        assert ledger.find(task) == ledger.find(job)
     assert ledger.find("5000") is None
     ledger.path.write_text("{")
     with pytest.raises(JobError, match="move it away"):
@@ -241,3 +249,22 @@ def test_a_log_is_followed_to_the_end_of_its_job(tmp_path):
     assert [task.name for task in tasks] == ["n-5_0.out", "n-5_1.out"]
     assert log_paths(entry("5[].s", batch="pbs", array_size=2))[1].name == "5[1].s.OU"
     assert log_paths(entry("5", batch="lsf", array_size=2))[0].name == "n-5_1.out"
+    (one,) = log_paths(entry("5", batch="lsf", array_size=2), job="5[2]")
+    assert one.name == "n-5_2.out"
+    assert [p.name for p in log_paths(entry("5", array_size=2), job="5_1")] == ["n-5_1.out"]
+    with pytest.raises(ConfigError, match="has tasks 0 to 1"):
+        log_paths(entry("5", array_size=2), job="5_2")
+    with pytest.raises(ConfigError, match="is no array"):
+        log_paths(entry("5"), 0)
+
+
+def test_the_logs_of_an_array_are_shown_as_far_as_they_are_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    Ledger(tmp_path / "hpctrain").add(entry("5", log_dir=str(tmp_path), array_size=3))
+    (tmp_path / "n-5_1.out").write_text("here\n")
+    assert main(["job", "logs", "5"]) == 0
+    assert capsys.readouterr().out.count("(there is no log yet)") == 2
+    assert main(["job", "logs", "5_1"]) == 0
+    assert capsys.readouterr().out == "here\n"
+    assert main(["job", "logs", "5_0"]) == 1
+    assert main(["job", "logs", "5_7"]) == 2

@@ -224,6 +224,71 @@ def test_good_scripts_are_left_alone(good):
     assert found(good) == []
 
 
+ALONE = of_slurm(("nodes=2", "nodes=1"), ("node=4", "node=1"), (STRICT, "cd /work"))
+LATE = of_slurm((SRUN, f"{SRUN.strip()} || true\n"))
+INSIDE = "srun --mpi=pmix bash -c '\n  export RANK=$SLURM_PROCID\n  {}python train.py\n'\n"
+
+
+@pytest.mark.parametrize(
+    ("rule", "line", "bad"),
+    [
+        ("J08", 3, of_pbs((":ngpus", ":mem=1.5gb:ngpus"))),
+        ("J20", 4, of_slurm(("--ntasks-per-node=4\n", "--ntasks=2\n"))),
+        ("J20", 3, of_slurm(("#SBATCH --ntasks-per-node=4\n", ""))),
+        ("J20", 4, of_slurm(("gpus-per-node=4", "gpus=16"))),
+        ("J24", 11, of_slurm((SRUN, "srun torchrun --master_port=29500 train.py\n"))),
+        ("J24", 11, of_slurm((SRUN, "srun torchrun --rdzv_endpoint $host:29500 train.py\n"))),
+        ("J24", 11, of_slurm((SRUN, "export MASTER_PORT=${MASTER_PORT:-29500}\n" + SRUN))),
+        ("J28", 11, of_slurm((SRUN, INSIDE.format("")))),
+        ("J47", 11, LATE),
+        ("J41", 12, of_slurm((SRUN, f"{TRAP}timeout 60m /usr/bin/{SRUN}"))),
+        ("J26", 7, of_pbs(("export OMP_NUM_THREADS=8\n", ""), ("mpiexec", "horovodrun"))),
+        ("J47", 11, change(ALONE, (SRUN, "python train.py\necho done\n"))),
+        ("J47", 13, change(ALONE, (SRUN, f"{SRUN.strip()} &\npid=$!\nwait $pid\necho done\n"))),
+    ],
+)
+def test_mistakes_in_other_words_are_found(rule, line, bad):
+    assert (rule, line) in found(bad)
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        of_slurm((STRICT, "set -x -e -o pipefail")),
+        of_slurm(("#SBATCH --time", "#SBATCH --mem=500GB\n#SBATCH --time")),
+        of_slurm(("=02:00:00", "=UNLIMITED")),
+        of_slurm(("ntasks-per-node", "tasks-per-node")),
+        of_slurm(("ntasks-per-node=4", "ntasks=8")),
+        of_slurm(
+            ("ntasks-per-node=4", "ntasks-per-node=1"),
+            (SRUN, "srun torchrun --nproc_per_node 4 --rdzv_endpoint $host:$port train.py\n"),
+        ),
+        of_slurm(("export SRUN_CPUS_PER_TASK=8\n", ""), ("srun ", "srun -c $SLURM_CPUS_PER_TASK ")),
+        of_slurm((SRUN, f"export MASTER_ADDR=$(hostname)\n{SRUN}"), (f" {MPI}", "")),
+        of_slurm((SRUN, f"{SRUN}srun -n 1 python summarize.py\n")),
+        of_slurm((SRUN, INSIDE.format("exec "))),
+        of_slurm(
+            (
+                SRUN,
+                f"{TRAP}end() {{\n  wait $pid || true\n}}\n{SRUN.strip()} &\npid=$!\nwait $pid\n",
+            )
+        ),
+        of_slurm((SRUN, "echo \"it's\"  # don't\n" + SRUN)),
+        of_slurm(
+            ("set -e", "#SBATCH --signal=B:12@120\nset -e"),
+            (SRUN, f"{TRAP}{SRUN.strip()} & pid=$!\nwait $pid || wait $pid\n"),
+        ),
+    ],
+)
+def test_what_people_write_well_is_no_mistake(good):
+    assert found(good) == []
+
+
+def test_a_code_kept_by_pipestatus_is_not_lost():
+    text = change(ALONE, (SRUN, f"{SRUN.strip()} | tee log\ncode=${{PIPESTATUS[0]}}\nexit $code\n"))
+    assert {rule for rule, _ in found(text)} == {"J49"}
+
+
 def test_a_rule_can_be_left_out_in_the_script():
     bad = of_slurm(("gpus-per-node=4", "gpus-per-task=1"))
     assert found(bad.replace("set -e", "# hpctrain lint: ignore J21 (asked for)\nset -e")) == []

@@ -53,7 +53,10 @@ def everything(template: str, **more: object) -> str:
         "after": ("12", "13"),
         "script": "/scripts/job one.sh",
     }
-    return render(ask(**{**fields, **more}), site(SITE_OF[batch]))
+    fields |= more
+    if batch in ("pbs", "flux") and fields["max_requeues"]:
+        fields["after"] = ()  # a restart is a new job there
+    return render(ask(**fields), site(SITE_OF[batch]))
 
 
 def shellcheck(script: str) -> None:
@@ -149,6 +152,19 @@ def test_requeueing_is_counted_and_capped(template, tmp_path):
     assert "no restarts were allowed" in done.stdout
 
 
+def test_a_task_of_an_array_is_requeued_alone_and_leaves_clean_nodes(tmp_path):
+    recorder = Recorder(tmp_path)
+    fails = (recorder.bin / "srun").read_text() + 'case " $* " in *train.py*) exit 75 ;; esac\n'
+    (recorder.bin / "srun").write_text(fails.replace("'srun '* | ", ""))
+    done = recorder.run(everything("slurm-srun", array_size=3))
+    assert done.returncode == REQUEUE, done.stdout + done.stderr
+    calls = [" ".join(call) for call in recorder.calls()]
+    assert calls[-2:] == ["scontrol --oneliner show job 7_1", "scontrol requeue 7_1"]
+    assert [call.endswith("rm -rf -- /tmp/hpctrain-7") for call in calls].index(True) == len(
+        calls
+    ) - 3
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_tasks_of_an_array_run_their_own_command(template, tmp_path):
     commands = tuple(("python", "train.py", f"--point={index}", "$x") for index in range(3))
@@ -224,12 +240,18 @@ def test_a_missing_file_or_module_ends_the_job_before_the_ranks(tmp_path):
         ({"log_dir": "a b"}, "log directory"),
         ({"log_dir": "~/logs"}, "log directory"),
         ({"stage": ("~/data",)}, "whole path"),
+        ({"stage": ("a/data", "b/data/")}, "cannot be staged as 'data'"),
+        ({"stage": ("a/..",)}, "cannot be staged"),
+        ({"stage": (".",)}, "cannot be staged"),
+        ({"stage": ("my/env",), "pack": "e.tar"}, "packed environment"),
         ({"environment": {"PATH": "/x"}}, "belongs to the shell"),
         ({"environment": {"A-B": "x"}}, "environment variable"),
         ({"signal": "KILL"}, "choose from"),
         ({"directives": ("--nodes=3",)}, "written by hpctrain itself"),
         ({"directives": ("--nod=3",)}, "written by hpctrain itself"),
         ({"directives": ("--wrap=x",)}, "written by hpctrain itself"),
+        ({"directives": ("--tasks-per-node=3",)}, "written by hpctrain itself"),
+        ({"directives": ("--wait",)}, "written by hpctrain itself"),
         ({"directives": ("-N 3",)}, "not understood"),
         ({"directives": ("--comment=a b",)}, "directive"),
         ({"directives": ("--comment=$x",)}, "directive"),
@@ -246,9 +268,12 @@ def test_more_directives_are_written():
     assert "#SBATCH --exclusive\n#SBATCH --mail-type=END\n" in text
     text = render(ask(directives=("-l filesystems=home", "-M a@b.org")), site("pbs"))
     assert "#PBS -l filesystems=home\n" in text
-    for extra in ("-l select=3", "-l walltime=9", "-l a=1,select=2", "-q x", "-Wblock=true"):
+    for extra in ("-l select=3", "-l walltime=9", "-l a=1,select=2", "-q x", "-Wblock=true", "-qx"):
         with pytest.raises(ConfigError, match="directive"):
             render(ask(directives=(extra,)), site("pbs"))
+    for extra in ("-Is", "-W 9", "-outdir /x"):
+        with pytest.raises(ConfigError, match="directive"):
+            render(ask(account="p", directives=(extra,)), site("lsf"))
 
 
 def test_rendering_needs_neither_torch_nor_mpi(tmp_path):

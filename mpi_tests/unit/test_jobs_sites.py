@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.submit import Site, load_site, render
 from hpctrain.submit.site import find_sites
@@ -78,14 +79,21 @@ def test_a_site_of_ones_own_inherits_by_one_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('inherits = "mine"', "circle"),
+        ('inherits = "mine"', "none of alps"),
+        ('inherits = "./mine.toml"', "circle"),
+        ('inherits = "./other.toml"', "cannot be read"),
         ('inherits = "nowhere"', "none of"),
         ("inherits = 3", "none of"),
         ('title = "x"', "must be given"),
         ('inherits = "slurm"\nnosuch = 1', "unknown keys nosuch"),
         ('inherits = "slurm"\ngpus_per_node = "4"', "wrong type"),
-        ('inherits = "slurm"\ngpus_per_node = true', "wrong type"),
+        ('inherits = "slurm"\ngpus_per_node = true', "must be a whole number"),
+        ('inherits = "slurm"\nmodules = "gcc"', "must be a list of texts"),
+        ('inherits = "slurm"\n[environment]\nA = 1', "must be a table of texts"),
         ('inherits = "slurm"\ngpus_per_node = -1', "too small"),
+        ('inherits = "slurm"\ndefault_gpus_per_node = -1', "too small"),
+        ('inherits = "slurm"\ndefault_gpus_per_node = 9', "more than gpus_per_node = 8"),
+        ('inherits = "slurm"\naccount = "a b"', "is not possible"),
         ('inherits = "slurm"\nneeds_account = 1', "wrong type"),
         ('inherits = "slurm"\nmpi = "lam"', "choose from"),
         ('inherits = "slurm"\nas_of = "yesterday"', "no date"),
@@ -106,6 +114,29 @@ def test_what_is_wrong_in_a_profile_is_named(tmp_path, text, told):
         load_site("mine", [tmp_path, *SITES])
 
 
+def test_a_profile_may_change_the_site_whose_name_it_takes(tmp_path):
+    (tmp_path / "perlmutter.toml").write_text('inherits = "perlmutter"\naccount = "m1234"\n')
+    mine = load_site("perlmutter", [tmp_path, *SITES])
+    assert (mine.account, mine.qos) == ("m1234", "regular")
+    assert "#SBATCH --account=m1234" in render(ask(), mine)
+    assert "#SBATCH --account=other" in render(ask(account="other"), mine)
+    (tmp_path / "shared.toml").write_text('inherits = "./perlmutter.toml"\nas_of = 2026-11-15\n')
+    shared = load_site(str(tmp_path / "shared.toml"), SITES)
+    assert (shared.account, shared.as_of) == ("m1234", "2026-11-15")
+
+
+def test_a_broken_profile_does_not_hide_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "hpctrain" / "sites"
+    folder.mkdir(parents=True)
+    (folder / "broken.toml").write_text("nosuch = 1")
+    assert main(["job", "sites"]) == 2
+    said = capsys.readouterr()
+    assert "perlmutter" in said.out
+    assert "site broken: unknown keys nosuch" in said.err
+    assert main(["job", "sites", "broken"]) == 2
+
+
 def test_unknown_sites_list_the_known():
     with pytest.raises(ConfigError, match=r"no site 'nowhere'; there are alps, .*polaris"):
         load_site("nowhere", SITES)
@@ -121,11 +152,16 @@ def test_unknown_sites_list_the_known():
         ("perlmutter", {"image": "x.sif"}, "slurm-apptainer"),
         ("perlmutter", {"template": "slurm-apptainer"}, "give --image"),
         ("lumi", {"ranks_per_node": 9}, "cores for 8"),
+        ("aurora", {"ranks_per_node": 12, "gpus_per_node": 6}, "ask for fewer ranks"),
         ("frontier", {"ranks_per_node": 4}, "make them equal"),
         ("polaris", {"memory_mib": 1024}, "whole"),
         ("polaris", {"qos": "high"}, "cannot be written for pbs"),
         ("polaris", {"max_requeues": 1}, "render it into a file"),
         ("polaris", {"max_requeues": 1, "script": "/s", "array_size": 2}, "array"),
+        ("perlmutter", {"signal": "TERM"}, "srun kills its ranks on TERM"),
+        ("perlmutter", {"signal": "HUP", "signal_lead_s": 60}, "srun kills its ranks on HUP"),
+        ("lsf", {"walltime_s": 90, "signal_lead_s": 61}, "LSF counts in minutes"),
+        ("pbs", {"max_requeues": 1, "after": ("7",), "script": "/s"}, "not both"),
         ("lsf", {"memory_mib": 1024}, "cannot be written for lsf"),
         ("flux", {"array_size": 4, "array_limit": 2}, "cannot be written for flux"),
     ],

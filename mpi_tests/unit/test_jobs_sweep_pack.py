@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.submit.pack import outside_paths, pack_environment, relocatable
-from hpctrain.submit.sweep import fill, grid_points, list_points, random_points, read_results
+from hpctrain.submit.sweep import (
+    fill,
+    grid_points,
+    list_points,
+    random_points,
+    read_results,
+    sweep_commands,
+    write_sweep,
+)
 
 
 def test_a_grid_has_all_combinations():
@@ -102,6 +110,27 @@ def test_a_sweep_on_this_machine_and_its_table(tmp_path, monkeypatch, capsys):
     assert main(["sweep", "run", "--random", "x=int(1,2)", *command]) == 2
 
 
+def test_a_sweep_of_trainings_from_a_file_is_ranked_by_their_summaries(tmp_path, capsys):
+    points, folder = grid_points(["optimizer.lr=3,1,2"]), tmp_path / "sweep"
+    write_sweep(folder, points, sweep_commands(folder, points, ["train", "{optimizer.lr}"]))
+    for index, state in enumerate(["finished", "finished", "failed"]):
+        summary = {"state": state, "metrics": {"accuracy": 0.5 + index, "loss": None}}
+        (folder / f"000{index}" / "summary.json").write_text(json.dumps(summary))
+    rows = read_results(folder, "accuracy", largest=True)
+    assert [(row["index"], row["accuracy"]) for row in rows] == [(1, 1.5), (0, 0.5), (2, None)]
+    assert main(["sweep", "table", "--dir", str(folder), "--metric", "nosuch"]) == 2
+    assert "there are accuracy, loss" in capsys.readouterr().err
+    assert main(["sweep", "table", "--dir", str(folder), "--metric", "optimizer.lr"]) == 2
+
+
+def test_a_sweep_that_cannot_be_submitted_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["sweep", "submit", "--grid", "x=1,2", "--time", "1h"]
+    for wrong in (["--site", "nowhere"], ["--directive=--nodes=3"], ["--gpus-per-node", "9"]):
+        assert main([*words, *wrong, "--", "train", "{x}"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("env") / "small"
@@ -126,6 +155,9 @@ def test_a_packed_environment_works_where_it_is_unpacked(environment, tmp_path):
     )
     assert done.stdout == f"{place} ['a b']\n", done.stderr
     assert (place / "bin" / "other").read_text() == "#!/bin/sh\n"
+    (tmp_path / "linked").symlink_to(environment)
+    tool = (environment / "bin" / "tool").read_bytes()
+    assert relocatable(tool, tmp_path / "linked") == relocatable(tool, environment) != tool
     with tarfile.open(archive) as packed:
         assert {member.uid for member in packed} == {0}
 
@@ -135,7 +167,16 @@ def test_what_is_outside_is_named_and_what_is_no_environment_is_refused(environm
     (site / "mine.pth").write_text("/some/checkout\nimport os\n")
     assert outside_paths(environment) == ["/some/checkout"]
     (site / "mine.pth").unlink()
+    (site / "__editable___mine_0_1_finder.py").write_text(
+        "MAPPING: dict[str, str] = {'mine': '/some/other/mine'}\n"
+    )
+    assert outside_paths(environment) == ["/some/other/mine"]
+    (site / "__editable___mine_0_1_finder.py").unlink()
     assert relocatable(b"\x7fELF", environment) == b"\x7fELF"
+    assert relocatable(b"#!/usr/bin/python3\n", environment) == b"#!/usr/bin/python3\n"
+    blank = Path("/a b")  # where pip lets sh start the interpreter
+    script = b"#!/bin/sh\n'''exec' \"/a b/bin/python3\" \"$0\" \"$@\"\n' '''\nimport sys\n"
+    assert relocatable(script, blank) == script.replace(b"/a b/bin/", b'$(dirname -- "$0")/')
     with pytest.raises(ConfigError, match="no virtual environment"):
         pack_environment(tmp_path, tmp_path / "x.tar")
     with pytest.raises(ConfigError, match=r"must end in .tar"):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
+from hpctrain.launch import tee
 from hpctrain.launch.command import Hosts, launch_command, launch_environment, parse_hosts
 from hpctrain.launch.screen import Screen
 from hpctrain.mpi_version import MpiVersion, identify
@@ -160,3 +165,19 @@ def test_the_launchers_words_are_held_once_all_ranks_are_connected():
     drawn.finish()
     assert out.getvalue() == b"early\n"
     assert drawn.launcher_words == b"BAD TERMINATION\n"
+
+
+@pytest.mark.parametrize("warning", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
+def test_the_copy_of_a_ranks_output_outlives_a_warning_to_the_whole_job(tmp_path, warning):
+    path = tmp_path / "rank.log"
+    out, err = os.pipe(), os.pipe()
+    words = [sys.executable, "-I", "-S", tee.__file__, str(path), str(out[0]), str(err[0])]
+    with subprocess.Popen(words, pass_fds=(out[0], err[0]), stdout=subprocess.PIPE) as copying:
+        os.write(out[1], b"ready\n")
+        assert copying.stdout.readline() == b"ready\n"
+        copying.send_signal(getattr(signal, warning))
+        os.write(out[1], b"saved\n")
+        for descriptor in (*out, *err):
+            os.close(descriptor)
+        assert copying.stdout.read() == b"saved\n"
+    assert (copying.returncode, path.read_bytes()) == (0, b"ready\nsaved\n")

@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
     if args.lines is not None and args.lines < 0:
         raise ConfigError(f"--lines {args.lines} is not possible; give 0 or more")
     entry = meant(args.jobs)
-    paths = log_paths(entry, args.task)
+    paths = log_paths(entry, args.task, job=args.jobs)
     if args.follow:
         if len(paths) > 1:
             raise ConfigError(f"job {entry.job} is an array; name one task with --task")
@@ -36,10 +36,15 @@ def main(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             log.notice(f"job {entry.job} goes on")
         return 0
+    if len(paths) == 1:
+        _write(last_lines(paths[0], args.lines))
+        return 0
     for path in paths:
-        if len(paths) > 1:
-            print(f"==> {path} <==")
-        _write(last_lines(path, args.lines))
+        print(f"==> {path} <==")
+        if path.exists():
+            _write(last_lines(path, args.lines))
+        else:
+            print("(there is no log yet)")
     return 0
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 
 from hpctrain import log
 from hpctrain.cli.job.options import site_folders
+from hpctrain.errors import ConfigError
 from hpctrain.submit.site import Site, find_sites, load_site
 
 __all__ = ["add_arguments", "main"]
@@ -22,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """List, or show one."""
     folders = site_folders()
-    names = [args.name] if args.name else sorted(find_sites(folders))
-    sites = [load_site(name, folders) for name in names]
+    sites, broken = _load([args.name] if args.name else sorted(find_sites(folders)), folders)
+    if args.name and broken:
+        raise broken[0]
     if args.json:
         print(json.dumps([dataclasses.asdict(site) for site in sites], indent=2))
     elif args.name:
@@ -32,7 +35,20 @@ def main(args: argparse.Namespace) -> int:
         headers = ("site", "template", "GPUs", "what", "how it is known")
         rows = [(s.name, s.template, s.gpus_per_node, s.title, _known(s)) for s in sites]
         print(log.table(headers, rows))
-    return 0
+    for error in broken:
+        log.warn(str(error))
+    return 2 if broken else 0
+
+
+def _load(names: list[str], folders: list[Path]) -> tuple[list[Site], list[ConfigError]]:
+    """Profiles, and what is wrong with those that cannot be used: one hides no other."""
+    sites, broken = [], []
+    for name in names:
+        try:
+            sites.append(load_site(name, folders))
+        except ConfigError as error:
+            broken.append(error)
+    return sites, broken
 
 
 def _known(site: Site) -> str:

@@ -25,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Ask and show."""
-    entries = [meant(job) for job in args.jobs] if args.jobs else recent(_SHOWN)
-    states = [state for entry in entries for state in _ask(entry)]
+    named = [(meant(job), job) for job in args.jobs]
+    wanted = named or [(entry, entry.job) for entry in recent(_SHOWN)]
+    states = [state for entry, job in wanted for state in _ask(entry, job)]
     if args.json:
         print(json.dumps([dataclasses.asdict(state) for state in states], indent=2))
         return 0
@@ -38,8 +39,10 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ask(entry: Entry) -> list[JobState]:
+def _ask(entry: Entry, job: str) -> list[JobState]:
+    """The job, with all its tasks where it is an array, or the one task that was named."""
     states = find_system(entry.batch).ask_state(entry.job, ask_program)
+    states = [state for state in states if state.job == job] or states
     gone = JobState(
         job=entry.job,
         name=entry.name,

@@ -14,6 +14,8 @@ from hpctrain.cli.job.options import add_job_options, command_of, request_from, 
 from hpctrain.errors import ConfigError
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
+from hpctrain.submit.plan import make_plan
+from hpctrain.submit.request import Request
 from hpctrain.submit.submission import submit
 
 __all__ = ["add_arguments", "main"]
@@ -36,6 +38,9 @@ def main(args: argparse.Namespace) -> int:
     if not 1 <= args.chain <= 1000:
         raise ConfigError(f"--chain {args.chain} is not possible; give 1 to 1000")
     request, site = request_from(args, (command_of(args.command),)), site_from(args)
+    if args.chain > 1:  # what is wrong with the second is said before the first is handed over
+        make_plan(dataclasses.replace(request, after=("1",), script="to be named"), site)
+    _warn_of_absent(request)
     ledger = Ledger(state_home(os.environ))
     jobs: list[str] = []
     for _ in range(args.chain):
@@ -54,6 +59,14 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(jobs))
         log.notice(f"`hpctrain job logs -f {jobs[0]}` follows it; scripts and logs: {args.log_dir}")
     return 0
+
+
+def _warn_of_absent(request: Request) -> None:
+    """Name files that are not here: after hours in a queue the job would end at them."""
+    named = (*request.stage, *request.source, request.pack, request.venv, request.image)
+    for path in named:
+        if path is not None and "://" not in path and not Path(path).exists():
+            log.warn(f"{path} is not here; a job that does not find it on its nodes ends at once")
 
 
 def _show(text: str) -> None:

@@ -19,6 +19,7 @@ class Lsf(BatchSystem):
     """LSF."""
 
     title = "LSF"
+    first_index = 1
     reads_script_from_stdin = True  # given as an argument, its directives would be ignored
 
     def submit_words(self, script: Path, *, index: int | None = None) -> list[str]:
@@ -50,7 +51,9 @@ class Lsf(BatchSystem):
 
     def log_name(self, name: str, job: str, task: int | None) -> str:
         """As the directive `-o` has it; LSF counts tasks from 1."""
-        return f"{name}-{job}.out" if task is None else f"{name}-{job}_{task + 1}.out"
+        return (
+            f"{name}-{job}.out" if task is None else f"{name}-{job}_{task + self.first_index}.out"
+        )
 
 
 def _state(record: dict[str, str]) -> JobState:

@@ -78,6 +78,8 @@ class BatchSystem(ABC):
 
     reads_script_from_stdin = False
     has_arrays = True
+    first_index = 0
+    """Of the tasks of an array."""
 
     def submit(self, script: Path, ask: Ask, *, index: int | None = None) -> str:
         """Hand a script over and return the job's id.

@@ -52,7 +52,7 @@ def _bad_walltime(script: Script) -> Iterator[tuple[int, str]]:
         return
     fields = [int(field) for field in re.findall(r"\d+", option.value)]
     overflow = re.search(r":([6-9]\d|\d{3,})(:|$)", option.value)
-    if option.value.startswith("-") or not any(fields) or overflow:
+    if option.value.startswith("-") or (fields and not any(fields)) or overflow:
         yield option.line, f"walltime {option.value!r} is zero, negative or past 59"
 
 
@@ -67,10 +67,13 @@ def _ambiguous_walltime(script: Script) -> Iterator[tuple[int, str]]:
 
 def _bad_memory(script: Script) -> Iterator[tuple[int, str]]:
     for option in script.options:
-        is_memory = option.name in ("mem", "mem-per-cpu", "mem-per-gpu")
-        units = r"\d+\s*[KMGT]?B?" if script.batch != "slurm" else r"\d+[KMGT]?"
-        if is_memory and not re.fullmatch(units, option.value, re.IGNORECASE):
-            yield option.line, f"memory {option.value!r} is refused"
+        if option.name in ("mem", "mem-per-cpu", "mem-per-gpu"):
+            given = [option.value]
+        else:
+            given = re.findall(r":mem=([^:+,]*)", option.value) if option.name == "select" else []
+        for value in given:
+            if not re.fullmatch(r"\d+\s*[KMGT]?B?", value, re.IGNORECASE):
+                yield option.line, f"memory {value!r} is refused"
 
 
 def _no_folder(script: Script) -> Iterator[tuple[int, str]]:

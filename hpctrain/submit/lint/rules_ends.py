@@ -11,6 +11,10 @@ from hpctrain.submit.lint.script import Command, Script
 
 __all__ = ["RULES"]
 
+_NAMES = {"10": "USR1", "12": "USR2", "15": "TERM"}
+_CLOSING = re.compile(r"fi|done|\}|esac|;;|else")
+_WAIT = re.compile(r"(?:^|[;&|!{]\s*|\b(?:do|then|if|while|until)\s+)wait\b")
+
 
 def _signal(script: Script) -> tuple[str, int | None, int, bool] | None:
     """The warning's name, lead in seconds, line, and whether only the batch shell gets it."""
@@ -25,7 +29,7 @@ def _signal(script: Script) -> tuple[str, int | None, int, bool] | None:
     if match is None:
         return None
     to, name, lead_s = match.groups()
-    return name, int(lead_s) if lead_s else 60, option.line, "B" in (to or "")
+    return _NAMES.get(name, name), int(lead_s) if lead_s else 60, option.line, "B" in (to or "")
 
 
 def _traps(script: Script) -> list[Command]:
@@ -35,7 +39,8 @@ def _traps(script: Script) -> list[Command]:
 
 def _no_trap(script: Script) -> Iterator[tuple[int, str]]:
     signal = _signal(script)
-    if signal and signal[3] and not any(signal[0] in trap.text for trap in _traps(script)):
+    caught = {_NAMES.get(w, w) for t in _traps(script) for w in re.findall(r"[A-Z0-9]+", t.text)}
+    if signal and signal[3] and not caught & {signal[0], f"SIG{signal[0]}"}:
         yield signal[2], f"{signal[0]} goes to the batch shell, which does not trap it"
 
 
@@ -47,7 +52,7 @@ def _foreground(script: Script) -> Iterator[tuple[int, str]]:
 
 
 def _one_wait(script: Script) -> Iterator[tuple[int, str]]:
-    waits = [c for c in script.commands if re.search(r"(^|[;&|]\s*)wait\b", c.text)]
+    waits = [c for c in script.commands for _ in _WAIT.findall(c.text)]
     looped = re.search(r"\b(while|until)\b", script.shell)
     if _traps(script) and len(waits) == 1 and not looped:
         yield waits[0].line, "one wait after a trap"
@@ -89,13 +94,22 @@ def _no_append(script: Script) -> Iterator[tuple[int, str]]:
 
 
 def _lost_code(script: Script) -> Iterator[tuple[int, str]]:
+    trainings = script.trainings
+    in_background = any(command.in_background for command in trainings)
     for position, command in enumerate(script.commands):
-        after = script.commands[position + 1 :]
-        if not command.launcher or command.in_background or script.strict or not after:
+        awaited = in_background and re.match(r"wait\s+\S", command.text)
+        if not (command in trainings or awaited) or command.in_background:
             continue
-        kept = re.search(r"\|\||&&\s*exit|^if\b|\bexec\b", command.text) or "$?" in after[0].text
-        if not kept:
-            yield command.line, f"what {command.launcher} answers is forgotten"
+        what = command.launcher or command.text.split()[0]
+        if not awaited and re.search(r"\|\|\s*(true|:|echo)(\s|;|$)", command.text):
+            yield command.line, f"what {what} answers is turned into 0"
+            continue
+        after = [c for c in script.commands[position + 1 :] if not _CLOSING.fullmatch(c.text)]
+        if script.strict or not after:
+            continue
+        kept = re.search(r"\|\||&&\s*exit|^(if|exec)\b|\$\?", command.text)
+        if not kept and not re.search(r"\$\?|PIPESTATUS|^exit$", after[0].text):
+            yield command.line, f"what {what} answers is forgotten"
 
 
 def _lost_in_pipe(script: Script) -> Iterator[tuple[int, str]]:

@@ -11,20 +11,57 @@ from hpctrain.submit.lint.script import Script
 __all__ = ["RULES", "uses_gpus"]
 
 
+_STARTS_SEVERAL = re.compile(
+    r"\b(torchrun|torch\.distributed|accelerate launch|deepspeed|nproc[_-]per[_-]node)\b"
+)
+"""One such process starts one for each GPU, and lets them meet without MPI."""
+_PORT = re.compile(
+    r"\bMASTER_PORT=[\"']?(?:\$\{MASTER_PORT:-)?(\d+)\b[\"'}]*(?:\s|;|$)"
+    r"|--(?:master|main_process)[_-]port[= ][\"']?(\d+)\b"
+    r"|--rdzv[_-]endpoint[= ]\S*:(\d+)\b"
+)
+
+
 def gpus_per_node(script: Script) -> tuple[int, int] | None:
     """The number of GPUs per node that is asked for, and its line."""
-    for name in ("gpus-per-node", "gres", "select"):
+    for name in ("gpus-per-node", "gres", "gpus", "select"):
         option = script.option(name)
         if option is None:
             continue
         pattern = {
             "gpus-per-node": r"(?:\w+:)?(\d+)",
+            "gpus": r"(?:\w+:)?(\d+)",
             "gres": r"gpu(?::\w+)?:(\d+)",
             "select": r".*ngpus=(\d+).*",
         }[name]
         if match := re.fullmatch(pattern, option.value):
-            return int(match.group(1)), option.line
+            nodes = (script.number("nodes") or 1) if name == "gpus" else 1
+            return int(match.group(1)) // nodes, option.line
     return None
+
+
+def tasks_per_node(script: Script) -> int | None:
+    """Ranks on a node, where directives or srun say it in plain numbers."""
+    if (select := script.option("select")) and (
+        match := re.search(r"mpiprocs=(\d+)", select.value)
+    ):
+        return int(match.group(1))
+    starts = [_before_program(c.text) for c in script.launches if c.launcher == "srun"]
+    for words in starts:
+        if match := re.search(r"\s--n?tasks-per-node[= ](\S+)", words):
+            return int(match.group(1)) if match.group(1).isdecimal() else None
+    if script.option("ntasks-per-node") is not None:
+        return script.number("ntasks-per-node")
+    nodes, tasks = script.number("nodes") or 1, script.number("ntasks")
+    if tasks is not None and tasks % nodes == 0:
+        return tasks // nodes
+    counted = any(re.search(r"\s(-n|--ntasks)", words) for words in starts)
+    return 1 if starts and script.option("ntasks") is None and not counted else None
+
+
+def _before_program(text: str) -> str:
+    """The launcher's own words."""
+    return re.split(r"\s(?:python|bash|sh|apptainer|singularity|hpctrain|torchrun)", text)[0]
 
 
 def uses_gpus(script: Script) -> bool:
@@ -34,10 +71,9 @@ def uses_gpus(script: Script) -> bool:
 
 
 def _tasks_and_gpus(script: Script) -> Iterator[tuple[int, str]]:
-    gpus, tasks = gpus_per_node(script), script.number("ntasks-per-node")
-    select = script.option("select")
-    if select and (match := re.search(r"mpiprocs=(\d+)", select.value)):
-        tasks = int(match.group(1))
+    gpus, tasks = gpus_per_node(script), tasks_per_node(script)
+    if _STARTS_SEVERAL.search(script.shell):
+        return
     if gpus and tasks and gpus[0] and gpus[0] != tasks:
         yield gpus[1], f"{tasks} tasks and {gpus[0]} GPUs per node"
 
@@ -54,25 +90,31 @@ def _cpus_lost(script: Script) -> Iterator[tuple[int, str]]:
     if script.option("cpus-per-task") is None or "SRUN_CPUS_PER_TASK" in script.shell:
         return
     for command in script.launches:
-        own = re.search(r"\s(-c\s*\d|--cpus-per-task)", command.text)
+        own = re.search(r"\s(-c|--cpus-per-task)", _before_program(command.text))
         if command.launcher == "srun" and not own:
             yield command.line, "srun does not get --cpus-per-task"
             return
 
 
 def _no_mpi(script: Script) -> Iterator[tuple[int, str]]:
-    if "SLURM_MPI_TYPE" in script.shell:
+    # Who names the host of rank 0 lets the ranks meet there, without MPI.
+    if re.search(r"SLURM_MPI_TYPE|MASTER_ADDR|--master[_-]addr", script.shell):
         return
+    alone = (script.number("nodes") or 1) == 1 == tasks_per_node(script)
     for command in script.launches:
+        words = _before_program(command.text)
         starts = re.search(r"python|hpctrain|apptainer|singularity", command.text)
-        if command.launcher == "srun" and starts and "--mpi" not in command.text:
+        one = alone or re.search(r"\s(-n\s*|--ntasks[= ])1(\s|$)", words)
+        without = one or "--mpi" in words or _STARTS_SEVERAL.search(command.text)
+        if command.launcher == "srun" and starts and not without:
             yield command.line, "srun without --mpi"
 
 
 def _fixed_port(script: Script) -> Iterator[tuple[int, str]]:
     for command in script.commands:
-        if match := re.search(r"\bMASTER_PORT=[\"']?(\d+)[\"']?(\s|;|$)", command.text):
-            yield command.line, f"MASTER_PORT is always {match.group(1)}"
+        if match := _PORT.search(command.text):
+            port = next(group for group in match.groups() if group)
+            yield command.line, f"the port is always {port}"
 
 
 def _local_master(script: Script) -> Iterator[tuple[int, str]]:
@@ -84,27 +126,34 @@ def _local_master(script: Script) -> Iterator[tuple[int, str]]:
 
 
 def _no_threads(script: Script) -> Iterator[tuple[int, str]]:
-    if script.launches and "OMP_NUM_THREADS" not in script.shell:
-        yield script.launches[0].line, "OMP_NUM_THREADS is not set"
+    launches = [c for c in script.launches if "torchrun" not in c.text]  # it sets one thread
+    if launches and "OMP_NUM_THREADS" not in script.shell:
+        yield launches[0].line, "OMP_NUM_THREADS is not set"
 
 
 def _no_launcher(script: Script) -> Iterator[tuple[int, str]]:
-    nodes = script.number("nodes") or 1
+    asked = script.option("nodes")
+    nodes = int(match.group()) if asked and (match := re.match(r"\d+", asked.value)) else 1
     if (select := script.option("select")) and (match := re.match(r"\d+", select.value)):
         nodes = int(match.group())
-    started = re.search(r"\b(srun|mpirun|mpiexec|jsrun|torchrun|hpctrain run)\b", script.shell)
-    python = next((c for c in script.commands if re.match(r"(exec )?python", c.text)), None)
+    started = re.search(
+        r"\b(srun|mpirun|mpiexec|jsrun|torchrun|horovodrun|hpctrain run)\b", script.shell
+    )
+    python = next(
+        (c for c in script.commands if re.match(r"(exec )?(python|hpctrain train)", c.text)), None
+    )
     if nodes > 1 and not started and python:
         yield python.line, f"{nodes} nodes are asked for, and this starts one process on one"
 
 
 def _no_exec(script: Script) -> Iterator[tuple[int, str]]:
     for command in script.launches:
-        match = re.search(r"\b(?:ba)?sh\s+-l?c\s+(['\"])(.*)\1", command.text)
-        if match and (inner := match.group(2)):
-            last = re.split(r";|&&", inner.rstrip("; "))[-1].strip()
-            several = re.search(r";|&&", inner)
-            if several and not last.startswith("exec "):
+        match = re.search(r"\b(?:ba)?sh\s+-l?c\s+(['\"])(.*)\1", command.text, re.DOTALL)
+        if match and (inner := match.group(2).strip(" ;\n")):
+            parts = [part.strip() for part in re.split(r"(?<!\\)\n|;|&&", inner)]
+            parts = [part for part in parts if part and not part.startswith("#")]
+            last = parts[-1] if parts else ""
+            if len(parts) > 1 and not last.startswith("exec "):
                 yield command.line, f"{last.split()[0]!r} runs as a child of the shell"
 
 

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 __all__ = ["Command", "Option", "Script", "read_script"]
 
 PREFIXES = {"#SBATCH": "slurm", "#PBS": "pbs", "#BSUB": "lsf"}
-LAUNCHERS = ("srun", "mpirun", "mpiexec", "jsrun", "torchrun")
+LAUNCHERS = ("srun", "mpirun", "mpiexec", "jsrun", "torchrun", "horovodrun")
+_BEFORE = re.compile(
+    r"exec|time|timeout|nohup|command|if|while|until|then|else|do|env|\d+[smh]?|[A-Za-z_]\w*=.*|"
+)
 _SHORT = {
     "slurm": {
         **{"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "p": "partition"},
         **{"A": "account", "J": "job-name", "o": "output", "e": "error", "G": "gpus"},
         **{"C": "constraint", "a": "array", "d": "dependency", "q": "qos", "D": "chdir"},
+        **{"tasks-per-node": "ntasks-per-node"},
     },
     "pbs": {"N": "job-name", "q": "queue", "A": "account", "o": "output", "e": "error"},
     "lsf": {
@@ -26,6 +30,8 @@ _SHORT = {
 }
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$")
+_PARTS = re.compile(r"""\\.|['"]|(?:^|(?<=\s))#.*$""")
+_LONGEST_QUOTE = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +58,9 @@ class Command:
         if re.match(r"\w+=\(", self.text):  # an array of words, not a command
             return None
         for word in re.split(r"[\s;&|(){}!]+", self.text):
-            if word in LAUNCHERS:
-                return word
-            bare = re.fullmatch(r"exec|time|if|then|else|do|env|[A-Za-z_]\w*=.*|", word)
-            if bare is None:
+            if (name := word.rpartition("/")[2]) in LAUNCHERS:
+                return name
+            if not _BEFORE.fullmatch(word):
                 return None
         return None
 
@@ -95,6 +100,14 @@ class Script:
         return [command for command in self.commands if command.launcher]
 
     @property
+    def trainings(self) -> list[Command]:
+        """Commands that start ranks; without a launcher the last that runs a program of Python."""
+        before, programs = r"(exec\s+|time\s+|\w+=\S*\s+)*", "python3?|hpctrain (run|train)"
+        program = rf"{before}({programs}|accelerate|deepspeed)\s"
+        alone = [command for command in self.commands if re.match(program, command.text)]
+        return self.launches or alone[-1:]
+
+    @property
     def shell(self) -> str:
         """All commands, without directives and comments."""
         return "\n".join(command.text for command in self.commands)
@@ -103,7 +116,7 @@ class Script:
     def strict(self) -> bool:
         """Whether the shell stops at a failing command."""
         first = self.lines[0] if self.lines else ""
-        flags = r"(^|\n)\s*set\s+(-\w*e|-o\s+errexit|.*\s-o\s+errexit)"
+        flags = r"(^|[\n;])\s*set\s+([^\n;]*\s)?(-[a-zA-Z]*e[a-zA-Z]*|errexit)(\s|;|$)"
         return bool(re.search(flags, self.shell) or re.match(r"#!.*\s-\w*e", first))
 
 
@@ -133,14 +146,21 @@ def read_script(text: str, exists: Callable[[str], bool]) -> Script:
 
 def _read_commands(lines: list[str]) -> list[Command]:
     commands, start, joined, until = [], 0, "", ""
-    for number, line in enumerate(lines, 1):
+    position = 0
+    while position < len(lines):
+        number, line = position + 1, lines[position]
+        position += 1
         if until:  # the body of a here-document
             until = "" if line.strip() == until else until
             continue
         if not joined and (not line.strip() or line.lstrip().startswith("#")):
             continue
         start = start if joined else number
+        end = _end_of_quote(lines, position - 1)
+        if end is not None:  # a text in quotes over several lines
+            line, position = "\n".join(lines[position - 1 : end + 1]), end + 1
         bare = _COMMENT.sub("", line) if line.count("'") % 2 == line.count('"') % 2 == 0 else line
+        bare = line if end is not None else bare
         if bare.endswith("\\"):
             joined += bare[:-1] + " "
             continue
@@ -149,6 +169,29 @@ def _read_commands(lines: list[str]) -> list[Command]:
         commands.append(Command(line=start, text=(joined + bare).strip()))
         joined = ""
     return commands
+
+
+def _end_of_quote(lines: list[str], first: int) -> int | None:
+    """The line where a quote that is left open in this one is closed; None where there is none."""
+    quote = ""
+    for number in range(first, min(len(lines), first + _LONGEST_QUOTE)):
+        quote = _open_quote(lines[number], quote)
+        if not quote:
+            return number if number > first else None
+    return None  # it is never closed: no shell would run this
+
+
+def _open_quote(line: str, quote: str) -> str:
+    """The quote that is open at the end of a line, given the one at its start."""
+    for part in _PARTS.finditer(line):
+        word = part.group()
+        if quote:
+            quote = "" if word == quote else quote
+        elif word[0] == "#":
+            return ""
+        elif word in ("'", '"'):
+            quote = word
+    return quote
 
 
 def _read_options(system: str, text: str) -> list[tuple[str, str]]:
@@ -163,6 +206,7 @@ def _read_options(system: str, text: str) -> list[tuple[str, str]]:
             name, equals, value = word[2:].partition("=")
             if not equals and words and not words[0].startswith("-"):
                 value = words.pop(0)
+            name = _SHORT[system].get(name, name) if len(name) > 1 else name
         elif word.startswith("-") and len(word) > 1:
             name, value = word[1:], ""
             if system != "lsf" and len(name) > 1:
