@@ -101,7 +101,7 @@ ACTIONS = {
     ("bench", "collectives"): f"{HARNESS} --sizes",
     ("bench", "data"): f"{HARNESS} --parts",
     ("bench", "checkpoint"): f"{HARNESS} --cases",
-    ("bench", "fit"): "--engines --help --ranks --title -h",
+    ("bench", "fit"): "--engines --help --ranks --repeats --title -h",
     ("bench", "measure"): "--help -h",
     ("sweep", "run"): SWEEP,
     ("sweep", "submit"): f"{JOB} {SWEEP}",
