@@ -1,7 +1,9 @@
-"""What is wrong with a trace, by Google's description of the trace event format.
+"""What is wrong with a trace, by Google's description of the trace event format and its reader.
 
 Written apart from what writes traces: fields that each kind of event must have, slices of a thread
-that nest, pairs of asynchronous events, and arrows that begin and end inside slices.
+that nest, pairs of asynchronous events, and arrows that begin and end inside slices. Perfetto, as
+its sources have it, asks for more: events in the order of time, arrows named by numbers, processes
+and threads from 1 on (0 is the kernel's), and an arrow's second slice not begun before its first.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def complaints(document):
         wrong += _fields(record)
     if wrong:
         return wrong
-    return _nesting(records) + _pairs(records) + _arrows(records)
+    return _order(records) + _nesting(records) + _pairs(records) + _arrows(records)
 
 
 def _fields(record):
@@ -48,13 +50,22 @@ def _fields(record):
         if name in record and (not isinstance(record[name], Real) or record[name] < 0):
             wrong.append(f"{kind}: {name} is {record[name]!r}")
     wrong += [
-        f"{name} is no whole number" for name in ("pid", "tid") if type(record[name]) is not int
+        f"{name} is {record[name]!r}, no whole number from 1 on"
+        for name in ("pid", "tid")
+        if type(record[name]) is not int or record[name] < 1
     ]
+    if kind in "sf" and type(record.get("id")) is not int:
+        wrong.append(f"an arrow's id is a number, not {record.get('id')!r}")
     if kind == "M" and METADATA.get(record["name"]) not in record.get("args", {}):
         wrong.append(f"metadata {record['name']} without its argument")
     if kind == "f" and record.get("bp") != "e":
         wrong.append("an arrow ends in the slice around it: bp is e")
     return wrong
+
+
+def _order(records):
+    times = [record["ts"] for record in records if "ts" in record]
+    return [] if times == sorted(times) else ["events are not in the order of time"]
 
 
 def _nesting(records):
@@ -92,18 +103,28 @@ def _pairs(records):
 
 
 def _arrows(records):
-    wrong = []
-    ends = defaultdict(list)
-    slices = _slices(records)
+    """One pass in the order of the file, as a reader that keeps what is open on each thread."""
+    wrong, begun, ended = [], {}, set()
+    opened = defaultdict(list)
     for r in records:
-        if r["ph"] in "sf":
-            ends[r["cat"], r["id"], r["name"]].append((r["ph"], r["ts"]))
-            around = [s for s in slices.get((r["pid"], r["tid"]), ()) if s[0] <= r["ts"] < s[1]]
-            if not around:
-                wrong.append(f"arrow {r['id']} ({r['ph']}) is in no slice")
-    for key, found in ends.items():
-        if [kind for kind, _ in sorted(found, reverse=True)] != ["s", "f"]:
-            wrong.append(f"arrow {key}: {found}")
-        elif dict(found)["f"] < dict(found)["s"]:
-            wrong.append(f"arrow {key} goes back in time")
-    return wrong
+        stack = opened[r["pid"], r["tid"]]
+        while stack and stack[-1][1] <= r.get("ts", 0.0):
+            stack.pop()
+        if r["ph"] == "X":
+            stack.append((r["ts"], r["ts"] + r["dur"]))
+        if r["ph"] not in "sf":
+            continue
+        arrow = (r["cat"], r["id"], r["name"])
+        if not stack:
+            wrong.append(f"arrow {arrow} ({r['ph']}) is in no slice")
+        elif r["ph"] == "s" and arrow in begun:
+            wrong.append(f"arrow {arrow} begins twice")
+        elif r["ph"] == "s":
+            begun[arrow] = stack[-1]
+        elif arrow not in begun or arrow in ended:
+            wrong.append(f"arrow {arrow} ends before it begins, or twice")
+        else:
+            ended.add(arrow)
+            if stack[-1][0] < begun[arrow][0] or stack[-1][0] < begun[arrow][1] - 1e-6:
+                wrong.append(f"arrow {arrow} goes back in time")
+    return wrong + [f"arrow {arrow} does not end" for arrow in begun.keys() - ended]

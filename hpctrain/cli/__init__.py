@@ -7,6 +7,8 @@ when it is called, so that `hpctrain --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,6 +17,9 @@ from hpctrain import __version__
 from hpctrain.errors import ConfigError, HpcTrainError
 
 __all__ = ["VERBS", "main"]
+
+_NO_READER = 141
+"""As shells say it of a process that SIGPIPE has ended."""
 
 VERBS = {
     # verb: its line in the overview; the module hpctrain.cli.VERB has the rest
@@ -70,7 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         children[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = import_module(f"hpctrain.cli.{args.verb}").main(args)
+        sys.stdout.flush()
     except HpcTrainError as error:
         print(f"hpctrain {args.verb}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:
+        if not _output_is_gone():
+            raise
+        return _NO_READER
     return code
+
+
+def _output_is_gone() -> bool:
+    """Whether nobody reads the output any more, as after `| head`; then nothing more is written."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

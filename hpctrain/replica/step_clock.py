@@ -1,5 +1,8 @@
 """Where the time of a training step goes: one clock that is told what begins. Pure.
 
+All of a step's time belongs to some phase here, as a sweep needs it; `hpctrain.train.timing` adds
+up what was observed, since a training also evaluates, saves and logs between its steps.
+
 | phase | from | to |
 | --- | --- | --- |
 | input | the end of a step, or of a backward pass that accumulates | the next forward |
@@ -15,9 +18,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["PHASES", "StepClock", "StepTime"]
+from hpctrain.world.observing import PHASES
 
-PHASES = ("input", "forward", "backward", "exchange", "update")
+__all__ = ["StepClock", "StepTime"]
+
 # What time that nobody has claimed turns out to be, by what comes after it.
 _BEFORE = {"forward": "input", "backward": "forward", "update": "update", "exchange": "update"}
 

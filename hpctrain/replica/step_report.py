@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from hpctrain.replica.step_clock import PHASES, StepTime
+from hpctrain.replica.step_clock import StepTime
+from hpctrain.world.observing import PHASES
 
 __all__ = ["RankTimes", "summarize"]
 

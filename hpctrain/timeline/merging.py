@@ -1,7 +1,7 @@
 """All ranks' events as one trace in the trace event format, which Perfetto and Chrome draw.
 
 A rank is a process of the trace, its threads are threads, and a line above them shows the steps.
-Arrows go from the rank that came last into a collective to those that waited for it.
+See `hpctrain.timeline.arrows` for the arrows between them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from hpctrain.timeline.arrows import arrows
 from hpctrain.timeline.files import Event, RankTrace, read_folder
+from hpctrain.timeline.placing import STEPS, Record, microseconds, process_of, span, thread_of
 from hpctrain.timeline.slowest import Slowest, find_slowest, steps_of
 
 __all__ = ["MERGED", "SUMMARY", "Merged", "merge", "merge_folder"]
 
 MERGED = "trace.json.gz"
 SUMMARY = "trace-summary.json"
-_STEPS = 0
-"""The thread of the trace on which steps are drawn; those of the rank follow."""
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +87,7 @@ def merge(traces: Sequence[RankTrace]) -> Record:
     records: list[Record] = []
     for trace in traces:
         records += _of_rank(trace, origin)
-    records += _arrows(traces, origin)
+    records += arrows(traces, origin)
     names = [record for trace in traces for record in _names(trace)]
     records.sort(key=lambda record: (record["ts"], -record.get("dur", 0.0)))
     slowest = find_slowest(traces)
@@ -103,19 +100,11 @@ def merge(traces: Sequence[RankTrace]) -> Record:
             "clock_drift_us": {str(t.rank): _micro(t.drift_ns) for t in traces},
             "events_dropped": sum(t.num_dropped for t in traces),
             "slowest_step": None if slowest is None else str(slowest),
-            "slowest_step_at_us": None if slowest is None else _us(slowest.begin_ns, origin),
+            "slowest_step_at_us": None
+            if slowest is None
+            else microseconds(slowest.begin_ns, origin),
         },
     }
-
-
-def _us(time_ns: float, origin: float) -> float:
-    return round((time_ns - origin) / 1000, 3)
-
-
-def _span(begin_ns: float, end_ns: float, origin: float) -> Record:
-    """Rounded so that what lies inside another still does."""
-    begin, end = _us(begin_ns, origin), _us(end_ns, origin)
-    return {"ts": begin, "dur": round(end - begin, 3)}
 
 
 def _micro(drift_ns: float | None) -> float | None:
@@ -123,14 +112,14 @@ def _micro(drift_ns: float | None) -> float | None:
 
 
 def _names(trace: RankTrace) -> Iterator[Record]:
-    base = {"ph": "M", "pid": trace.rank, "tid": 0, "ts": 0}
+    base = {"ph": "M", "pid": process_of(trace.rank), "tid": STEPS}
     title = f"rank {trace.rank} on {trace.host}"
     yield {**base, "name": "process_name", "args": {"name": title}}
     yield {**base, "name": "process_sort_index", "args": {"sort_index": trace.rank}}
-    yield {**base, "tid": _STEPS, "name": "thread_name", "args": {"name": "steps"}}
+    yield {**base, "name": "thread_name", "args": {"name": "steps"}}
     for thread in sorted({event.thread for event in trace.events}):
         name = "script" if thread == 0 else f"thread {thread}"
-        yield {**base, "tid": 1 + thread, "name": "thread_name", "args": {"name": name}}
+        yield {**base, "tid": thread_of(thread), "name": "thread_name", "args": {"name": name}}
 
 
 def _of_rank(trace: RankTrace, origin: float) -> Iterator[Record]:
@@ -139,13 +128,13 @@ def _of_rank(trace: RankTrace, origin: float) -> Iterator[Record]:
             "ph": "X",
             "cat": "step",
             "name": f"step {number}",
-            "pid": trace.rank,
-            "tid": _STEPS,
-            **_span(begin, end, origin),
+            "pid": process_of(trace.rank),
+            "tid": STEPS,
+            **span(begin, end, origin),
         }
     posted: dict[str, deque[Event]] = defaultdict(deque)
     for event in sorted(trace.events, key=lambda e: (e.begin_ns, -e.end_ns)):
-        where = {"pid": trace.rank, "tid": 1 + event.thread}
+        where = {"pid": process_of(trace.rank), "tid": thread_of(event.thread)}
         if event.kind == "post":
             posted[event.name].append(event)
         elif event.kind in ("phase", "collective"):
@@ -155,7 +144,7 @@ def _of_rank(trace: RankTrace, origin: float) -> Iterator[Record]:
                 "cat": event.kind,
                 "name": event.name,
                 **where,
-                **_span(event.begin_ns, event.end_ns, origin),
+                **span(event.begin_ns, event.end_ns, origin),
                 "args": args,
             }
             if event.kind == "collective" and posted.get(event.name):
@@ -168,39 +157,8 @@ def _in_flight(post: Event, done: Event, rank: int, origin: float) -> Iterator[R
         "cat": "in flight",
         "name": done.name,
         "id": f"{rank}/{done.lane}/{done.number}",
-        "pid": rank,
-        "tid": 1 + done.thread,
+        "pid": process_of(rank),
+        "tid": thread_of(done.thread),
     }
-    yield {**base, "ph": "b", "ts": _us(post.begin_ns, origin)}
-    yield {**base, "ph": "e", "ts": _us(done.end_ns, origin)}
-
-
-def _arrows(traces: Sequence[RankTrace], origin: float) -> Iterator[Record]:
-    meetings: dict[tuple[str, int], list[tuple[int, Event]]] = defaultdict(list)
-    for trace in traces:
-        for event in trace.events:
-            if event.kind == "collective":
-                meetings[event.lane, event.number].append((trace.rank, event))
-    for (lane, number), present in meetings.items():
-        last_rank, last = max(present, key=lambda one: one[1].begin_ns)
-        for rank, event in present:
-            # Who left before the last one came did not wait for it, as the root of a broadcast.
-            if rank == last_rank or event.end_ns < last.begin_ns:
-                continue
-            base = {"cat": "waiting", "name": "came last", "id": f"{lane}/{number}/{rank}"}
-            yield {
-                **base,
-                "ph": "s",
-                "pid": last_rank,
-                "tid": 1 + last.thread,
-                "ts": _us(last.begin_ns, origin),
-            }
-            yield {
-                **base,
-                "ph": "f",
-                "bp": "e",
-                "pid": rank,
-                "tid": 1 + event.thread,
-                # Inside what it points to: at its very end, viewers see the slice closed.
-                "ts": _us(max(event.begin_ns, last.begin_ns, event.end_ns - 10), origin),
-            }
+    yield {**base, "ph": "b", "ts": microseconds(post.begin_ns, origin)}
+    yield {**base, "ph": "e", "ts": microseconds(done.end_ns, origin)}

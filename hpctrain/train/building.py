@@ -60,14 +60,41 @@ def build_models(config: Config) -> dict[str, torch.nn.Module]:
     return models
 
 
-def build_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: Config, model: torch.nn.Module, *, prefers_fused: bool = False
+) -> torch.optim.Optimizer:
     """Make the optimizer of one model.
+
+    Args:
+        config: What to train, and how.
+        model: On the device that it is trained on.
+        prefers_fused: Take its fused form, where it has one for that device and the configuration
+            does not say `fused` itself.
 
     Raises:
         ConfigError: it is unknown, or does not take these arguments.
     """
+    function = find_optimizer(config.optimizer.name)
+    if prefers_fused and _may_be_fused(function, config.optimizer.args):
+        try:
+            return _make_optimizer(config, model, function, {"fused": True})
+        except RuntimeError:  # how torch says that it has none for these parameters
+            pass
+    return _make_optimizer(config, model, function, {})
+
+
+def _may_be_fused(function: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+    try:
+        return "fused" in inspect.signature(function).parameters and "fused" not in given
+    except (TypeError, ValueError):
+        return False
+
+
+def _make_optimizer(
+    config: Config, model: torch.nn.Module, function: Callable[..., Any], more: Mapping[str, Any]
+) -> torch.optim.Optimizer:
     chosen = config.optimizer
-    arguments = {"lr": chosen.lr, **chosen.args}
+    arguments = {"lr": chosen.lr, **chosen.args, **more}
     parameters: Any = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError(f"model.build={config.model.build!r}: the model has nothing to train")
@@ -75,7 +102,7 @@ def build_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optim
         arguments["weight_decay"] = chosen.weight_decay
         if chosen.exclude_norms:
             parameters = split_parameters(model, weight_decay=chosen.weight_decay)
-    made = call(find_optimizer(chosen.name), arguments, "optimizer.args", parameters)
+    made = call(function, arguments, "optimizer.args", parameters)
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer.name={chosen.name!r} returned {type(made).__name__}; it must return an "

@@ -181,12 +181,17 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
             growth_interval=precision.growth_interval,
             max_skips=precision.max_skips,
         )
+    # Outside a sweep never; inside one for the baseline of one process with all cores.
+    prefers_fused = world.bench.value("fused", False)
     replicas: dict[str, Replica] = {}
     for name, model in models.items():
         model.to(world.device)
         if config.model.sync_batchnorm:
             sync_batchnorm(connection.engine, model)
-        optimizer = _together(world, lambda model=model: build_optimizer(config, model))
+        optimizer = _together(
+            world,
+            lambda model=model: build_optimizer(config, model, prefers_fused=prefers_fused),
+        )
         replicas[name] = distribute(
             world,
             model,

@@ -79,7 +79,8 @@ def test_a_sweep_keeps_what_fails_and_goes_on(folder):
         node = next(row for row in rows.values() if row["role"] == "node")
         assert node["is_fused"]
         assert not alone["is_fused"]
-    assert result["scale"]["notes"] == []
+        (note,) = result["scale"]["notes"]
+        assert "has a fused optimizer, other points have not" in note
 
 
 def test_an_interrupted_sweep_ends_its_launch_and_says_how_to_go_on(folder):

@@ -96,7 +96,7 @@ def test_profiles_from_a_configuration_and_from_a_function(folder):
 
 @slow
 def test_this_machine_becomes_a_file(tmp_path):
-    done = hpctrain("bench", "fit", "--ranks", "1,2", "mine.toml", cwd=tmp_path)
+    done = hpctrain("bench", "fit", "--ranks", "1,2", "--repeats", "2", "mine.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     machine = find_machine(tmp_path / "mine.toml")
     assert machine.measured

@@ -138,6 +138,7 @@ def test_machines_that_are_refused(old, new, message):
         ("[intra]\nlatency_s = ", "[intra]\nlatency_s = -", "[intra]: latency_s=-"),
         ("[intra]\nlatency_s", "[intra]\nlatency", "[intra] lacks latency_s"),
         ('[engines."mpi"]\ntopology = "', '[engines."mpi"]\ntopology = "x', "[engines.mpi]: topo"),
+        ('[engines."mpi"]', "[engines.mpii]", "[engines] has mpii, which nobody reads"),
         ("[engines.mpi.inter]\nlat", "[engines.mpi.inter]\nnat", "[engines.mpi.inter] lacks"),
         ("ranks = [1, 2, 4]", "ranks = [1, 2.5, 4]", "[contention]: ranks=2.5 must be"),
         ("jitter = ", "jitter = -", "m.toml: jitter=-"),
@@ -229,6 +230,10 @@ def test_a_machine_from_measurements(tmp_path):
     assert machine.engines["mpi"].intra.latency_s == pytest.approx(1e-5, rel=1e-3)
     assert machine.engines["mpi"].intra.bytes_per_s == pytest.approx(1e9, rel=1e-3)
     assert machine.measured
+    slow = replace(launches[1].collectives[0], seconds=9.0)  # one launch was disturbed
+    odd = replace(launches[1], collectives=(slow, *launches[1].collectives[1:]))
+    again = fit_machine([*launches, odd, *launches], title="ours", name="ours")
+    assert again.engines["mpi"].intra == machine.engines["mpi"].intra
     write_machine(machine, tmp_path / "ours.toml")
     assert find_machine(tmp_path / "ours.toml") == machine
     with pytest.raises(ConfigError, match="counts from one rank alone"):
@@ -346,6 +351,8 @@ def test_a_fit_says_how_unsure_it_is_and_who_disturbed_it(files, tmp_path, capsy
     assert fit_contention([quick, same]) == (((1, 1.0), (2, 1.0)), 1.0)  # nothing lost: unknown
     assert fit_contention([quick, slow])[1] == 0.5  # one launch each
     assert fit_contention([quick, quick, slow, slow])[1] == pytest.approx(0.001 / 0.2)
+    slower = replace(slow, seconds=1.26)
+    assert fit_contention([quick, quick, slow, slower])[1] == pytest.approx(0.03 / 1.23 / 0.23)
     loaded = replace(MACHINE, foreign_load=0.34)
     write_machine(loaded, tmp_path / "m.toml")
     assert (tmp_path / "m.toml").read_text().startswith("# Others used 34% of the cores")
@@ -354,6 +361,8 @@ def test_a_fit_says_how_unsure_it_is_and_who_disturbed_it(files, tmp_path, capsy
     assert "others used 34% of the cores: not to be trusted" in capsys.readouterr().out
     assert main(["bench", "fit", "--ranks", "1,0", str(tmp_path / "x.toml")]) == 2
     assert "at least 1" in capsys.readouterr().err
+    assert main(["bench", "fit", "--repeats", "0", str(tmp_path / "x.toml")]) == 2
+    assert "--repeats 0 must be at least 1" in capsys.readouterr().err
 
 
 def test_a_network_that_was_not_measured_is_not_for_free(files, tmp_path, capsys):

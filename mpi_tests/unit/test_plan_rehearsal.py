@@ -70,6 +70,7 @@ def test_a_sound_job_has_no_findings():
         ({"accumulate": 4}, ("error", "batch")),
         ({"accumulate": 3}, ("error", "batch")),
         ({"num_samples": 500}, ("error", "partition")),
+        ({"num_samples": 512}, ("warning", "batch")),
         ({"num_samples": 1023, "drop_last": True}, ("error", "batch")),
         ({"warmup_steps": 99}, ("error", "schedule")),
     ],

@@ -101,7 +101,7 @@ ACTIONS = {
     ("bench", "collectives"): f"{HARNESS} --sizes",
     ("bench", "data"): f"{HARNESS} --parts",
     ("bench", "checkpoint"): f"{HARNESS} --cases",
-    ("bench", "fit"): "--engines --help --ranks --title -h",
+    ("bench", "fit"): "--engines --help --ranks --repeats --title -h",
     ("bench", "measure"): "--help -h",
     ("sweep", "run"): SWEEP,
     ("sweep", "submit"): f"{JOB} {SWEEP}",
@@ -157,3 +157,12 @@ def test_importing_hpctrain_imports_nothing_heavy():
     code = "import sys, hpctrain; print({'torch', 'mpi4py', 'numpy', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback(options):
+    words = [sys.executable, "-m", "hpctrain", "plan", "--machines", *options]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

@@ -176,6 +176,7 @@ def test_labels_of_users_cannot_break_the_page(tmp_path):
     tex = (tmp_path / "out" / "report.tex").read_text()
     assert r"\&" in tex
     assert r"\%\_\$" in tex
+    assert r"\textless{}script\textgreater{}" in tex
 
 
 def test_all_formats_are_written(inputs, tmp_path):

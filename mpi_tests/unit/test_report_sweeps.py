@@ -64,15 +64,34 @@ def test_numbers_that_should_not_be_quoted_are_named(tmp_path):
     assert "1 of 1 rounds were disturbed by others: do not quote" in page_of(result, tmp_path)
 
 
+def test_one_process_is_called_fused_where_it_was_and_everyone_is_compared_with_it():
+    sweep = make_sweep(repeats=2)
+    found = measure(sweep, lambda p: 20.0 if p.role == "node" else 5.0)
+    (study,) = understand(result_of(sweep, found), "x").studies
+    assert study.whole_node.engine == "node, fused"
+    speed, ratios = study_sections(study, "k", None)[0].tables
+    assert speed.rows[1][:2] == ("node, fused", "1 x 8")
+    assert speed.rows[1][speed.headers.index("ms a step")] == "20010 [20000, 20020]"
+    compared = ratios.headers.index("over one process, all cores")
+    assert [line[compared][:4] for line in ratios.rows] == ["", "", "1.00", "2.00", "4.00"]
+    for launch in found.values():
+        launch.report["is_fused"] = False
+    (study,) = understand(result_of(sweep, found), "x").studies
+    assert study.whole_node.engine == "node"
+
+
 def test_settings_are_curves_of_their_own_and_failed_points_rows(tmp_path):
     sweep = make_sweep(vary=["precision=fp32,bf16"], repeats=2)
     found = measure(sweep, lambda p: 0.1 if p.values.get("precision") == "fp32" else 0.05)
     broken = next(key for key in found if key[0].startswith("mpi 4x"))
-    found[broken] = replace(found[broken], why="exit code 9: out of memory", report=None)
+    why = "exit code 9: out of memory\nTraceback: much more"
+    found[broken] = replace(found[broken], why=why, report=None)
     (study,) = understand(result_of(sweep, found), "x").studies
     assert study.engines == ("mpi precision=fp32", "mpi precision=bf16")
-    assert [point.failure for point in study.failed] == ["exit code 9: out of memory"]
-    assert "out of memory" in page_of(result_of(sweep, found), tmp_path)
+    assert [point.failure for point in study.failed] == [why]
+    page = page_of(result_of(sweep, found), tmp_path)
+    assert "out of memory" in page
+    assert "much more" not in page
 
 
 def test_a_script_that_takes_no_part_is_reported_by_its_launches(tmp_path):

@@ -129,3 +129,4 @@ def test_the_end_of_a_log_begins_with_its_error():
     text = "a\n\ntorch.OutOfMemoryError: too large\n" + "\n".join("bcdefghij")
     assert tell_end(text).splitlines() == ["torch.OutOfMemoryError: too large", *"efghij"]
     assert tell_end("\n \n") == "it said nothing"
+    assert tell_end("\x1b[31mValueError: red\x1b[0m\r\n") == "ValueError: red\nValueError: red"

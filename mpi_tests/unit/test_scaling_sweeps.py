@@ -17,12 +17,29 @@ from hpctrain.scaling.sweeps.outcome import make_result
 from hpctrain.scaling.sweeps.points import Settings, interleave, layouts, plan_points
 from hpctrain.scaling.sweeps.repeating import repeat_command
 from hpctrain.scaling.sweeps.table import describe_laws, point_rows, split_rows
+from hpctrain.train.building import build_models, build_optimizer
+from hpctrain.train.config import parse_config
 from hpctrain.world.bench import Asked, Bench, parse_asked
 
 MACHINE = {
     **dict.fromkeys(("id", "cpu", "arch", "system", "python", "mpi", "torch", "mpi4py"), "x"),
     **{"cores": 4, "memory_gib": 8.0, "horovod": None, "commit": None, "modified": False},
 }
+CONFIG = """
+[model]
+build = "torch.nn:Linear"
+args = { in_features = 10, out_features = 5 }
+[data]
+build = "numpy:zeros"
+[train]
+global_batch = 96
+epochs = 1
+loss = "mse_loss"
+[optimizer]
+lr = 0.1
+weight_decay = 0.1
+exclude_norms = true
+"""
 SPLIT = {"input": 0.1, "forward": 0.3, "backward": 0.4, "exchange": 0.1, "update": 0.1}
 
 
@@ -216,8 +233,32 @@ def test_a_fused_optimizer_is_advised_where_it_can_be_had():
     assert "fused=world.bench.value('fused', False)" in note
     configured = replace(sweep, label="train.toml")
     (note,) = result_of(configured, measured)["scale"]["notes"]
-    assert "optimizer.args.fused = true in the configuration" in note
+    assert "has none for this device" in note
     assert "world.bench" not in note
+    for (name, _), launch in measured.items():
+        launch.report["is_fused"] = sweep.point(name).role == "node"
+    (note,) = result_of(configured, measured)["scale"]["notes"]
+    assert "other points have not; optimizer.args.fused = true gives it to all" in note
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_fused"),
+    [
+        (["optimizer.name=AdamW"], True),
+        (["optimizer.name=SGD"], True),
+        (["optimizer.name=AdamW", "optimizer.args.fused=false"], False),  # said so
+        (["optimizer.name=RMSprop"], False),  # has none
+        (["optimizer.name=AdamW", "optimizer.args.foreach=true"], False),  # torch refuses
+    ],
+)
+def test_a_configuration_has_a_fused_optimizer_where_a_sweep_asks_for_it(settings, is_fused):
+    config = parse_config(CONFIG, settings)
+    model = build_models(config)["model"]
+    made = build_optimizer(config, model, prefers_fused=True)
+    assert [bool(group.get("fused")) for group in made.param_groups] == (
+        [is_fused] * len(made.param_groups)
+    )
+    assert not any(g.get("fused") for g in build_optimizer(config, model).param_groups)
 
 
 def test_a_script_without_replica_is_measured_by_its_launches():
@@ -229,7 +270,16 @@ def test_a_script_without_replica_is_measured_by_its_launches():
     result = result_of(sweep, measured)
     assert result["scale"]["measured"] == "launches"
     assert "whole launches were timed" in result["scale"]["notes"][0]
-    assert rows_of(result)["mpi 4x2"]["efficiency"] == pytest.approx(5 / 8)
+    rows = rows_of(result)
+    assert rows["mpi 4x2"]["efficiency"] == pytest.approx(5 / 8)
+    # One process has no more work than another, unless the sweep hands it the batch.
+    assert rows["node 1x8"]["speedup"] == pytest.approx(1)
+    handed = make_sweep(repeats=2, batch=16, arguments=["--batch-size", "{batch}"])
+    rows = rows_of(result_of(handed, measured))
+    assert rows["node 1x8"]["speedup"] == pytest.approx(4)
+    without_samples = measure(handed, lambda p: 0.1, samples=False, reads=())
+    rows = rows_of(result_of(handed, without_samples))
+    assert rows["node 1x8"]["speedup"] == rows["mpi 4x2"]["speedup"] == pytest.approx(4)
 
 
 def test_settings_that_vary_are_compared_with_the_first_of_their_axis():

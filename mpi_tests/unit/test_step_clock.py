@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.replica.step_clock import PHASES, StepClock, StepTime
+from hpctrain.replica.step_clock import StepClock, StepTime
 from hpctrain.replica.step_report import RankTimes, summarize
+from hpctrain.world.observing import PHASES
 
 
 class Hands:

@@ -145,8 +145,12 @@ def test_a_merged_trace_is_as_the_format_asks_and_has_arrows_to_those_who_waited
     assert complaints(document) == []
     starts = [r for r in document["traceEvents"] if r["ph"] == "s"]
     assert len(starts) == 5
-    late = next(r for r in starts if r["id"] == "all/3/0")
-    assert late["pid"] == 1  # from the rank that came last, to rank 0
+    ends = [r for r in document["traceEvents"] if r["ph"] == "f"]
+    late = next(r for r in starts if r["ts"] == pytest.approx(2 * 10_000 + 26_000))
+    assert late["pid"] == 2  # from rank 1, which came last, to rank 0
+    assert next(r["pid"] for r in ends if r["id"] == late["id"]) == 1
+    held = [r for r in document["traceEvents"] if r["name"] == "rank 1 is there"]
+    assert [r["pid"] for r in held if r["ts"] == pytest.approx(late["ts"], abs=0.1)] == [1]
     assert document["otherData"]["clock_error_us"] == 0.5
     assert "number 3" in document["otherData"]["slowest_step"]
 
@@ -157,6 +161,32 @@ def test_who_left_before_the_last_one_came_did_not_wait_for_it():
     document = merge([root, other])
     assert complaints(document) == []
     assert not [r for r in document["traceEvents"] if r["ph"] in "sf"]
+
+
+def test_a_collective_with_others_inside_has_no_arrow_but_they_have():
+    def nested(late_ms):
+        return [
+            event("collective", "allreduce", late_ms, 9, lane="all", number=1),
+            event("collective", "allreduce", late_ms + 1, 8, lane="node", number=1),
+        ]
+
+    document = merge([trace(0, nested(0)), trace(1, nested(2))])
+    assert complaints(document) == []
+    assert [(r["pid"], r["ts"]) for r in document["traceEvents"] if r["ph"] == "s"] == [(2, 3000.0)]
+
+
+def test_what_viewers_would_not_draw_is_found():
+    def spoilt(**wrong):
+        document = merge(two_ranks())
+        arrow = next(r for r in document["traceEvents"] if r["ph"] == "s")
+        arrow.update(wrong)
+        return complaints(document)
+
+    assert "an arrow's id is a number, not 'all/1'" in spoilt(id="all/1")
+    assert "pid is 0, no whole number from 1 on" in spoilt(pid=0)
+    assert any("is in no slice" in said for said in spoilt(tid=9))
+    assert "events are not in the order of time" in spoilt(ts=1e9)
+    assert any("ends before it begins" in said for said in spoilt(name="other"))
 
 
 def test_messages_in_flight_are_drawn_from_their_start_to_their_end():

@@ -15,9 +15,10 @@ from hpctrain.scaling.plan.machine_files import render_machine, write_machine
 __all__ = ["add_arguments", "main"]
 
 _MORE = """\
-Each number of ranks is one launch: computing without communication, for what ranks that share a
-node take from each other, and allreduces of 4 KiB to 64 MiB on each engine. On one node there is
-no network to be measured, and the file is good for that node. What others used of the machine
+Each number of ranks is launched --repeats times, all numbers in turn, and medians count: computing
+without communication, for what ranks that share a node take from each other, and allreduces of
+4 KiB to 64 MiB on each engine. On one node there is no network to be measured, and the file is good
+for that node. What others used of the machine
 meanwhile is in the file, with a warning where it was more than 5 % of the cores.
 
 exit codes: 0 well; 1 a launch failed; 2 wrong usage
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", type=Path, metavar="M.toml", help="the file to write")
     parser.add_argument("--ranks", default="1,2", metavar="A,B", help="1 among them; default: 1,2")
     parser.add_argument("--engines", default="mpi", metavar="A,B", help="default: mpi")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="K", help="launches of each number (default: 3)"
+    )
     parser.add_argument("--title", default="this machine", help="a line about the machine")
 
 
@@ -45,9 +49,11 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--engines {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
     if args.output.suffix != ".toml" or not args.output.absolute().parent.is_dir():
         raise ConfigError(f"{args.output} must end in .toml, in a folder that is there")
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats {args.repeats} must be at least 1")
     from hpctrain.scaling.plan.measuring import fit_here
 
-    machine = fit_here(ranks, engines, title=args.title)
+    machine = fit_here(ranks, engines, repeats=args.repeats, title=args.title)
     write_machine(machine, args.output)
     print(render_machine(machine), end="")
     if machine.is_disturbed:

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.plan.asking import profile_from, take_config
+from hpctrain.cli.plan.asking import check_given, profile_from, take_config
 from hpctrain.cli.plan.predicting import (
+    check_ranks,
     machine_from,
     parse_ranks,
     predict_from,
@@ -109,8 +110,12 @@ def main(args: argparse.Namespace) -> int:
         from hpctrain.cli.plan.rehearsing import print_rehearsal
 
         return print_rehearsal(args)
-    profile, machine = profile_from(args), machine_from(args)
-    predictions = [predict_from(args, profile, machine, count) for count in parse_ranks(args.ranks)]
+    check_given(args)
+    machine, counts = machine_from(args), parse_ranks(args.ranks)
+    for count in counts:
+        check_ranks(args, machine, count)
+    profile = profile_from(args)
+    predictions = [predict_from(args, profile, machine, count) for count in counts]
     print_plan(args, profile, machine, predictions)
     return 0
 

@@ -9,7 +9,7 @@ from hpctrain.cli.plan.predicting import parse_ranks
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan.profile import Profile, read_profile
 
-__all__ = ["profile_from", "take_config"]
+__all__ = ["check_given", "profile_from", "take_config"]
 
 
 def take_config(args: argparse.Namespace) -> None:
@@ -32,13 +32,18 @@ def take_config(args: argparse.Namespace) -> None:
         args.accumulate = 1
 
 
-def profile_from(args: argparse.Namespace) -> Profile:
-    """Read the profile, or measure it from the configuration."""
+def check_given(args: argparse.Namespace) -> None:
+    """Whether there is enough to predict from."""
     measures = args.measure_profile is not None
     if not (args.profile or args.config) or not (measures or (args.machine and args.ranks)):
         raise ConfigError(
             "a prediction needs --profile or CONFIG.toml, and --machine and --ranks; see --help"
         )
+
+
+def profile_from(args: argparse.Namespace) -> Profile:
+    """Read the profile, or measure it from the configuration."""
+    check_given(args)
     if args.profile:
         return read_profile(args.profile)
     from hpctrain.scaling.plan.configured import measure_configured

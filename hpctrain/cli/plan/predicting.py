@@ -16,7 +16,7 @@ from hpctrain.scaling.plan.machine_files import find_machine, machine_names
 from hpctrain.scaling.plan.prediction import Prediction, predict
 from hpctrain.scaling.plan.profile import Profile
 
-__all__ = ["machine_from", "parse_ranks", "predict_from", "print_list", "print_plan"]
+__all__ = ["check_ranks", "machine_from", "parse_ranks", "predict_from", "print_list", "print_plan"]
 
 
 def print_plan(
@@ -76,21 +76,31 @@ def predict_from(
     args: argparse.Namespace, profile: Profile, machine: Machine, num_ranks: int
 ) -> Prediction:
     """Predict one number of ranks."""
-    _check_network(args, machine, num_ranks)
+    check_ranks(args, machine, num_ranks)
     if args.global_batch is not None:
-        batch, left = divmod(args.global_batch, num_ranks * args.accumulate)
-        if left or batch < 1:
-            raise ConfigError(
-                f"--global-batch {args.global_batch} does not divide over {num_ranks} ranks x "
-                f"{args.accumulate} passes; choose a multiple of {num_ranks * args.accumulate}"
-            )
-        profile = profile.at_batch(batch)
+        profile = profile.at_batch(args.global_batch // (num_ranks * args.accumulate))
     return predict(
         profile,
         machine,
         num_ranks,
         exchange=_exchange(args, profile, machine, num_ranks),
         is_strong=args.global_batch is not None,
+    )
+
+
+def check_ranks(args: argparse.Namespace, machine: Machine, num_ranks: int) -> None:
+    """Whether a number of ranks can be predicted, before anything is measured for it.
+
+    Raises:
+        ConfigError: with what is in the way.
+    """
+    _check_network(args, machine, num_ranks)
+    if args.global_batch is None or args.global_batch % (num_ranks * args.accumulate) == 0:
+        return
+    raise ConfigError(
+        f"a global batch of {args.global_batch} does not divide over {num_ranks} ranks x "
+        f"{args.accumulate} passes; choose a multiple of {num_ranks * args.accumulate} "
+        "(--global-batch)"
     )
 
 

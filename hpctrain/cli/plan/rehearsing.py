@@ -19,6 +19,8 @@ from hpctrain.scaling.plan.findings import Finding, Rehearsed, Room, rehearse
 from hpctrain.scaling.plan.machine import Machine
 from hpctrain.scaling.plan.profile import Profile
 from hpctrain.scaling.plan.rehearsal import State, Training
+from hpctrain.scaling.report.asking import hours_text
+from hpctrain.scaling.report.axes import bytes_text
 from hpctrain.submit.render import render
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import load_site
@@ -143,8 +145,12 @@ def _placeholders(args: argparse.Namespace, script: str) -> list[str]:
     return account + command
 
 
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
+
+
 def _describe(each: Rehearsed) -> str:
-    full, last = each.loading.full, each.loading.last
+    full, last, parts = each.loading.full, each.loading.last, len(each.files.writers)
     rows = [
         ("steps", f"{each.num_steps:,}, {each.steps_per_epoch:,} an epoch"),
         (
@@ -152,17 +158,15 @@ def _describe(each: Rehearsed) -> str:
             f"{full.fewest} to {full.most}, in the last {last.fewest} to {last.most}",
         ),
         ("scattered share", "{} to {} samples".format(*each.loading.scattered)),
-        ("memory a rank", f"{each.holding.per_rank / 2**30:.3g} GiB"),
-        ("memory a node", f"{each.holding.per_node / 2**30:.3g} GiB"),
-        (
-            "checkpoint",
-            f"{each.files.num_bytes / 2**30:.3g} GiB in {len(each.files.writers)} parts",
-        ),
+        ("memory a rank", bytes_text(each.holding.per_rank)),
+        ("memory a node", bytes_text(each.holding.per_node)),
+        ("checkpoint", f"{bytes_text(each.files.num_bytes)} in {_count(parts, 'part')}"),
     ]
     if each.simulated_s is not None:
-        low, high = each.simulated_s.low / 3600, each.simulated_s.high / 3600
-        rows.append(("steps take", f"{low:.3g} to {high:.3g} h (SIMULATED)"))
-    title = f"rehearsed: {each.num_ranks} ranks on {each.num_nodes} nodes"
+        ends = (each.simulated_s.low, each.simulated_s.high)
+        low, high = (hours_text(seconds / 3600) for seconds in ends)
+        rows.append(("steps take", f"{low} to {high} (SIMULATED)"))
+    title = f"rehearsed: {_count(each.num_ranks, 'rank')} on {_count(each.num_nodes, 'node')}"
     lines = [log.table(["what", ""], rows, title=title)]
     lines += [f"- {item.level}: {item.part}: {item.text}" for item in each.findings]
     return "\n".join([*lines, *([] if each.findings else ["- nothing of this would break"])])

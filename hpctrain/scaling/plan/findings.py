@@ -141,6 +141,12 @@ def _of_batches(training: Training, loading: Loading, num_ranks: int) -> Iterato
             "drop_last leaves out the rest: an epoch has no step",
         )
         return
+    if training.global_batch > training.num_samples:
+        yield _warning(
+            "batch",
+            f"a global batch of {training.global_batch} is more than the {training.num_samples} "
+            "samples of an epoch: no step has more than these",
+        )
     if loading.scattered[0] == 0:
         yield _error(
             "partition",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import median
 
@@ -30,7 +31,7 @@ def fit_machine(
     name: str = "measured",
     ranks_per_node: int | None = None,
 ) -> Machine:
-    """A machine from launches on different numbers of ranks.
+    """A machine from launches on different numbers of ranks; of equal ones medians count.
 
     Args:
         measurements: At least one with one rank on a node, and one with several ranks.
@@ -42,7 +43,7 @@ def fit_machine(
         ConfigError: something needed was not measured.
     """
     compute = [measurement.compute for measurement in measurements]
-    samples = [sample for each in measurements for sample in each.collectives]
+    samples = _medians([sample for each in measurements for sample in each.collectives])
     engines = {
         engine: fit_costs([s for s in samples if s.engine == engine], TOPOLOGY_OF[engine])
         for engine in sorted({sample.engine for sample in samples})
@@ -74,9 +75,9 @@ def fit_contention(
 ) -> tuple[tuple[tuple[int, float], ...], float]:
     """How computing slows down with ranks on the node, and how sure that is.
 
-    The error is the spread of steps over what is lost, but never below a half where a number of
-    ranks has one launch: launches differ by more than their steps, and one does not show by how
-    much. Where nothing is lost nothing is known of the loss, and the error is 1.
+    The error is the spread of steps, or of launches where it is wider, over what is lost; but never
+    below a half where a number of ranks has one launch, which does not show how launches differ.
+    Where nothing is lost nothing is known of the loss, and the error is 1.
     """
     by_count: dict[int, list[float]] = {}
     for sample in samples:
@@ -88,12 +89,21 @@ def fit_contention(
         (count, max(1.0, median(times) / alone) if count > 1 else 1.0)
         for count, times in sorted(by_count.items())
     )
-    spread = median([sample.jitter for sample in samples])
+    between = max((max(times) - min(times)) / 2 / median(times) for times in by_count.values())
+    spread = max(between, median([sample.jitter for sample in samples]))
     lost = max(slow for _, slow in points) - 1.0
     if lost <= 0:
         return points, _MOST_ERROR
     least = _ONCE_ERROR if min(map(len, by_count.values())) < 2 else 0.0
     return points, min(_MOST_ERROR, max(least, spread / lost))
+
+
+def _medians(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
+    """One sample of all that differ in nothing but their times."""
+    alike: dict[CollectiveSample, list[float]] = {}
+    for sample in samples:
+        alike.setdefault(replace(sample, seconds=1.0), []).append(sample.seconds)
+    return [replace(each, seconds=median(times)) for each, times in alike.items()]
 
 
 def fit_costs(samples: Sequence[CollectiveSample], topology: str) -> Costs:

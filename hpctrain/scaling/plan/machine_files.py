@@ -12,6 +12,7 @@ from typing import Any
 
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan.checks import check_keys, count_of, number_of, text_of
+from hpctrain.scaling.plan.exchange import ENGINES
 from hpctrain.scaling.plan.machine import Costs, Link, Machine
 
 __all__ = [
@@ -94,7 +95,7 @@ def parse_machine(text: str, name: str, *, where: str = "") -> Machine:
         raise ConfigError(f"{where} has schema {schema!r}; this version reads {SCHEMA!r}")
     costs = _costs({key: table.pop(key) for key in _COSTS & set(table)}, where)
     parts = table.pop("engines", {})
-    check_keys(parts, f"{where}, [engines]", needed=(), known=parts)
+    check_keys(parts, f"{where}, [engines]", needed=(), known=ENGINES)
     engines = {
         engine: _costs(part, where, base=costs, section=f"engines.{engine}")
         for engine, part in parts.items()

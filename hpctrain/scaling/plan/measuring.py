@@ -1,7 +1,7 @@
 """Measure what a machine file is fitted from: a few collectives, and computing beside each other.
 
-`measure` runs on all ranks of a launch; `measure_here` starts such launches on this machine, one
-for each number of ranks: `python -m hpctrain.scaling.plan.measuring OUT ENGINES`.
+`measure` runs on all ranks of a launch; `measure_here` starts such launches on this machine for
+each number of ranks: `python -m hpctrain.scaling.plan.measuring OUT ENGINES`.
 """
 
 from __future__ import annotations
@@ -146,46 +146,57 @@ def _standard_step() -> Callable[[], None]:
 
 
 def measure_here(
-    ranks: Sequence[int], engines: Sequence[str] = ("mpi",), *, timeout_s: float = _LIMIT_S
+    ranks: Sequence[int],
+    engines: Sequence[str] = ("mpi",),
+    *,
+    repeats: int = 1,
+    timeout_s: float = _LIMIT_S,
 ) -> list[Measurement]:
-    """Start a launch for each number of ranks on this machine, one after the other.
+    """Start launches for each number of ranks on this machine, one after the other.
 
-    How much of the machine others used meanwhile is in each measurement.
+    All numbers take turns, so that a machine which drifts does so for all of them. How much of the
+    machine others used meanwhile is in each measurement.
 
     Raises:
-        ConfigError: 1 is not among the numbers.
+        ConfigError: 1 is not among the numbers, or there would be no launch.
         LaunchError: a launch failed or took too long; with what it said.
     """
     if 1 not in ranks:
         raise ConfigError(f"ranks={list(ranks)} must have 1: everything counts from a rank alone")
-    found = []
+    turns = range(count_of(repeats, "repeats"))
+    return [_launch(count, engines, timeout_s) for _ in turns for count in ranks]
+
+
+def _launch(num_ranks: int, engines: Sequence[str], timeout_s: float) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="hpctrain-fit-") as directory:
-        for count in ranks:
-            out = Path(directory) / f"{count}.json"
-            command = [sys.executable, "-m", "hpctrain", "run", "-n", str(count), "--quiet"]
-            command += ["-m", __name__, str(out), ",".join(engines)]
-            before = read_clocks()
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=timeout_s, check=False
-                )
-            except subprocess.TimeoutExpired as error:
-                raise LaunchError(
-                    f"measuring {count} ranks took longer than {timeout_s:g} s"
-                ) from error
-            if done.returncode != 0:
-                raise LaunchError(f"measuring {count} ranks failed:\n{done.stdout}{done.stderr}")
-            load = foreign_load(before, read_clocks(), num_cores=os.cpu_count() or 1)
-            said = Measurement.from_json(json.loads(out.read_text(encoding="utf-8")))
-            found.append(replace(said, foreign_load=round(load, 4)))
-    return found
+        out = Path(directory) / "measured.json"
+        command = [sys.executable, "-m", "hpctrain", "run", "-n", str(num_ranks), "--quiet"]
+        command += ["-m", __name__, str(out), ",".join(engines)]
+        before = read_clocks()
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(
+                f"measuring {num_ranks} ranks took longer than {timeout_s:g} s"
+            ) from error
+        if done.returncode != 0:
+            raise LaunchError(f"measuring {num_ranks} ranks failed:\n{done.stdout}{done.stderr}")
+        load = foreign_load(before, read_clocks(), num_cores=os.cpu_count() or 1)
+        said = Measurement.from_json(json.loads(out.read_text(encoding="utf-8")))
+        return replace(said, foreign_load=round(load, 4))
 
 
 def fit_here(
-    ranks: Sequence[int], engines: Sequence[str] = ("mpi",), *, title: str = "this machine"
+    ranks: Sequence[int],
+    engines: Sequence[str] = ("mpi",),
+    *,
+    repeats: int = 1,
+    title: str = "this machine",
 ) -> Machine:
     """Measure this machine at these numbers of ranks, and fit it: what `bench fit` writes."""
-    return fit_machine(measure_here(ranks, engines), title=title)
+    return fit_machine(measure_here(ranks, engines, repeats=repeats), title=title)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -293,7 +293,7 @@ def _noise(study: Study) -> Iterator[Finding]:
             rule="noise",
             weight=0.001,
             what=f"{len(wide)} of {len(study.measured)} points have intervals wider than 20 % of "
-            f"their median, {worst.engine} on {worst.num_ranks} ranks the widest: small "
+            f"their median, {worst.engine} on {_ranks(worst)} the widest: small "
             "differences mean nothing here.",
             attempt="Repeat on a quiet machine, with more --repeats.",
         )
@@ -304,9 +304,14 @@ def _failures(study: Study) -> Iterator[Finding]:
         yield Finding(
             rule="failed",
             weight=0.002,
-            what=f"{point.engine} on {point.num_ranks} ranks was not measured: {point.failure}",
+            what=f"{point.engine} on {_ranks(point)} was not measured: {_first_line(point)}",
             attempt="Start the same sweep again: it measures what is missing.",
         )
+
+
+def _first_line(point: Point) -> str:
+    """Why it failed; the rest of it is in the result and in the launch's log."""
+    return point.failure.partition("\n")[0]
 
 
 _ANY_RULES: tuple[Callable[[Study], Iterator[Finding]], ...] = (_whole_node, _noise, _failures)

@@ -51,6 +51,8 @@ class Point:
     step_s: Estimate | None = None
     """None: it failed; `failure` says why."""
     global_batch: int | None = None
+    rate: float | None = None
+    """Samples a second, where the sweep itself has counted them, block by block."""
     efficiency: Estimate | None = None
     """Where the sweep itself has compared with its baseline, block by block."""
     over_node: Estimate | None = None
@@ -67,6 +69,8 @@ class Point:
     @property
     def samples_per_s(self) -> float | None:
         """Of all ranks together."""
+        if self.rate is not None:
+            return self.rate
         if self.step_s is None or self.global_batch is None:
             return None
         return self.global_batch / self.step_s.median

@@ -121,12 +121,13 @@ def _swept_point(row: Mapping[str, Any]) -> Point:
     counts = row.get("counts") or {}
     samples = row.get("samples_per_step")
     return Point(
-        engine=str(row.get("kind") or row.get("engine") or row.get("name")),
+        engine=_name_of(row),
         num_ranks=row["num_ranks"],
         num_threads=row.get("num_threads", 1),
         num_nodes=row.get("num_nodes", 1),
         step_s=_read_interval(row, "step_s") or _read_interval(row, "launch_s"),
         global_batch=None if samples is None else round(samples),
+        rate=row.get("samples_per_s"),
         efficiency=_read_interval(row, "efficiency"),
         over_node=_read_interval(row, "over_node"),
         split_s=_split(row),
@@ -136,6 +137,14 @@ def _swept_point(row: Mapping[str, Any]) -> Point:
         memory_bytes=row.get("memory_bytes"),
         failure=str(row.get("why") or ""),
     )
+
+
+def _name_of(row: Mapping[str, Any]) -> str:
+    """What a point is called; whether its optimizer is fused as it was, not as it was asked for."""
+    name = str(row.get("kind") or row.get("engine") or row.get("name"))
+    if row.get("role") == _NODE:
+        return name.replace(" fused=on", ", fused" if row.get("is_fused") else "")
+    return name
 
 
 def _read_interval(row: Mapping[str, Any], name: str) -> Estimate | None:

@@ -105,6 +105,7 @@ def _tables(study: Study, key: str) -> tuple[Table, ...]:
         ("efficiency", [_percents(study, p) for p in every]),
     ]
     more = [
+        ("over one process, all cores", [_over_node(study, p) for p in every]),
         ("Karp-Flatt", [_fraction(study, p) for p in every]),
         ("S / sequential s", [_number(p.per_sequential_s) for p in every]),
         ("S / M parameters", [_number(p.per_million_parameters) for p in every]),
@@ -152,13 +153,15 @@ def _numbers(study: Study, points: list[Point]) -> tuple[tuple[str, ...], ...]:
     headers += [f"{study.unit}_s{tail}" for tail in ("", "_low", "_high")]
     headers += ["samples_per_s"]
     headers += [f"efficiency{tail}" for tail in ("", "_low", "_high")]
+    headers += [f"over_node{tail}" for tail in ("", "_low", "_high")]
     headers += [f"{part}_s" for part in PARTS]
     headers += ["bytes_sent", "memory_bytes", "failure"]
     rows = []
     for point in points:
         found = None if _is_aside(study, point) else study.efficiency(point)
         numbers: list[object] = [point.global_batch, *_three(point.step_s), point.samples_per_s]
-        numbers += [*_three(found), *(point.split_s.get(part) for part in PARTS)]
+        numbers += [*_three(found), *_three(point.over_node)]
+        numbers += [*(point.split_s.get(part) for part in PARTS)]
         numbers += [point.bytes_sent, point.memory_bytes, point.failure]
         place = [point.engine, point.num_ranks, point.num_threads, point.num_nodes]
         rows.append(tuple("" if v is None else str(v) for v in [*place, *numbers]))
@@ -175,11 +178,16 @@ def _number(value: float | None) -> str:
     return "" if value is None else number_text(value)
 
 
+def _in_full(value: float) -> str:
+    """A table has one unit: thousands stay thousands."""
+    return number_text(value) if value < 1000 else f"{value:.0f}"
+
+
 def _milliseconds(point: Point) -> str:
     if point.step_s is None:
         return "failed"
     step = point.step_s.scaled(1000)
-    low, middle, high = (number_text(value) for value in (step.low, step.median, step.high))
+    low, middle, high = (_in_full(value) for value in (step.low, step.median, step.high))
     return f"{middle} [{low}, {high}]" if step.is_repeated else middle
 
 
@@ -195,6 +203,13 @@ def _percents(study: Study, point: Point) -> str:
     text = f"{100 * found.median:.1f} %"
     interval = f" [{100 * found.low:.1f}, {100 * found.high:.1f}]"
     return text + interval * found.is_repeated
+
+
+def _over_node(study: Study, point: Point) -> str:
+    found = None if _is_aside(study, point) else point.over_node
+    if found is None:
+        return ""
+    return f"{found.median:.2f}" + f" [{found.low:.2f}, {found.high:.2f}]" * found.is_repeated
 
 
 def _fraction(study: Study, point: Point) -> str:
@@ -244,7 +259,8 @@ def _cost_section(study: Study, key: str, wish: Wish | None) -> Section | None:
         words.append(
             f"Ask for {chosen.node_hours:.3g} node-hours: {wish.runs} training"
             f"{'s' * (wish.runs > 1)} of {number_text(wish.num_samples)} samples, "
-            f"{hours_text(chosen.hours)} each on {nodes} ({chosen.point.num_ranks} ranks of "
+            f"{hours_text(chosen.hours)} each on {nodes} ({chosen.point.num_ranks} "
+            f"rank{'s' * (chosen.point.num_ranks > 1)} of "
             f"{chosen.point.engine}), and {100 * wish.reserve:.0f} % in reserve for queues, "
             "restarts and mistakes. It is the largest number of ranks whose efficiency is "
             "80 % or more."

@@ -149,7 +149,9 @@ class Folder:
                 label=table["label"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.path} has no sweep ({error}); give --dir") from error
+            raise ConfigError(
+                f"{self.path} has no sweep ({error}); name the folder that one is kept in"
+            ) from error
 
     def begin(self, sweep: Sweep) -> None:
         """Write the plan down, or go on with the same one.

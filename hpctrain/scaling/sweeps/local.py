@@ -23,6 +23,7 @@ __all__ = ["ask", "explain", "run_sweep", "tell_end", "tell_other_device"]
 
 _END_S = 20.0
 _TAIL_LINES = 6
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception): |hpctrain: rank )")
 
 
@@ -176,8 +177,8 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def tell_end(log: str) -> str:
-    """The line of a log that says most, and its last lines. Pure."""
-    lines = [line for line in log.splitlines() if line.strip()]
+    """The line of a log that says most, and its last lines, without colours. Pure."""
+    lines = [line for line in _CONTROL.sub("", log).splitlines() if line.strip()]
     said = [line.strip() for line in lines if _ERROR.match(line)]
     return "\n".join([*said[-1:], *lines[-_TAIL_LINES:]]) or "it said nothing"
 

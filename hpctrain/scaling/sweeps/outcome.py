@@ -98,14 +98,15 @@ def _rates(
     sweep: Sweep, point: Point, launches: Sequence[Measured], *, by_steps: bool
 ) -> list[float]:
     """Work a second in every launch: samples, or else shares of the batch."""
-    weak = sweep.settings.mode == "weak"
+    is_weak = sweep.settings.mode == "weak"
+    _, used = fill_arguments(sweep, point)
     rates = []
     for launch in launches:
         work = _samples(launch) if by_steps else None
-        if work is None:
-            takes_part = launch.report is not None and launch.report["global_batch"] is not None
-            work = point.factor if takes_part or not by_steps else point.num_ranks
-            work = work if weak or by_steps else 1
+        if work is None and ("batch" in used or (launch.report or {}).get("global_batch")):
+            work = point.factor
+        elif work is None:  # every process does what the script does by itself
+            work = point.num_ranks if is_weak or by_steps else 1
         rates.append(work / _seconds(launch, by_steps=by_steps))
     return rates
 
@@ -234,13 +235,18 @@ def _notes(
 ) -> list[str]:
     """What a reader must know."""
     notes = []
+    _, used = fill_arguments(sweep, sweep.points[0])
     if not by_steps:
+        taken = "all ranks together are taken to do the work of one process"
+        if "batch" in used:
+            taken = "their work is taken to be the batch"
+        elif sweep.settings.mode == "weak":
+            taken = "every rank is taken to do as much as one process alone"
         notes.append(
             "The script does not train through hpctrain.distribute, so whole launches were timed, "
-            "start and end included; their work is taken to be that of the mode."
+            f"start and end included; {taken}."
         )
     reports = [m.report for p in good for m in whole[p.name] if m.report is not None]
-    _, used = fill_arguments(sweep, sweep.points[0])
     if by_steps and "batch" not in used and not all("batch" in r["reads"] for r in reports):
         notes.append(
             "The script does not read world.bench.global_batch, so it was measured with its own "
@@ -250,13 +256,29 @@ def _notes(
         notes.append("The model is not called as replica(x): input is part of forward.")
     if by_steps and any(_samples(m) is None for p in good for m in whole[p.name]):
         notes.append("The script tells no num_samples, so efficiency is that of steps.")
-    asked = [p for p in good if p.role == NODE and "fused" in p.values]
-    if by_steps and not all(_is_fused(whole[p.name]) for p in asked):
-        allow = "a script allows one by fused=world.bench.value('fused', False)"
-        if sweep.label.endswith(".toml"):
-            allow = "optimizer.args.fused = true in the configuration gives every point one"
-        notes.append(f"One process with all cores has no fused optimizer; {allow}.")
+    if by_steps:
+        notes += _fused_notes(sweep, good, whole)
     return notes
+
+
+def _fused_notes(
+    sweep: Sweep, good: Sequence[Point], whole: Mapping[str, list[Measured]]
+) -> list[str]:
+    """Whether one process with all cores has its fused optimizer, and whether it alone has."""
+    configured = sweep.label.endswith(".toml")
+    asked = [p for p in good if p.role == NODE and "fused" in p.values]
+    if not all(_is_fused(whole[p.name]) for p in asked):
+        allow = "a script allows one by fused=world.bench.value('fused', False)"
+        if configured:
+            allow = "its class has none for this device, or the configuration says fused = false"
+        return [f"One process with all cores has no fused optimizer; {allow}."]
+    if asked and not all(_is_fused(whole[p.name]) for p in good if p.role != NODE):
+        give = "optimizer.args.fused = true" if configured else "fused=True"
+        return [
+            "One process with all cores has a fused optimizer, other points have not; "
+            f"{give} gives it to all."
+        ]
+    return []
 
 
 def _is_fused(launches: Sequence[Measured]) -> bool:
