@@ -10,7 +10,7 @@ from hpctrain.checkpoint.manifest import Manifest, read_manifest
 from hpctrain.checkpoint.naming import number_of, step_of
 from hpctrain.errors import CheckpointError
 
-__all__ = ["Entry", "list_checkpoints", "next_number", "quick_check"]
+__all__ = ["Entry", "complete_in", "list_checkpoints", "next_number", "quick_check"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,11 @@ def list_checkpoints(directory: Path) -> list[Entry]:
             Entry(path=path, number=number, step=step, manifest=manifest, trouble=trouble)
         )
     return sorted(entries, key=lambda entry: (entry.number, entry.step))
+
+
+def complete_in(directory: Path) -> list[Path]:
+    """All that are called as a complete checkpoint is; nothing is read."""
+    return [path for path in _children(directory) if step_of(path) is not None]
 
 
 def quick_check(path: Path) -> tuple[Manifest | None, str | None]:

@@ -34,6 +34,7 @@ __all__ = ["OWNER", "Outline", "Record", "Records", "finish", "write_own_part"]
 
 OWNER = "owner.json"
 _LONGEST_NAP_S = 0.5
+_TWICE = "; another job saves into the same directory: end one, or give each its own"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +149,8 @@ def finish(outline: Outline, tree_text: str, records: Records, *, deadline: floa
         sync_directory(outline.directory)
     except OSError as error:
         raise CheckpointError(
-            f"{outline.path} could not be written ({error.strerror}){_cure(outline.folder, error)}"
+            f"{outline.path} could not be written ({error.strerror})"
+            f"{_TWICE if outline.path.exists() else _cure(outline.folder, error)}"
         ) from error
     return outline.path
 

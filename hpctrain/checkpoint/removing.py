@@ -20,12 +20,24 @@ from hpctrain.checkpoint.finishing import OWNER
 from hpctrain.checkpoint.naming import is_leftover, trash_name
 from hpctrain.checkpoint.retention import Candidate, Keep, choose_removals
 
-__all__ = ["describe_owner", "is_abandoned", "remove", "retain", "sweep"]
+__all__ = [
+    "describe_owner",
+    "in_writing",
+    "is_abandoned",
+    "is_alive_elsewhere",
+    "owner_of",
+    "remove",
+    "retain",
+    "sweep",
+]
 
 _PATIENCE_S = 24 * 3600.0
 """After which nobody can still be writing: no job waits that long for a disk."""
 _NAMELESS_PATIENCE_S = 600.0
 """The same for a directory whose owner was killed before it could say who it is."""
+
+in_writing: set[Path] = set()
+"""What this process is writing: another of its stores must not take it for a leftover."""
 
 
 def describe_owner(job_id: str | None) -> dict[str, object]:
@@ -60,7 +72,7 @@ def is_abandoned(
         return age_s > _NAMELESS_PATIENCE_S
     mine = ("host", "process", "started")
     if all(owner[key] == me[key] for key in mine):
-        return True  # one save at a time, and this is not the one that asks
+        return True  # one save at a time, and it is not the one that asks, nor `in_writing`
     if owner["host"] == me["host"]:
         return not is_alive(int(owner["process"]), float(owner["started"]))
     # A job that the batch system has started again has the number of the one that was killed.
@@ -71,10 +83,10 @@ def sweep(directory: Path, me: Mapping[str, Any], *, but: Path | None = None) ->
     """Remove what saves and removals that never came to their end have left; returns what."""
     swept = []
     for path in sorted(directory.iterdir()):
-        if path == but or not is_leftover(path):
+        if path == but or path in in_writing or not is_leftover(path):
             continue
         is_trash = path.name.startswith(".trash-")
-        if is_trash or is_abandoned(_owner(path), me, age_s=_age_s(path), is_alive=_is_alive):
+        if is_trash or is_abandoned(owner_of(path), me, age_s=_age_s(path), is_alive=_is_alive):
             shutil.rmtree(path, ignore_errors=True)
             swept.append(path)
     return swept
@@ -112,7 +124,16 @@ def retain(directory: Path, keep: Keep) -> list[Path]:
     return removed
 
 
-def _owner(path: Path) -> dict[str, Any] | None:
+def is_alive_elsewhere(path: Path) -> bool:
+    """Whether another process of this host has written this, and still runs."""
+    owner, me = owner_of(path), describe_owner(None)
+    if owner is None or owner["host"] != me["host"] or owner["process"] == me["process"]:
+        return False
+    return _is_alive(int(owner["process"]), float(owner["started"]))
+
+
+def owner_of(path: Path) -> dict[str, Any] | None:
+    """Who has written this, as `describe_owner` says it; None if that cannot be read."""
     try:
         told = json.loads((path / OWNER).read_text())
         return told if {"host", "process", "started", "job"} <= told.keys() else None

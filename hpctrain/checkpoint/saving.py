@@ -13,13 +13,14 @@ from pathlib import Path
 from hpctrain.checkpoint.alike import NOTHING, mark_of, refuse_differences
 from hpctrain.checkpoint.background import Errand
 from hpctrain.checkpoint.catalog import next_number
+from hpctrain.checkpoint.company import Company
 from hpctrain.checkpoint.finishing import OWNER, Outline, Record, Records, finish, write_own_part
 from hpctrain.checkpoint.layout import Item, Piece, choose_ranks, divide, writer_of
 from hpctrain.checkpoint.meeting import meet
 from hpctrain.checkpoint.naming import checkpoint_name, partial_name
 from hpctrain.checkpoint.part import Staging, lay_out
 from hpctrain.checkpoint.preparing import Prepared, versions
-from hpctrain.checkpoint.removing import describe_owner, retain, sweep
+from hpctrain.checkpoint.removing import describe_owner, in_writing, retain, sweep
 from hpctrain.checkpoint.retention import Keep
 from hpctrain.checkpoint.tree_file import describe, items_of, render_tree
 from hpctrain.errors import CheckpointError
@@ -68,6 +69,7 @@ def begin(
     prepared: Prepared | None,
     trouble: str | None,
     staging: Staging,
+    company: Company,
 ) -> Saving:
     """Collective: copy this rank's part; the state's places, shapes and values must match.
 
@@ -77,6 +79,7 @@ def begin(
         prepared: What this rank brings, or None if it has trouble.
         trouble: What is wrong on this rank.
         staging: Where this rank's part is copied to.
+        company: Rank 0's: who saves into this directory.
 
     Returns:
         The save, whose errand is still to be started.
@@ -86,11 +89,12 @@ def begin(
     """
     opened: tuple[Path, int] | None = None
     if world.rank == 0 and prepared is not None:
-        opened, trouble = _open(world, settings.directory, prepared.step)
+        opened, trouble = _open(world, settings.directory, prepared.step, company)
     try:
         return _begin(world, settings, prepared, trouble, opened, staging)
     except CheckpointError:
         if opened is not None:
+            in_writing.discard(opened[0])
             shutil.rmtree(opened[0], ignore_errors=True)
         raise
 
@@ -126,12 +130,19 @@ def _begin(
     return saving
 
 
-def _open(world: World, directory: Path, step: int) -> tuple[tuple[Path, int] | None, str | None]:
+def _open(
+    world: World, directory: Path, step: int, company: Company
+) -> tuple[tuple[Path, int] | None, str | None]:
     """Rank 0's part: a directory for what is not complete yet."""
     try:
+        stranger = company.find_stranger()
+        if stranger is not None:
+            return None, stranger
         number = next_number(directory)
         folder = directory / partial_name(number, step, secrets.token_hex(8))
         folder.mkdir()
+        in_writing.add(folder)
+        company.wrote(number, step)
         (folder / OWNER).write_text(json.dumps(describe_owner(world.launch.job_id)))
     except (OSError, CheckpointError) as error:
         return None, f"{directory} cannot be written to ({error}); make room, or save elsewhere"
@@ -170,13 +181,17 @@ def _copy(
 
     def write() -> None:
         """Runs in the thread; the tensors themselves are none of its business."""
-        record = write_own_part(
-            folder, part, len(parts), data, data_start=len(image.header), own=places
-        )
-        saving.written.append(record)
+        try:
+            record = write_own_part(
+                folder, part, len(parts), data, data_start=len(image.header), own=places
+            )
+            saving.written.append(record)
+            if records is not None:
+                records.tell(record)
+                finish(outline, render_tree(described, parts), records, deadline=deadline)
+        finally:
+            in_writing.discard(folder)
         if records is not None:
-            records.tell(record)
-            finish(outline, render_tree(described, parts), records, deadline=deadline)
             retain(settings.directory, settings.keep)
             sweep(settings.directory, describe_owner(world.launch.job_id))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hpctrain import log
 from hpctrain.checkpoint.background import Background
+from hpctrain.checkpoint.company import Company
 from hpctrain.checkpoint.finishing import Record
 from hpctrain.checkpoint.loading import Loaded, load
 from hpctrain.checkpoint.part import Staging
@@ -69,12 +70,13 @@ class Store:
             timeout_s=timeout_s,
         )
         agree(world.comm, self._mistake(), error=ConfigError)
+        self._company = Company(self.directory)
         agree(world.comm, self._open(), error=CheckpointError)
         self._saving: Saving | None = None
         self._last: Path | None = None
         self._staging = Staging()
         self._polite, self._hurried = self._make_threads()
-        self._is_closed = False
+        self._is_closed = self._is_claimed = False
         world.at_exit(self.close)
 
     def save(
@@ -107,6 +109,7 @@ class Store:
         """
         if self._is_closed:
             raise CheckpointError(f"the store of {self.directory} is closed")
+        self.claim()
         if self._saving is not None:
             if self._world.rank == 0 and self.is_saving:
                 log.notice(f"waiting for {self._saving.path}, which is still being written")
@@ -116,7 +119,7 @@ class Store:
             prepared = prepare(state, step=step, own=own, note=note, metrics=metrics)
         except CheckpointError as error:
             trouble = str(error)
-        saving = begin(self._world, self._settings, prepared, trouble, self._staging)
+        saving = begin(self._world, self._settings, prepared, trouble, self._staging, self._company)
         self._saving = saving
         in_a_hurry = wait or not self._asynchronous
         if saving.errand is not None:
@@ -210,6 +213,8 @@ class Store:
                 was asked for is not.
         """
         self.wait()
+        if self._world.rank == 0:
+            self._company.look()
         return load(
             self._world,
             self.directory,
@@ -217,6 +222,20 @@ class Store:
             like=like,
             timeout_s=self.timeout_s,
         )
+
+    def claim(self) -> None:
+        """Collective: refuse a directory that another job of rank 0's host is saving into.
+
+        The first save does it; earlier is better for who is going to save. Again: nothing happens.
+
+        Raises:
+            CheckpointError: on all ranks: the other process is named.
+        """
+        if self._is_claimed:
+            return
+        self._is_claimed = True
+        trouble = self._company.find_neighbour() if self._world.rank == 0 else None
+        agree(self._world.comm, trouble, error=CheckpointError)
 
     def close(self) -> None:
         """Collective: wait for the last save and end the thread. Again: nothing happens."""
@@ -251,6 +270,7 @@ class Store:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             swept = sweep(self.directory, describe_owner(self._world.launch.job_id))
+            self._company.look()
         except OSError as error:
             return f"{self.directory} cannot be written to ({error.strerror})"
         if swept:

@@ -60,7 +60,10 @@ def trouble_with(saved: Progress, own: Progress) -> str | None:
     for name in ("num_samples", "order"):
         was, now = getattr(saved, name), getattr(own, name)
         if was != now:
-            return f"the state has {name}={was!r} and this loader {now!r}; they must be equal"
+            return (
+                f"the run was begun with {name}={was!r}, and this loader has {now!r}; go on with "
+                "the same data in the same order, or begin a run in another directory"
+            )
     if saved.fingerprint != own.fingerprint and saved.order == "local":
         if saved.consumed:
             return (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.faults.stragglers import Finding, Stragglers, Tally
+from hpctrain.faults.stragglers import Finding, Stragglers, Tally, Work
 from hpctrain.faults.watchdog import Watchdog, start
 from hpctrain.faults.word import NUM_SLOTS, Agreed, Said, Word, decode, encode, merge
 from hpctrain.world import World
@@ -149,13 +149,17 @@ class Boundary:
         mine = self._tally.take()
         if self._comm is None:
             return self._judge.compare([mine], step=step)
-        table = np.empty(self._size)
+        table = np.empty((self._size, 3))
         self._watch.enter("comparison of step times")
         try:
-            self._comm.Allgather(np.array([mine]), table)
+            self._comm.Allgather(np.array([mine.mean_s, mine.error_s, mine.num_steps]), table)
         finally:
             self._watch.leave()
-        return self._judge.compare(table.tolist(), step=step)
+        works = [
+            Work(mean_s=mean_s, error_s=error_s, num_steps=int(num_steps))
+            for mean_s, error_s, num_steps in table.tolist()
+        ]
+        return self._judge.compare(works, step=step)
 
     def close(self) -> None:
         """Collective: complete what is under way and give everything back. May be called again."""

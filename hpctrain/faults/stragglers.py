@@ -6,6 +6,7 @@ them apart is the time that a rank worked, without the time that it waited for o
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,27 @@ from hpctrain.errors import ConfigError
 from hpctrain.faults.governor import format_seconds
 from hpctrain.log import format_ranges
 
-__all__ = ["Finding", "Stragglers", "Tally"]
+__all__ = ["Finding", "Stragglers", "Tally", "Work"]
 
 _SLOW = 1.2
 _DRIFT = 1.15
+_ERRORS = 4.0
+"""By how many standard errors a difference must be more than chance."""
+_NEWS_S = 1.0
+"""What a rank must have cost the others before anybody is told."""
+_FEW_STEPS = 10
+"""A comparison over fewer is nothing to measure later ones by."""
 _MOST_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What the steps of a rank cost it since the last comparison."""
+
+    mean_s: float
+    error_s: float
+    """The standard error of the mean; infinite where fewer than two steps were measured."""
+    num_steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +47,18 @@ class Finding:
     slowest: int
     slowest_s: float
     slow: tuple[int, ...]
-    """Ranks that work longer than the median by a fifth or more, slowest first."""
+    """Ranks that work longer than the median by a fifth or more, slowest first; not by chance."""
     drifting: tuple[int, ...]
     """Ranks that have lost 15 % against the median since the first comparison, worst first."""
+    lost_s: float
+    """What the worst of them has cost the others for as long as it has been slow."""
     text: str
     """In plain words, with host names."""
 
     @property
     def is_news(self) -> bool:
-        """Whether somebody holds the others up."""
-        return bool(self.slow or self.drifting)
+        """Whether somebody holds the others up, and for long enough that it matters."""
+        return self.lost_s >= _NEWS_S
 
 
 class Tally:
@@ -47,8 +66,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._began: tuple[float, float] | None = None
-        self._total_s = 0.0
         self._num_steps = 0
+        self._mean_s = self._squares = 0.0
 
     def passed(self, now_s: float, waited_s: float) -> float | None:
         """A boundary was passed; returns what the step cost, None at the first one.
@@ -61,15 +80,18 @@ class Tally:
         if before is None:
             return None
         worked_s = max((now_s - before[0]) - (waited_s - before[1]), 0.0)
-        self._total_s += worked_s
         self._num_steps += 1
+        off = worked_s - self._mean_s  # Welford's sums: no digits are lost
+        self._mean_s += off / self._num_steps
+        self._squares += off * (worked_s - self._mean_s)
         return worked_s
 
-    def take(self) -> float:
-        """The mean of the steps since the last call; 0 where there were none."""
-        mean_s = self._total_s / self._num_steps if self._num_steps else 0.0
-        self._total_s, self._num_steps = 0.0, 0
-        return mean_s
+    def take(self) -> Work:
+        """The steps since the last call; a mean of 0 where there were none."""
+        num, mean_s = self._num_steps, self._mean_s
+        error_s = math.sqrt(self._squares / (num - 1) / num) if num > 1 else math.inf
+        self._num_steps, self._mean_s, self._squares = 0, 0.0, 0.0
+        return Work(mean_s=mean_s, error_s=error_s, num_steps=num)
 
 
 class Stragglers:
@@ -88,30 +110,40 @@ class Stragglers:
         self._slow = slow
         self._drift = drift
         self._first: tuple[int, list[float]] | None = None
+        self._lost_s = [0.0] * len(self._hosts)
 
-    def compare(self, worked_s: Sequence[float], *, step: int) -> Finding:
+    def compare(self, works: Sequence[Work], *, step: int) -> Finding:
         """Judge what steps cost each rank since the last comparison.
 
         Args:
-            worked_s: Of all ranks, the mean time of a step without waiting.
+            works: Of all ranks.
             step: The step at which it was asked.
         """
-        if len(worked_s) != len(self._hosts):
-            raise ConfigError(f"{len(worked_s)} times for {len(self._hosts)} ranks")
+        if len(works) != len(self._hosts):
+            raise ConfigError(f"{len(works)} times for {len(self._hosts)} ranks")
+        worked_s = [work.mean_s for work in works]
         median_s = statistics.median_low(worked_s)
+        middle = works[worked_s.index(median_s)]
         ratios = [seconds / median_s if median_s > 0 else 1.0 for seconds in worked_s]
         order = sorted(range(len(ratios)), key=lambda rank: (-ratios[rank], rank))
-        slow = tuple(rank for rank in order if ratios[rank] >= self._slow)
-        growth = dict.fromkeys(order, 1.0)
-        if self._first is None:
-            self._first = (step, ratios)
-        else:
-            growth = {
-                r: ratios[r] / then if then > 0 else 1.0 for r, then in enumerate(self._first[1])
-            }
+        sure = [
+            work.mean_s - median_s > _ERRORS * math.hypot(work.error_s, middle.error_s)
+            for work in works
+        ]
+        slow = tuple(rank for rank in order if sure[rank] and ratios[rank] >= self._slow)
+        growth = self._growth(ratios)
         drifting = tuple(
-            sorted((r for r in order if growth[r] >= self._drift), key=lambda r: (-growth[r], r))
+            sorted(
+                (r for r in order if sure[r] and growth[r] >= self._drift),
+                key=lambda r: (-growth[r], r),
+            )
         )
+        if self._first is None and min(work.num_steps for work in works) >= _FEW_STEPS:
+            self._first = (step, ratios)
+        for rank, work in enumerate(works):
+            held_up = rank in slow or rank in drifting
+            cost_s = (work.mean_s - median_s) * work.num_steps
+            self._lost_s[rank] = self._lost_s[rank] + cost_s if held_up else 0.0
         return Finding(
             step=step,
             median_s=median_s,
@@ -119,8 +151,18 @@ class Stragglers:
             slowest_s=worked_s[order[0]],
             slow=slow,
             drifting=drifting,
+            lost_s=max(self._lost_s),
             text=self._tell(worked_s, ratios, order[0], slow, drifting, median_s),
         )
+
+    def _growth(self, ratios: Sequence[float]) -> list[float]:
+        """How much more of the median each rank takes than at the first comparison."""
+        if self._first is None:
+            return [1.0] * len(ratios)
+        return [
+            now / then if then > 0 else 1.0
+            for now, then in zip(ratios, self._first[1], strict=True)
+        ]
 
     def _tell(
         self,

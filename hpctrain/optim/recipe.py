@@ -177,10 +177,12 @@ class RecipeSchedule(LRScheduler):
         """
         step, saved = state_dict["step"], dict(state_dict["recipe"])
         saved["milestones"] = tuple(saved["milestones"])  # JSON has lists
+        # Where the rate does not fall towards the end, a training of another length is the same.
+        free = {"num_steps"} if self.recipe.decay in ("step", "none") else set()
         differing = [
             f"{field.name} {saved.get(field.name)!r} -> {getattr(self.recipe, field.name)!r}"
             for field in fields(Recipe)
-            if saved.get(field.name) != getattr(self.recipe, field.name)
+            if field.name not in free and saved.get(field.name) != getattr(self.recipe, field.name)
         ]
         if differing:
             raise ConfigError(

@@ -13,8 +13,10 @@ import torch
 
 __all__ = ["changed_options", "identify", "trouble_with"]
 
-_SCHEDULED = frozenset({"params", "lr", "initial_lr", "momentum", "betas"})
-"""What schedules change while a run goes on, besides the list of parameters."""
+_SCHEDULED = frozenset({"lr", "momentum", "betas"})
+"""What schedules change while a run goes on; what the rate began with is in `initial_lr` then."""
+_RECIPE = "rate_ratio"
+"""In groups whose rate is a recipe's: it compares itself, and the optimizer's own means nothing."""
 
 
 def identify(optimizer: torch.optim.Optimizer) -> str:
@@ -44,11 +46,19 @@ def changed_options(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) 
     for index, (was, now) in enumerate(
         zip(saved["param_groups"], optimizer.param_groups, strict=False)
     ):
-        for key in sorted((was.keys() & now.keys()) - _SCHEDULED):
+        for key in sorted((was.keys() & now.keys()) - _moving(was, now)):
             if not _same(was[key], now[key]):
                 where = f" of group {index}" if len(optimizer.param_groups) > 1 else ""
                 changes.append(f"{key}{where} {was[key]!r} (the script says {now[key]!r})")
     return changes
+
+
+def _moving(was: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset[str]:
+    """Options whose value says nothing, besides the list of parameters."""
+    if _RECIPE in was or _RECIPE in now:
+        return _SCHEDULED | {"params", "initial_lr"}
+    scheduled = "initial_lr" in was or "initial_lr" in now
+    return (_SCHEDULED if scheduled else frozenset()) | {"params"}
 
 
 def _same(was: object, now: object) -> bool:

@@ -263,6 +263,7 @@ class Saver:
             SystemExit: with code 75 on all ranks, saved, when a signal or the walltime says so.
             CheckpointError: on all ranks; a checkpoint could not be written.
         """
+        self._store.claim()
         self._step += 1
         if self._injection is not None:
             self._injection.act(self._step, self._parts.replicas.values())
@@ -344,9 +345,10 @@ class Saver:
     def _name_stragglers(self) -> None:
         """Collective: say which ranks hold the others up, when that changes."""
         finding = self._boundary.compare_ranks(step=self._step)
-        if finding.is_news and finding.slow != self._slow and self.world.rank == 0:
+        slow = finding.slow if finding.is_news else ()
+        if finding.is_news and slow != self._slow and self.world.rank == 0:
             log.notice(finding.text)
-        self._slow = finding.slow
+        self._slow = slow
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to save and leave at the next boundary, as a signal would."""

@@ -133,7 +133,7 @@ def build_schedule(
         base_rate=config.optimizer.lr,
         base_batch=chosen.base_batch or config.train.global_batch,
         global_batch=config.train.global_batch,
-        num_steps=num_steps,
+        num_steps=chosen.decay_steps or num_steps,
         scaling=chosen.scaling,
         warmup_steps=chosen.warmup_steps,
         warmup_from=chosen.warmup_from,

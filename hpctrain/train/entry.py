@@ -24,6 +24,7 @@ from hpctrain.train.building import (
     find_functions,
 )
 from hpctrain.train.config import Config, load_config, to_toml
+from hpctrain.train.continuing import describe_changes, falls_until, saved_config
 from hpctrain.train.directory import RunDirectory
 from hpctrain.train.lock import is_held
 from hpctrain.train.monitor import Monitor
@@ -115,6 +116,9 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
     loader = _loader(world, config, _together(world, lambda: build_data(config, world, folder)))
     held_out = _together(world, lambda: build_data(config, world, folder, evaluation=True))
     train = config.train
+    if directory is not None and _saves(world, config):
+        checkpoints = RunDirectory(directory).checkpoints
+        _together(world, lambda: _refuse_changes(world, config, loader, checkpoints))
     named = _together(world, lambda: find_functions(config))
     num_steps = _count_steps(config, loader)
     schedules = _together(
@@ -146,6 +150,27 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
         timer=timer,
         config=to_toml(config),
     )
+
+
+def _refuse_changes(world: World, config: Config, loader: Loader, checkpoints: Path) -> None:
+    """Rank 0's part: what the newest checkpoint would not let take effect is refused."""
+    found = saved_config(checkpoints) if world.rank == 0 else None
+    if found is None:
+        return
+    path, saved = found
+    changes = describe_changes(
+        saved,
+        config,
+        saved_end=falls_until(saved, _count_steps(saved, loader)),
+        end=falls_until(config, _count_steps(config, loader)),
+    )
+    if changes:
+        listed = "\n  ".join(changes)
+        raise ConfigError(
+            f"{path} was saved with another configuration, and going on from there this cannot "
+            f"take effect:\n  {listed}\nput it back, or begin anew: --fresh puts the old run "
+            "aside, another logging.directory leaves it where it is"
+        )
 
 
 def _together(world: World, make: Any) -> Any:

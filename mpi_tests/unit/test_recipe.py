@@ -205,3 +205,10 @@ def test_a_restart_with_another_global_batch_follows_the_new_recipe(load_first):
         schedule.step()
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == pytest.approx([0.8, 1.6])
+
+
+def test_a_training_of_another_length_has_the_same_rate_where_none_falls_to_its_end():
+    saved = recipe(decay="none").schedule(optimizer_of(), step=7).state_dict()
+    schedule = recipe(decay="none", num_steps=900).schedule(optimizer_of())
+    schedule.load_state_dict(saved)
+    assert schedule.last_epoch == 7

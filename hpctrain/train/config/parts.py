@@ -259,6 +259,12 @@ class Schedule(Section):
     decay: Literal["cosine", "polynomial", "step", "none"] = key(
         "How it falls after that.", default="cosine"
     )
+    decay_steps: int | None = key(
+        "The step at which a cosine or polynomial decay has come to its end; left out, the last of "
+        "the training.",
+        default=None,
+        low=1,
+    )
     end: float = key("What it falls to, as a part of the peak.", default=0.0, low=0, high=1)
     power: float | None = key("Of a polynomial decay.", default=None, above=0)
     milestones: tuple[int, ...] = key("Of a step decay: when it falls.", default=(), low=0)
@@ -270,6 +276,7 @@ class Schedule(Section):
         "warmup_steps",
         "warmup_from",
         "decay",
+        "decay_steps",
         "end",
         "power",
         "milestones",
@@ -282,5 +289,7 @@ class Schedule(Section):
         strange = [field for field in self.RECIPE if getattr(self, field) != fresh[field]]
         if self.name != "recipe" and strange:
             yield f'schedule.{strange[0]} belongs to schedule.name="recipe", not "{self.name}"'
+        if self.decay_steps is not None and self.decay not in ("cosine", "polynomial"):
+            yield f'schedule.decay_steps has no meaning for schedule.decay="{self.decay}"'
         if self.name in ("none", "recipe") and (self.args or self.every != "step"):
             yield f'schedule.args and .every belong to torch\'s schedules, not "{self.name}"'
