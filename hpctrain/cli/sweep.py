@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,7 @@ def main(args: argparse.Namespace) -> int:
     points = _points(args)
     commands = sweep_commands(directory, points, template)
     if args.action == "run":
+        _check_programs(commands)
         write_sweep(directory, points, commands)
         return _run(directory, commands)
     if args.array is not None:
@@ -116,6 +118,12 @@ def _points(args: argparse.Namespace) -> list[Point]:
         return list_points(args.list.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{args.list} cannot be read: {error}") from error
+
+
+def _check_programs(commands: tuple[tuple[str, ...], ...]) -> None:
+    for program in {command[0]: None for command in commands}:
+        if shutil.which(program) is None:
+            raise ConfigError(f"{program} cannot be started: it is not here, or not executable")
 
 
 def _run(directory: Path, commands: tuple[tuple[str, ...], ...]) -> int:

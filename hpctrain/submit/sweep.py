@@ -171,13 +171,16 @@ def write_sweep(
     """Make the run directories and the manifest.
 
     Raises:
-        ConfigError: another sweep is in that directory.
+        ConfigError: another sweep is in that directory, of which something was run.
     """
     manifest = {"version": 1, "points": [dict(point) for point in points], "commands": commands}
     text = json.dumps(manifest, indent=1)
     path = directory / _MANIFEST
     try:
-        if path.exists() and path.read_text(encoding="utf-8") != text:
+        known = path.exists() and path.read_text(encoding="utf-8") != text
+        if known and any(
+            folder.is_dir() and any(folder.iterdir()) for folder in directory.iterdir()
+        ):
             raise ConfigError(f"{directory} has another sweep; choose a new --dir")
         for index in range(len(points)):
             _folder(directory, index).mkdir(parents=True, exist_ok=True)
@@ -234,8 +237,12 @@ def _numbers(folder: Path) -> dict[str, float | None]:
         if isinstance(table, dict) and name == _SUMMARY:
             table = table.get("metrics") if table.get("state") == "finished" else None
         if isinstance(table, dict):
-            return {key: _number(value) for key, value in table.items()}
+            return {key: _number(value) for key, value in table.items() if _may_count(value)}
     return {}
+
+
+def _may_count(value: object) -> bool:
+    return value is None or isinstance(value, int | float) or _number(value) is not None
 
 
 def _number(value: object) -> float | None:

@@ -104,6 +104,9 @@ def test_a_sweep_on_this_machine_and_its_table(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.split()[:3] == ["index", "x", "loss"]
     assert main(["sweep", "run", "--grid", "x=1,2", *command]) == 2
     assert "another sweep" in capsys.readouterr().err
+    assert main(["sweep", "run", "--dir", "new", "--grid", "x=1,2", "--", "nosuch", "{x}"]) == 2
+    assert "nosuch cannot be started" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
     (tmp_path / "points.json").write_text(json.dumps([{"x": 1.5}, {"x": 2}]))
     assert main(["sweep", "run", "--dir", "two", "--list", "points.json", *command]) == 0
     assert main(["sweep", "table", "--dir", "nowhere"]) == 2
@@ -112,9 +115,10 @@ def test_a_sweep_on_this_machine_and_its_table(tmp_path, monkeypatch, capsys):
 
 def test_a_sweep_of_trainings_from_a_file_is_ranked_by_their_summaries(tmp_path, capsys):
     points, folder = grid_points(["optimizer.lr=3,1,2"]), tmp_path / "sweep"
+    write_sweep(folder, points, [["one that nobody ran"]])
     write_sweep(folder, points, sweep_commands(folder, points, ["train", "{optimizer.lr}"]))
     for index, state in enumerate(["finished", "finished", "failed"]):
-        summary = {"state": state, "metrics": {"accuracy": 0.5 + index, "loss": None}}
+        summary = {"state": state, "metrics": {"accuracy": 0.5 + index, "loss": None, "x": "y"}}
         (folder / f"000{index}" / "summary.json").write_text(json.dumps(summary))
     rows = read_results(folder, "accuracy", largest=True)
     assert [(row["index"], row["accuracy"]) for row in rows] == [(1, 1.5), (0, 0.5), (2, None)]
