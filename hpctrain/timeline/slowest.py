@@ -10,7 +10,7 @@ from statistics import median
 
 from hpctrain.timeline.files import Event, RankTrace
 
-__all__ = ["Slowest", "find_slowest", "own_times", "steps_of"]
+__all__ = ["Slowest", "blame", "find_slowest", "own_times", "steps_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +31,21 @@ class Slowest:
     """On rank 0's clock, as in the trace."""
 
     def __str__(self) -> str:
-        what = f", {self.phase} took {self.extra_s * 1000:.1f} ms more than usual"
         return (
             f"the slowest step is number {self.step}: {self.seconds * 1000:.1f} ms, "
-            f"{self.seconds / self.median_s:.1f} times the median; rank {self.rank} held it up"
-            + (what if self.phase and self.extra_s > 0 else "")
+            f"{self.seconds / self.median_s:.1f} times the median; "
+            f"{blame(self.rank, self.phase, self.extra_s)}"
         )
+
+
+def blame(rank: int, phase: str, extra_s: float) -> str:
+    """Who made a step slow, in words; the rank that came last did not wait in its exchange."""
+    if not phase or extra_s <= 0:
+        return f"rank {rank} held it up"
+    took = f"took {1000 * extra_s:.1f} ms more than usual"
+    if phase == "exchange":
+        return f"no rank held it up: the exchange itself {took}, on rank {rank}, the last, too"
+    return f"rank {rank} held it up, {phase} {took}"
 
 
 def steps_of(trace: RankTrace) -> dict[int, tuple[float, float]]:

@@ -163,6 +163,29 @@ def test_curves_differ_without_colour():
     assert len({re.sub(r"#[0-9a-f]{6}|b-h\d", "", pattern) for pattern in patterns}) == 6
 
 
+def test_bars_whose_names_have_no_room_are_numbered():
+    names = tuple(f"hpctrain-horovod-{kind}" for kind in "abcdefgh")
+    parts = (("time", tuple(range(1, 9))),)
+    bars = Bars(key="b", title="t", description="d", y_label="y", labels=names, parts=parts)
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", draw(bars))
+    assert [word for word in words if "hpctrain" in word] == [
+        f"{number} {name}" for number, name in enumerate(names, 1)
+    ]
+    assert {str(number) for number in range(1, 9)} <= set(words)
+
+
+def test_benchmarks_that_were_disturbed_say_so_and_runs_how_to_repeat_them(tmp_path):
+    raw = collectives()
+    raw["num_noisy"], raw["blocks"][0]["noisy"] = 1, True
+    (tmp_path / "a.json").write_text(json.dumps(raw))
+    run = write_run(tmp_path / "one", num_steps=20)
+    (run / "environment.json").unlink()
+    write_report([tmp_path / "a.json", run], tmp_path / "out", formats=("md",))
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "rounds were disturbed by others: do not quote" in text
+    assert f"hpctrain train {run}/config.toml -n " in text
+
+
 def test_labels_of_users_cannot_break_the_page(tmp_path):
     nasty = '<script>alert(1)</script>&"%_$'
     raw = swept([row("alone", 1, 1.0, role="alone"), row(nasty, 2, 1.0), row(nasty, 4, 1.1)])

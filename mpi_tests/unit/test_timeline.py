@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -124,6 +125,8 @@ def test_the_slowest_step_names_the_rank_and_the_phase_that_held_it_up():
     assert found.median_s == pytest.approx(0.010)
     assert found.extra_s == pytest.approx(0.020)
     assert "rank 1 held it up, forward took 20.0 ms more" in str(found)
+    network = str(replace(found, phase="exchange"))
+    assert "no rank held it up: the exchange itself took 20.0 ms more" in network
     assert find_slowest(two_ranks(late_rank=0, late_step=4)).rank == 0
     assert find_slowest(two_ranks(num_steps=1)) is None
     assert find_slowest([]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -113,7 +114,7 @@ def _collectives(result: Result, key: str) -> Section:
             )
     return Section(
         title="Collectives",
-        paragraphs=tuple(words),
+        paragraphs=(*words, *doubts_of(result.raw)),
         charts=(bandwidth_chart(result.bandwidths, key),),
         tables=_result_tables(result, key),
     )
@@ -147,6 +148,7 @@ def _others(result: Result, key: str) -> list[Section]:
     return [
         Section(
             title=result.benchmark.replace("_", " "),
+            paragraphs=tuple(doubts_of(result.raw)),
             charts=tuple(charts),
             tables=_result_tables(result, key),
         )
@@ -212,8 +214,12 @@ def _repeat(results: Sequence[Result], runs: Sequence[Run], command: str) -> Sec
             commands.append(" ".join(said) if isinstance(said, list) else str(said))
         else:
             words.append(
-                f"{run.name} names no command; `hpctrain train` with its config.toml repeats it."
+                f"{run.name} is repeated by the config.toml that it left, with every setting it "
+                "had, where the modules can be found that the file names."
             )
+            number = run.summary.get("ranks") or len(run.environment.get("ranks", ())) or 1
+            file = shlex.quote(f"{run.folder or run.name}/config.toml")
+            commands.append(f"hpctrain train {file} -n {number}")
     return Section(
         title="To repeat it",
         paragraphs=tuple(words),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["write_pdf", "write_pngs"]
 
 _SIZE = (7.2, 4.0)
+_LETTERS_IN_A_ROW = 80
+"""Of all bars' names together, before they are written aslant."""
 _FEW = 40
 
 
@@ -166,6 +168,10 @@ def _bars(axes: Any, chart: Bars) -> None:
     # An empty part on the tallest bar would leave its number no room under the title.
     axes.set_ylim(0, 1.08 * max(peaks) or None)
     axes.set_xticks(places, [label.replace(" ", "\n") for label in chart.labels], fontsize=8)
+    if sum(max(map(len, label.split())) for label in chart.labels) > _LETTERS_IN_A_ROW:
+        axes.tick_params(axis="x", labelrotation=35)
+        for label in axes.get_xticklabels():
+            label.set_horizontalalignment("right")
     if is_stack:
         axes.legend(fontsize=8, frameon=False)
 

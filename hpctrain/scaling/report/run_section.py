@@ -12,6 +12,7 @@ from hpctrain.scaling.report.axes import number_text
 from hpctrain.scaling.report.document import Section, Table
 from hpctrain.scaling.report.run_charts import event_name, run_charts
 from hpctrain.scaling.report.runs import Run
+from hpctrain.timeline.slowest import blame
 
 __all__ = ["run_figures", "run_sections", "trace_words"]
 
@@ -133,13 +134,12 @@ def trace_words(trace: Mapping[str, Any]) -> str:
     )
     if not isinstance(slowest, Mapping):
         return f"{text} It has too few steps to name a slowest one."
-    phase = str(slowest.get("phase", ""))
-    extra = 1000 * float(slowest.get("extra_s", 0.0))
-    why = f", where {phase} took {extra:.1f} ms more than usual" if phase and extra > 0 else ""
+    phase, extra_s = str(slowest.get("phase", "")), float(slowest.get("extra_s", 0.0))
+    why = blame(slowest["rank"], phase, extra_s)
     return (
         f"{text} Its slowest step is number {slowest['step']}: {1000 * slowest['seconds']:.1f} ms "
-        f"against a median of {1000 * slowest['median_s']:.1f}; rank {slowest['rank']} held it up"
-        f'{why}. Open the file at ui.perfetto.dev and search for "step {slowest["step"]}".'
+        f"against a median of {1000 * slowest['median_s']:.1f}; {why}. "
+        f'Open the file at ui.perfetto.dev and search for "step {slowest["step"]}".'
     )
 
 

@@ -29,6 +29,8 @@ class Run:
     config: str = ""
     trace: Mapping[str, Any] = field(default_factory=dict)
     """What is known of its timeline, where one was recorded."""
+    folder: str = ""
+    """As it was named."""
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The lines of a kind: `step`, `epoch`, `eval` or `event`."""
@@ -60,6 +62,7 @@ def read_run(folder: Path) -> Run:
         summary=_object(folder / "summary.json"),
         environment=_object(folder / "environment.json"),
         config=_text(folder / "config.toml"),
+        folder=str(folder),
         trace=next((found for path in traces if (found := _object(path))), {}),
     )
 

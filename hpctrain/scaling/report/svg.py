@@ -159,15 +159,17 @@ def _draw_bars(chart: Bars) -> list[str]:
     y = make_axis([*totals, *chart.high, 0.0], "linear")
     is_stack = len(chart.parts) > 1
     styles = chart.styles or tuple(range(max(len(chart.parts), len(chart.labels))))
-    rows, top = legend(
-        [(name, styles[i], "patch") for i, (name, _) in enumerate(chart.parts)] if is_stack else [],
-        key=chart.key,
-    )
+    slot = (RIGHT - LEFT) / max(1, len(chart.labels))
+    parts = [name for name, _ in chart.parts] if is_stack else []
+    labels = chart.labels
+    if not is_stack and not all(_fits(label, slot) for label in labels):
+        parts = [f"{number} {label}" for number, label in enumerate(labels, 1)]
+        labels = tuple(str(number) for number in range(1, 1 + len(labels)))
+    rows, top = legend([(name, styles[i], "patch") for i, name in enumerate(parts)], key=chart.key)
     frame = _Frame(None, y, top + 14)  # a full bar has its number above it
     used = sorted(set(styles))
     out = ["<defs>", *(hatch(chart.key, style) for style in used), "</defs>"]
     out += [*rows, *frame.axes("", chart.y_label)]
-    slot = (RIGHT - LEFT) / max(1, len(chart.labels))
     width = min(84.0, slot * 0.66)
     for index, label in enumerate(chart.labels):
         middle = LEFT + (index + 0.5) * slot
@@ -181,7 +183,7 @@ def _draw_bars(chart: Bars) -> list[str]:
             out.append(_whisker(middle, *ends, "#1a1a1a"))
         peak = max(base, chart.high[index] if chart.high else 0.0)
         out.append(text(middle, frame.up(peak) - 6, number_text(base), anchor="middle"))
-        out += _bar_label(middle, label, slot)
+        out += _bar_label(middle, labels[index], slot)
     return out
 
 
@@ -207,12 +209,21 @@ def _block(
 
 def _bar_label(middle: float, label: str, slot: float) -> list[str]:
     """A name under its bar, cut into lines where it is long."""
-    room = max(4, int(slot / 6.6))
-    lines = _wrap(label, room)
     return [
         text(middle, _BOTTOM + 17 + 14 * row, line, anchor="middle")
-        for row, line in enumerate(lines[:3])
+        for row, line in enumerate(_wrap(label, _room(slot))[:3])
     ]
+
+
+def _room(slot: float) -> int:
+    """Letters that a bar's name has in a line."""
+    return max(4, int(slot / 6.6))
+
+
+def _fits(label: str, slot: float) -> bool:
+    """Whether a bar's name can be read under it; otherwise bars have numbers, and a legend."""
+    lines = _wrap(label, _room(slot))
+    return len(lines) <= 3 and "…" not in "".join(lines)
 
 
 def _wrap(label: str, room: int) -> Sequence[str]:
