@@ -7,7 +7,7 @@ from collections.abc import Collection, Sized
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["check_arguments", "count_batches"]
+__all__ = ["check_arguments", "count_batches", "refuse_no_batch"]
 
 
 def check_arguments(
@@ -49,11 +49,7 @@ def check_arguments(
     for name, number in (("epochs", epochs), ("steps", steps)):
         if number is not None and number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
-    if num_batches == 0:
-        raise ConfigError(
-            "an epoch of these data has no batch: there are fewer samples than a batch has, and "
-            "drop_last leaves them out; lower global_batch, or keep the last batch"
-        )
+    refuse_no_batch(num_batches)
     if not has_loss and (not has_step or measured):
         raise ConfigError("Trainer needs a loss; without one, a step function and no evaluation")
     if not has_step and len(replicas) != 1:
@@ -83,3 +79,16 @@ def count_batches(loader: Sized) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def refuse_no_batch(num_batches: int | None) -> None:
+    """Refuse epochs that make no step: a training of so many steps would never end.
+
+    Raises:
+        ConfigError: there is not one batch.
+    """
+    if num_batches == 0:
+        raise ConfigError(
+            "an epoch of these data has no batch: there are fewer samples than a batch has, and "
+            "drop_last leaves them out; lower global_batch, or keep the last batch"
+        )
