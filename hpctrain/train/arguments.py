@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Sized
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["check_arguments"]
+__all__ = ["check_arguments", "count_batches", "refuse_no_batch"]
 
 
 def check_arguments(
@@ -23,6 +23,7 @@ def check_arguments(
     saves: bool,
     has_directory: bool,
     tensorboard: bool,
+    num_batches: int | None,
 ) -> None:
     """Refuse what cannot be trained, with what to do.
 
@@ -38,6 +39,7 @@ def check_arguments(
         saves: Whether checkpoints are made.
         has_directory: Whether there is a run directory.
         tensorboard: Whether events are written.
+        num_batches: Of an epoch; None for a stream.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -47,6 +49,7 @@ def check_arguments(
     for name, number in (("epochs", epochs), ("steps", steps)):
         if number is not None and number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
+    refuse_no_batch(num_batches)
     if not has_loss and (not has_step or measured):
         raise ConfigError("Trainer needs a loss; without one, a step function and no evaluation")
     if not has_step and len(replicas) != 1:
@@ -67,4 +70,25 @@ def check_arguments(
         raise ConfigError(
             "logging.tensorboard=true needs the package tensorboard; install it by "
             "`pip install tensorboard`, or leave it out"
+        )
+
+
+def count_batches(loader: Sized) -> int | None:
+    """Batches of an epoch; None for a stream, which does not say."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def refuse_no_batch(num_batches: int | None) -> None:
+    """Refuse epochs that make no step: a training of so many steps would never end.
+
+    Raises:
+        ConfigError: there is not one batch.
+    """
+    if num_batches == 0:
+        raise ConfigError(
+            "an epoch of these data has no batch: there are fewer samples than a batch has, and "
+            "drop_last leaves them out; lower global_batch, or keep the last batch"
         )

@@ -16,6 +16,7 @@ from hpctrain.launch.script import tee_output
 from hpctrain.optim import sync_batchnorm
 from hpctrain.precision import LossScaling
 from hpctrain.replica import Replica, distribute
+from hpctrain.train.arguments import count_batches, refuse_no_batch
 from hpctrain.train.building import (
     build_data,
     build_models,
@@ -120,6 +121,7 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
         checkpoints = RunDirectory(directory).checkpoints
         _together(world, lambda: _refuse_changes(world, config, loader, checkpoints))
     named = _together(world, lambda: find_functions(config))
+    refuse_no_batch(count_batches(loader))  # the same on every rank
     num_steps = _count_steps(config, loader)
     schedules = _together(
         world,
@@ -261,9 +263,8 @@ def _count_steps(config: Config, loader: Loader) -> int | None:
     train = config.train
     if train.steps is not None:
         return train.steps
-    try:
-        batches = len(loader)
-    except TypeError:
+    batches = count_batches(loader)
+    if batches is None:
         return None
     return -(-batches // train.accumulate) * (train.num_epochs or 0)
 

@@ -91,6 +91,8 @@ class Plan:
         """A remark on a batch that no epoch can fill, or nothing."""
         if self.num_samples is None or self.global_batch <= self.num_samples:
             return ""
+        if self.steps_per_epoch == 0:
+            return ", more than there are samples: data.drop_last leaves no step, lower it"
         return f", more than there are samples: each step has {self.num_samples:,}"
 
     def describe(self) -> str:

@@ -73,9 +73,15 @@ class Recorder:
         self._writes = writes
         self._goal = goal
         self._display: Display = make_display(world, options.display)
-        self._events = None
-        if options.tensorboard and writes and directory is not None:
-            self._events = _open_events(directory.tensorboard)
+        self._events: Any = None
+        self._folder = directory.tensorboard if directory and writes else None
+        self._options = options
+
+    def open(self) -> None:
+        """Begin to write after what was restored: what comes again replaces what was there."""
+        self.journal.open()
+        if self._options.tensorboard and self._folder is not None:
+            self._events = _open_events(self._folder, after=self._progress.step)
 
     def step(self, figures: Figures, *, left_s: float | None) -> None:
         """The figures of an interval that ended with this step."""
@@ -137,7 +143,7 @@ class Recorder:
                 self._events.add_scalar(f"{folder}/{name}", value, step)
 
 
-def _open_events(folder: Path) -> Any:
+def _open_events(folder: Path, *, after: int) -> Any:
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=after + 1 if after else None)

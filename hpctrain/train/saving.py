@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ __all__ = ["make_saver"]
 def make_saver(
     world: World,
     directory: Path,
-    replicas: Sequence[Replica],
+    replicas: Mapping[str, Replica],
     loader: Loader,
     named: Mapping[str, Any],
     *,
@@ -28,16 +28,21 @@ def make_saver(
     faults: Faults,
     note: Mapping[str, Any],
 ) -> Saver:
-    """Collective: a saver with the options of a configuration; all arguments must match."""
+    """Collective: a saver with the options of a configuration; all arguments must match.
+
+    A single replica is `model` in checkpoints; several have their names, so that none is taken for
+    another when their order changes.
+    """
     from hpctrain.checkpoint import Keep
     from hpctrain.saver import Saver
 
+    alone = len(replicas) == 1
     return Saver(
         world,
         directory,
-        *replicas,
+        *(replicas.values() if alone else ()),
         loader,
-        named=dict(named),
+        named=dict(named) | ({} if alone else dict(replicas)),
         keep=Keep(
             last=checkpoint.keep_last,
             best=checkpoint.keep_best,

@@ -14,7 +14,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.replica import Replica, Step
 from hpctrain.replica.asking import accumulation_of
-from hpctrain.train.arguments import check_arguments
+from hpctrain.train.arguments import check_arguments, count_batches
 from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.figures import Interval
@@ -135,6 +135,7 @@ class Trainer:
             saves=checkpoint is not None,
             has_directory=directory is not None,
             tensorboard=self._logging.tensorboard,
+            num_batches=count_batches(loader),
         )
         self._guard = Guard(world, self.replicas.values(), self._faults)
         self._recorder: Recorder | None = None
@@ -167,11 +168,9 @@ class Trainer:
         """Steps of the whole training, where that is known."""
         if self.steps is not None:
             return self.steps
-        try:
-            batches = len(self.loader)
-        except TypeError:
-            return None
-        return -(-batches // accumulation_of(self.replica)) * (self.epochs or 0)
+        batches = count_batches(self.loader)
+        per_epoch = None if batches is None else -(-batches // accumulation_of(self.replica))
+        return None if per_epoch is None else per_epoch * (self.epochs or 0)
 
     @property
     def step(self) -> int:
@@ -236,7 +235,7 @@ class Trainer:
             self._saver = make_saver(
                 self.world,
                 recorder.directory.checkpoints,
-                list(self.replicas.values()),
+                self.replicas,
                 self.loader,
                 {"trainer": state} | self._named_schedules(),
                 checkpoint=self._checkpoint,
@@ -245,7 +244,7 @@ class Trainer:
             )
             self._saver.on("saved", self._on_saved)
             restored = self._saver.restore()
-        recorder.journal.open()
+        recorder.open()
         if restored is not None:
             self._saved_step = restored.step
             facts = {"path": restored.path, "num_ranks": self.world.size}

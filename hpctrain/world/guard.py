@@ -7,9 +7,10 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ __all__ = [
     "install_hook",
     "leave",
     "leave_together",
+    "remark_on_waiting",
     "report_exit",
     "report_hard_exits",
     "say_farewell",
@@ -37,6 +39,9 @@ _LONGEST_HEAD_START_S = 1.5
 
 # When a rank aborts, launchers may throw away what they have not read of its output yet.
 _TO_BE_READ_S = 0.2
+
+# A rank that leaves by sys.exit(0) waits for the others; most of the time they come at once.
+_REMARK_AFTER_S = 8.0
 
 # For those who have said why already; `report_hard_exits` makes the user's own calls speak.
 leave = os._exit
@@ -75,6 +80,27 @@ def leave_together(launch: Launch, error: AgreedExit) -> None:
     """Say that this rank leaves as all have agreed, before the launcher blames somebody."""
     _flush()
     report_exit(launch, exit_code_of(error), "as all ranks agreed")
+
+
+@contextlib.contextmanager
+def remark_on_waiting(launch: Launch, after_s: float = _REMARK_AFTER_S) -> Iterator[None]:
+    """Say that this rank called sys.exit(0), if the others do not leave with it.
+
+    They may have something to finish, so this ends nothing; if they wait for this rank in a
+    collective, the watchdog will, and here is why.
+    """
+    rank, size = whereabouts(launch)
+    text = (
+        f"hpctrain: rank {rank} of {size} on {socket.gethostname()} called sys.exit(0) and waits "
+        "for the others to end; if they train on, let all ranks leave at the same step\n"
+    )
+    timer = threading.Timer(after_s, lambda: os.write(2, text.encode()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def report_hard_exits(launch: Launch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from threading import Event
 from types import TracebackType
@@ -181,7 +181,9 @@ class World:
         if not_alone and error is not None and not agreed and guard.exit_code_of(error) != 0:
             guard.end_all_ranks(self.launch, error)
         self._ended.set()
-        self._undo.close()
+        exits = not_alone and isinstance(error, SystemExit) and not agreed
+        with guard.remark_on_waiting(self.launch) if exits else nullcontext():
+            self._undo.close()
         if not_alone and isinstance(error, guard.AgreedExit):
             guard.leave_together(self.launch, error)
 

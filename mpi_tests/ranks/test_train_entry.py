@@ -104,6 +104,7 @@ def test_what_cannot_be_opened_or_built_is_refused_on_all_ranks(world, folder):
         (("optimizer.name=AdmW",), "did you mean AdamW"),
         (("optimizer.args.beta=1",), "has no argument 'beta'; did you mean betas"),
         (("train.loss=mseloss",), "did you mean mse_loss"),
+        (("data.drop_last=true", "train.global_batch=1000"), "an epoch of these data has no batch"),
         (("schedule.warmup_steps=0", "schedule.name=StepLR"), "missing a required argument"),
     ):
         with pytest.raises(hpc.ConfigError, match=told):
