@@ -213,7 +213,7 @@ def test_a_mistake_of_one_rank_is_everyones(world):
         hpc.Loader(world, (torch.zeros(4), torch.zeros(5 if last else 4)), global_batch=4)
     loader = hpc.Loader(world, numbers(40), global_batch=8)
     state = loader.state_dict()
-    with pytest.raises(hpc.ConfigError, match="num_samples=41 and this loader 40"):
+    with pytest.raises(hpc.ConfigError, match="num_samples=41, and this loader has 40"):
         loader.load_state_dict(state | {"num_samples": 41 if last else 40})
     if world.size > 1:
         with pytest.raises(hpc.ConfigError, match="global_batch=1 leaves some of"):

@@ -130,8 +130,8 @@ STATE = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_samples": 17}, "num_samples=16 and this loader 17"),
-        ({"order": "keyed"}, "order='local' and this loader 'keyed'"),
+        ({"num_samples": 17}, "num_samples=16, and this loader has 17"),
+        ({"order": "keyed"}, "order='local', and this loader has 'keyed'"),
         ({"fingerprint": 6}, "dealt to the ranks in another order"),
         ({"num_ranks": 3}, "stopped inside an epoch on 4 ranks"),
     ],
