@@ -10,7 +10,14 @@ from pathlib import Path
 from hpctrain.errors import ConfigError
 from hpctrain.mpi_version import MpiVersion
 
-__all__ = ["Hosts", "explain_unstarted", "launch_command", "launch_environment", "parse_hosts"]
+__all__ = [
+    "Hosts",
+    "explain_unstarted",
+    "launch_command",
+    "launch_environment",
+    "parse_hosts",
+    "parse_variable",
+]
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -63,6 +70,20 @@ def _parse_entry(entry: str) -> tuple[str, int]:
     if count < 1:
         raise ConfigError(f"host entry {entry!r} asks for {count} ranks; ask for at least 1")
     return name, count
+
+
+def parse_variable(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Read `NAME=VALUE`, or `NAME`, whose value is this process's. Pure.
+
+    Raises:
+        ConfigError: it is no name, or nothing here has it.
+    """
+    name, sign, value = text.partition("=")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ConfigError(f"-x {text!r} is no variable; write NAME or NAME=VALUE")
+    if not sign and name not in environ:
+        raise ConfigError(f"-x {name}: it is not set here; write {name}=VALUE")
+    return name, value if sign else environ[name]
 
 
 def launch_command(

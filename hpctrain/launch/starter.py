@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -52,6 +52,7 @@ def start(
     hosts: Hosts | None = None,
     log_dir: Path | None = None,
     quiet: bool = False,
+    variables: Sequence[str] = (),
 ) -> int:
     """Start the ranks with the mpirun that belongs to mpi4py's MPI, and stay until they end.
 
@@ -62,6 +63,7 @@ def start(
         hosts: Where; None is here.
         log_dir: Where each rank's output is kept as well.
         quiet: Show rank 0 alone (errors of any rank that ends the job are shown all the same).
+        variables: Names in `environ` that ranks on other hosts get as well.
 
     Returns:
         The exit code: the failing rank's own, 130 after Ctrl-C, else mpirun's.
@@ -92,7 +94,8 @@ def start(
     if live:
         extra["HPCTRAIN_COLUMNS"] = str(shutil.get_terminal_size().columns)
     child_environ = {**environ, **{k: environ.get(k, v) for k, v in extra.items()}}
-    pass_on = [name for name in (*extra, *_PASS_ON) if name in child_environ]
+    names = dict.fromkeys((*extra, *_PASS_ON, *variables))
+    pass_on = [name for name in names if name in child_environ]
     command = launch_command(
         mpirun, version, num_ranks=num_ranks, root=os.geteuid() == 0, hosts=hosts, pass_on=pass_on
     )

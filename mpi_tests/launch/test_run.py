@@ -308,12 +308,12 @@ def test_ranks_start_on_several_hosts(nodes, tmp_path):
         "import os, hpctrain as hpc\n"
         "with hpc.init(seed=3) as world:\n"
         "    print(world.rank, world.host, world.node_rank, world.local_rank, world.num_nodes,\n"
-        "          world.cross.Get_size(), os.environ['MASTER_ADDR'])\n"
+        "          world.cross.Get_size(), os.environ['MASTER_ADDR'], os.environ['WORD'])\n"
     )
     hosts = f"{nodes.hosts[0]}:2,{nodes.hosts[1]}:1"
     done = nodes.run(
         nodes.hosts[0],
-        [*HPCTRAIN, "run", "--hosts", hosts, str(path)],
+        [*HPCTRAIN, "run", "--hosts", hosts, "-x", "WORD=a,b c", str(path)],
         timeout_s=60,
         env={
             **nodes.environment(mpi_of_this_python().family),
@@ -322,9 +322,9 @@ def test_ranks_start_on_several_hosts(nodes, tmp_path):
     )
     first, second = nodes.hosts[:2]
     assert sorted(done.stdout.splitlines()) == [
-        f"0 {first} 0 0 2 2 {first}",
-        f"1 {first} 0 1 2 1 {first}",
-        f"2 {second} 1 0 2 2 {first}",
+        f"0 {first} 0 0 2 2 {first} a,b c",
+        f"1 {first} 0 1 2 1 {first} a,b c",
+        f"2 {second} 1 0 2 2 {first} a,b c",
     ], done.stdout + done.stderr
 
 

@@ -28,7 +28,16 @@ def test_engines_and_equivalence_between_nodes(nodes, ranks, suites):
     pytest_words = ["-m", "pytest", "-q", "-p", "mpi_tests.together", *CHOICE, *files]
     done = nodes.run(
         nodes.hosts[0],
-        [*HPCTRAIN, "run", "--hosts", hosts, "--quiet", *pytest_words],
+        [
+            *HPCTRAIN,
+            "run",
+            "--hosts",
+            hosts,
+            "--quiet",
+            "-x",
+            f"MPI_TESTS_FULL={FULL:d}",
+            *pytest_words,
+        ],
         timeout_s=800 if FULL else 280,
         cwd=ROOT,
         env={**nodes.environment(mpi_of_this_python().family), "PYTHONPATH": str(ROOT)},

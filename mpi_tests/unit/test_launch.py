@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
 from hpctrain.launch import tee
-from hpctrain.launch.command import Hosts, launch_command, launch_environment, parse_hosts
+from hpctrain.launch.command import (
+    Hosts,
+    launch_command,
+    launch_environment,
+    parse_hosts,
+    parse_variable,
+)
 from hpctrain.launch.screen import Screen
 from hpctrain.mpi_version import MpiVersion, identify
 
@@ -181,3 +187,20 @@ def test_the_copy_of_a_ranks_output_outlives_a_warning_to_the_whole_job(tmp_path
             os.close(descriptor)
         assert copying.stdout.read() == b"saved\n"
     assert (copying.returncode, path.read_bytes()) == (0, b"ready\nsaved\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("A=1", ("A", "1")), ("A=", ("A", "")), ("B", ("B", "here")), ("A=b=c", ("A", "b=c"))],
+)
+def test_a_variable_has_its_value_or_the_one_that_is_here(text, wanted):
+    assert parse_variable(text, {"B": "here"}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("C", "-x C: it is not set here"), ("=1", "is no variable"), ("a b=1", "is no variable")],
+)
+def test_a_variable_that_cannot_be_passed_on_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_variable(text, {"B": "here"})
