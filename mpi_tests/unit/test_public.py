@@ -21,7 +21,7 @@ checkpoint_activations connect distribute files gather init metrics quantize_int
 scatter share split_parameters stage sync_batchnorm
 """
 FLAGS = {
-    "run": "--help --hostfile --hosts --log-dir --quiet --ranks --trace -h -m -n -np -q",
+    "run": ("--env --help --hostfile --hosts --log-dir --quiet --ranks --trace -h -m -n -np -q -x"),
     "bench": "--help -h",
     "report": "--format --help --json --reserve --runs --samples --title -h -o",
     "trace": "--help -h",
