@@ -39,7 +39,8 @@ class Channel:
         world: The ranks.
         root: Who sends.
         slot_bytes: The size of a slot.
-        block: The slots, on the root's node; None sends everything as messages.
+        block: The slots, on the root's node, and nothing on others; None sends everything as
+            messages.
         message_bytes: The most bytes in one message.
         timeout_s: How long to wait for the other end.
     """
@@ -62,7 +63,7 @@ class Channel:
         self.message_bytes = message_bytes
         self.timeout_s = timeout_s
         self.shared: list[np.ndarray] | None = None
-        if block is not None:
+        if block is not None and world.ranks[root].node_rank == world.node_rank:
             whole = block.tensor(torch.uint8, num_elements=_NUM_SLOTS * slot_bytes).numpy()
             self.shared = np.split(whole, _NUM_SLOTS)
         self._block = block

@@ -13,8 +13,8 @@ from mpi_tests.launch.commands import HPCTRAIN, ROOT
 # What can differ between nodes, with the engine of our own; `make test-all` adds the other engines
 # and the habits, and moves data.
 MORE = ["habits", "uneven", "travel", "sharded", "checkpoint"]
-MORE += ["data_movement", "data_feeding", "data_files", "data_gather", "loader"]
-SUITES = ["engines", "equivalence", *(MORE if FULL else [])]
+MORE += ["data_feeding", "data_files", "data_gather", "loader"]
+SUITES = ["engines", "equivalence", "data_movement", *(MORE if FULL else [])]
 CHOICE = [] if FULL else ["-k", "not torch and not horovod"]
 
 
