@@ -19,10 +19,12 @@ from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness import command
 from hpctrain.scaling.harness.ratios import paired_ratio
 from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
+from hpctrain.world import allocator
 
 __all__ = [
     "BASELINE",
     "BATCHES",
+    "KEPT",
     "KINDS",
     "OURS",
     "best_pairs",
@@ -32,11 +34,16 @@ __all__ = [
 ]
 
 BASELINE = "one-process"
+KEPT = "one-process-kept"
+"""The same with what hpctrain does about free memory, which is no part of distributing."""
 OURS = ("hpctrain-mpi", "hpctrain-mpi-one-copy")
 """The second holds the weights once a node (`share_parameters=True`)."""
-KINDS = (BASELINE, *OURS, "ddp")
+PEERS = ("ddp", "ddp-kept", "ddp-zero")
+KINDS = (BASELINE, KEPT, *OURS, "ddp", "ddp-kept")
 """`ddp-zero` can be asked for as well."""
 _KNOWN = (*KINDS, "ddp-zero")
+_PLAIN = (BASELINE, "ddp", "ddp-zero")
+"""Torch as its users start it."""
 # Names and batches only: importing the workloads would import torch before its threads are set.
 BATCHES = {"small": 32, "mlp": 256, "transformer": 64, "transformer-dropout": 64, "cnn": 128}
 _DEFAULT = ("mlp", "transformer", "cnn")
@@ -58,18 +65,24 @@ def make_variants(kinds: Sequence[str], ranks: Sequence[int], *, num_cores: int)
     if uneven:
         choices = ", ".join(map(str, divisors(num_cores)[1:]))
         raise ConfigError(f"{uneven[0]} ranks do not divide {num_cores} cores; choose {choices}")
-    layouts = [(kind, n) for kind in kinds if kind != BASELINE for n in ranks]
-    if BASELINE in kinds:
-        layouts.insert(0, (BASELINE, 1))
+    alone = [(kind, 1) for kind in (BASELINE, KEPT) if kind in kinds]
+    layouts = alone + [(kind, n) for kind in kinds if (kind, 1) not in alone for n in ranks]
     names = [(f"{kind}-{n}x{num_cores // n}", kind, n) for kind, n in layouts]
     return [
-        Variant(name=name, launch=name, kind=kind, num_ranks=n, num_threads=num_cores // n)
+        Variant(
+            name=name,
+            launch=name,
+            kind=kind,
+            num_ranks=n,
+            num_threads=num_cores // n,
+            environ={allocator.VARIABLE: "0" if kind in _PLAIN else "1"},
+        )
         for name, kind, n in names
     ]
 
 
 def best_pairs(result: Mapping[str, Any]) -> list[dict[str, object]]:
-    """Compare each case's fastest layouts of hpctrain with the fastest of the peers. Pure."""
+    """Compare each case's fastest layouts of hpctrain with the fastest of all others. Pure."""
     ratios: list[dict[str, object]] = []
     for case in dict.fromkeys(item["case"] for item in result["series"]):
         best: dict[str, Mapping[str, Any]] = {}
@@ -77,7 +90,7 @@ def best_pairs(result: Mapping[str, Any]) -> list[dict[str, object]]:
             if item["case"] == case:
                 rival = best.get(item["kind"], item)
                 best[item["kind"]] = min(item, rival, key=lambda one: median(one["seconds"]))
-        for own, peer in product(OURS, ("ddp", "ddp-zero")):
+        for own, peer in product(OURS, (KEPT, *PEERS)):
             if own in best and peer in best:
                 mine, theirs = best[own], best[peer]
                 ratio = paired_ratio(mine["seconds"], theirs["seconds"])
@@ -95,7 +108,7 @@ def main() -> int:
 
         make = make_maker()
         names = args.variants.split(",")
-        serve(args.worker, names, lambda world, name: make(world, _kind_of(name)))
+        serve(args.worker, names, lambda world, name: make(world, _subject_of(name)))
         return 0
     rules = command.rules_of(args)
     kinds = command.choose("variant", args.variants or ",".join(KINDS), _KNOWN)
@@ -161,8 +174,9 @@ def _choose_ranks(text: str | None, num_cores: int, batches: Sequence[int]) -> l
     return good
 
 
-def _kind_of(variant: str) -> str:
-    return variant.rpartition("-")[0]
+def _subject_of(variant: str) -> str:
+    """What a variant measures, without its layout; memory is kept by how it was started."""
+    return variant.rpartition("-")[0].removesuffix("-kept")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class Launched:
     """What one launch has measured."""
 
     def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
         self.measurement = Measurement.from_json(data["measurement"])
         self.profile: Profile = parse_profile(json.dumps(data["profile"]))
         self.step_s: float = data["step_s"]
@@ -71,24 +72,31 @@ def row(
     }
 
 
-def predict_here(
-    fit: Sequence[int], ranks: Sequence[int], workload: str, engine: str, steps: int, repeats: int
-) -> list[dict[str, object]]:
-    """Fit at some numbers of ranks of this machine, predict others.
+def launch_here(
+    ranks: Sequence[int], workload: str, engine: str, steps: int, repeats: int
+) -> dict[int, list[Launched]]:
+    """Measure at these numbers of ranks of this machine.
 
     Launches of all numbers alternate, so that a machine which drifts does so for all of them.
     """
     cores = len(os.sched_getaffinity(0))
-    if max(*fit, *ranks) > cores:
-        raise ConfigError(f"{max(*fit, *ranks)} ranks on {cores} cores: they would share cores")
-    launches: dict[int, list[Launched]] = {count: [] for count in sorted({*fit, *ranks})}
+    if max(ranks) > cores:
+        raise ConfigError(f"{max(ranks)} ranks on {cores} cores: they would share cores")
+    launches: dict[int, list[Launched]] = {count: [] for count in sorted(ranks)}
     for _ in range(repeats):
         for count, each in launches.items():
             each.append(_launch_here(count, workload, engine, steps))
+    return launches
+
+
+def predict_here(
+    launches: dict[int, list[Launched]], fit: Sequence[int]
+) -> list[dict[str, object]]:
+    """Fit at some numbers of ranks, predict all of them. Pure."""
     machine = fit_machine(
         [each.measurement for count in fit for each in launches[count]],
         title="this machine",
-        ranks_per_node=max(*fit, *ranks),
+        ranks_per_node=max(launches),
     )
     alone = sorted((each.profile for each in launches[1]), key=lambda each: each.compute_s)
     return [
@@ -181,7 +189,13 @@ def main() -> int:
         "--repeats", type=int, default=3, metavar="R", help="launches of each (default: 3)"
     )
     parser.add_argument("--save", action="store_true", help="keep it in benchmarks/results/plan")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="predict anew what was kept of ranks, and stop"
+    )
     args = parser.parse_args()
+    if args.again is not None:
+        return _show(predict_again(json.loads(args.again.read_text(encoding="utf-8"))))
+    kept: dict[str, object] = {}
     if args.hosts:
         name = "hosts"
         rows = predict_hosts(
@@ -189,18 +203,36 @@ def main() -> int:
         )
     else:
         name, fit = "ranks", _counts(args.fit)
-        ranks = _counts(args.ranks) if args.ranks else []
-        ranks = [*ranks, 1]
-        rows = predict_here(fit, ranks, args.workload, args.engine, args.steps, args.repeats)
-    print(log.table(list(rows[0]), [list(each.values()) for each in rows]))
+        ranks = sorted({1, *fit, *(_counts(args.ranks) if args.ranks else [])})
+        launches = launch_here(ranks, args.workload, args.engine, args.steps, args.repeats)
+        rows = predict_here(launches, fit)
+        kept = {
+            "fit": fit,
+            "launches": {count: [one.data for one in each] for count, each in launches.items()},
+        }
+    _show(rows)
     if args.save:
         machine = f"{platform.machine()}-{os.cpu_count()}cores"
         today = datetime.now(UTC).date().isoformat()
         result = {"benchmark": f"predict_{name}", "date": today, "machine": machine, "rows": rows}
+        result |= kept
         folder = ROOT / "benchmarks" / "results" / "plan"
         folder.mkdir(exist_ok=True)
         path = folder / f"{name}-{args.workload}-{today}-{machine}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    return 0
+
+
+def predict_again(result: dict[str, Any]) -> list[dict[str, object]]:
+    """The rows that today's predictor makes of measurements that were kept. Pure."""
+    launches = {
+        int(count): [Launched(data) for data in each] for count, each in result["launches"].items()
+    }
+    return predict_here(launches, result["fit"])
+
+
+def _show(rows: Sequence[dict[str, object]]) -> int:
+    print(log.table(list(rows[0]), [list(each.values()) for each in rows]))
     return 0
 
 

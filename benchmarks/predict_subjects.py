@@ -90,7 +90,7 @@ def train(world: World, part: Part, engine: str, steps: int) -> dict[str, object
 def main(arguments: list[str]) -> int:
     """Measure one launch; rank 0 writes it."""
     out, name, engine, steps, sizes = arguments
-    with hpc.init() as world:
+    with hpc.init(bind="numa") as world:
         part = Part(name, world)
         largest = int(sizes)
         measured = measure(

@@ -34,6 +34,7 @@ from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.replica.timed import TimedReplica
 from hpctrain.world import World
+from hpctrain.world.allocator import keep_freed_memory
 
 __all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
 
@@ -181,6 +182,8 @@ def distribute(
         clip_norm=clip_norm,
         clip_value=clip_value,
     )
+    if world.device.type == "cpu":
+        keep_freed_memory()
     mode = lay_out(True)
     make_equal_state(world, link, model, optimizer)
     world.streams.bind_own()

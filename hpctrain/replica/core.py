@@ -23,6 +23,7 @@ from hpctrain.replica.naming import identity, named_parameters
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.window import Window, check_counted
 from hpctrain.world import World
+from hpctrain.world.allocator import keep_freed_memory
 
 __all__ = ["Replica", "Step"]
 
@@ -366,6 +367,7 @@ class Replica:
             ("accumulate", str(self._window.accumulate)),
             *self._precision.describe(),
             ("optimizer", f"{type(self.optimizer).__name__}, {len(self._identity)} parameters"),
+            *([("freed memory", keep_freed_memory())] if self.world.device.type == "cpu" else []),
             *own_statistics(self.model, self.engine.size),
         ]
         return log.table(("replica", ""), rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 
@@ -15,15 +16,17 @@ from mpi_tests.launch.commands import run
 def test_all_layouts_train_alike(tmp_path):
     result = result_of("layout", tmp_path / "result.json", "--cores", "2")
     series = {item["variant"]: item for item in result["series"]}
-    assert list(series) == ["one-process-1x2", "hpctrain-mpi-2x1", "ddp-2x1"]
+    ours = ["hpctrain-mpi-2x1", "hpctrain-mpi-one-copy-2x1"]
+    others = ["one-process-kept-1x2", "ddp-2x1", "ddp-kept-2x1"]
+    assert list(series) == ["one-process-1x2", others[0], *ours, *others[1:]]
     assert all(item["num_ranks"] * item["num_threads"] == 2 for item in series.values())
     # the same samples in whatever layout: the same loss
     losses = [item["outcome"]["loss"] for item in series.values()]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-4)
     compared = {(r["variant"], r["baseline"]) for r in result["ratios"]}
     assert compared == {
         *((name, "one-process-1x2") for name in list(series)[1:]),
-        ("hpctrain-mpi-2x1", "ddp-2x1"),
+        *product(ours, others),
     }
 
 

@@ -21,9 +21,16 @@ def test_every_layout_uses_all_cores(num_cores):
     variants = layout.make_variants(layout.KINDS, ranks, num_cores=num_cores)
     assert all(v.num_ranks * v.num_threads == num_cores for v in variants)
     assert len({v.launch for v in variants}) == len(variants), "each has processes of its own"
-    assert (variants[0].kind, variants[0].num_ranks) == (layout.BASELINE, 1)
-    for kind in layout.KINDS[1:]:
+    alone = (layout.BASELINE, layout.KEPT)
+    assert [(v.kind, v.num_ranks) for v in variants[:2]] == [(kind, 1) for kind in alone]
+    for kind in layout.KINDS[2:]:
         assert [v.num_ranks for v in variants if v.kind == kind] == ranks
+
+
+def test_peers_have_their_memory_as_torch_has_it_unless_they_are_said_to_keep_it():
+    variants = layout.make_variants((*layout.KINDS, "ddp-zero"), [2], num_cores=2)
+    kept = {v.kind for v in variants if v.environ["HPCTRAIN_KEEP_MEMORY"] == "1"}
+    assert kept == {*layout.OURS, "one-process-kept", "ddp-kept"}
 
 
 def test_ranks_that_do_not_divide_the_cores_are_refused():

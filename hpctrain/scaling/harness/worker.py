@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import hpctrain as hpc
 from hpctrain.world import World
+from hpctrain.world.allocator import keep_freed_memory
 
 __all__ = ["Subject", "serve"]
 
@@ -49,6 +50,7 @@ def serve(
         device: Where to measure, as `hpctrain.init` takes it.
     """
     host, port, token, bind = address.split(":")
+    keep_freed_memory()  # whoever shares a process has it as those who train with hpctrain do
     with hpc.init(seed=7, device=device, bind=bind) as world:
         subjects = {variant: make(world, variant) for variant in variants}
         with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as line:

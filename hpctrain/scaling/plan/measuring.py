@@ -202,7 +202,7 @@ def fit_here(
 def main(arguments: Sequence[str]) -> int:
     """Be one rank of a launch; rank 0 writes what was measured."""
     out, engines = arguments
-    with hpc.init() as world:
+    with hpc.init(bind="numa") as world:
         found = measure(world, engines.split(","))
         if world.rank == 0:
             Path(out).write_text(json.dumps(found.as_json()), encoding="utf-8")
