@@ -110,7 +110,7 @@ def _launch_here(count: int, workload: str, engine: str, steps: int) -> Launched
     with tempfile.TemporaryDirectory(prefix="hpctrain-predict-") as directory:
         out = Path(directory) / "out.json"
         command = [sys.executable, "-m", "hpctrain", "run", "-n", str(count), "--quiet"]
-        command += words(out, workload, engine, steps, 4 * _LARGEST)
+        command += words(out, workload, engine, steps, _LARGEST)
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             command,

@@ -179,6 +179,7 @@ def test_a_fit_finds_the_costs_that_made_the_times(topology, near_s, near, far_s
         topology=topology,
         intra=Link(latency_s=near_s, bytes_per_s=max(near, 2 * far)),
         inter=Link(latency_s=far_s, bytes_per_s=far),
+        crowding=0.4 if topology == "hierarchical" else 0.0,
     )
     samples = [
         CollectiveSample(

@@ -139,7 +139,8 @@ def test_pieces_hold_every_gradient_once_and_none_leaves_before_it_is_there(
     assert [when for when, _ in pieces] == sorted(when for when, _ in pieces)
     backward = sum(layer.backward_s for layer in layers)
     if total and not exchange.overlap:
-        assert all(when >= backward * (1 - 1e-9) for when, _ in pieces)
+        slack = 1e-9 * exchange.cycle_of(count)  # a cycle may begin a rounding error early
+        assert all(when >= backward * (1 - 1e-9) - slack for when, _ in pieces)
     line = replay(layers, exchange, lambda size: 1e-9 * size, num_ranks=count)
     for first, second in zip(line.messages, line.messages[1:], strict=False):
         assert second.start_s >= first.stop_s - 1e-12
@@ -181,7 +182,12 @@ def test_closed_forms_on_one_node_and_on_single_ranks(count, size, latency, rate
         costs = Costs(topology=topology, intra=link, inter=link)
         assert allreduce_s(size, near, costs) == pytest.approx(expected[topology])
     shared = Costs(topology="hierarchical", intra=link, inter=link, reduce_s_per_byte=1e-9)
-    assert allreduce_s(size, near, shared) == pytest.approx(2 * latency + size / rate + 1e-9 * size)
+    assert allreduce_s(size, near, shared) == pytest.approx(
+        2 * depth * latency + size / rate + 1e-9 * size
+    )
+    crowded = replace(shared, crowding=0.5)
+    more = 0.5 * log2(count / 2) * size / rate
+    assert allreduce_s(size, near, crowded) - allreduce_s(size, near, shared) == pytest.approx(more)
 
 
 def test_a_ring_over_nodes_crosses_the_network_2_n_minus_1_times():

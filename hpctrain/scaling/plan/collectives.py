@@ -13,7 +13,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan.checks import count_of
 from hpctrain.scaling.plan.machine import Costs
 
-__all__ = ["Layout", "Shares", "allreduce_s", "shares_of"]
+__all__ = ["Layout", "Shares", "allreduce_s", "doublings", "shares_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +59,16 @@ def allreduce_s(num_bytes: float, layout: Layout, costs: Costs) -> float:
     inside = shares.intra_bytes * num_bytes / costs.intra.bytes_per_s
     between = shares.inter_bytes * num_bytes / costs.inter.bytes_per_s
     if costs.topology == "hierarchical":
-        moving = inside + between
+        moving = inside * (1 + costs.crowding * doublings(layout)) + between
     else:  # both links at the same time: a pipeline is as fast as its narrowest place
         narrow = shares.inter_bytes * num_bytes / costs.intra.bytes_per_s
         moving = max(inside, between, narrow if layout.local_ranks > 1 else 0.0)
     return latency + moving + costs.reduce_s_per_byte * num_bytes
+
+
+def doublings(layout: Layout) -> float:
+    """How often the ranks of the fullest node have doubled since there were two."""
+    return max(0.0, log2(layout.local_ranks / 2))
 
 
 def shares_of(topology: str, layout: Layout) -> Shares:
@@ -112,12 +117,13 @@ def _tree(layout: Layout) -> Shares:
 def _hierarchical(layout: Layout) -> Shares:
     """Add up inside each node, exchange slices between nodes, and look at the sum.
 
-    Inside, two barriers and one pass at what the node's ranks together do a second; between nodes
-    every slice goes to its owner and back, 2(N-1)/N of the data out of each node.
+    Inside, two barriers of log2(n) rounds and one pass, which the ranks that share the memory make
+    at the same time and slow down for each other; between nodes every slice goes to its owner and
+    back, 2(N-1)/N of the data out of each node.
     """
     inside, others = layout.local_ranks > 1, layout.num_nodes - 1
     return Shares(
-        intra_hops=2 if inside else 0,
+        intra_hops=2 * ceil(log2(layout.local_ranks)),
         intra_bytes=1.0 if inside else 0.0,
         inter_hops=2 * others,
         inter_bytes=2 * others / layout.num_nodes,

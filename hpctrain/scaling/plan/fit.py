@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan.collectives import shares_of
+from hpctrain.scaling.plan.collectives import doublings, shares_of
 from hpctrain.scaling.plan.machine import NO_LATENCY_S, NO_LIMIT, Costs, Link, Machine
 from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
 
@@ -19,7 +19,7 @@ __all__ = ["TOPOLOGY_OF", "fit_contention", "fit_costs", "fit_machine"]
 
 TOPOLOGY_OF = {"mpi": "hierarchical", "torch": "ring", "horovod": "halving"}
 """How each engine of hpctrain adds up on CPUs: shared memory; Gloo's ring; MPI's own allreduce."""
-_NAMES = ("intra.latency_s", "intra", "inter.latency_s", "inter", "reduce")
+_NAMES = ("intra.latency_s", "intra", "inter.latency_s", "inter", "reduce", "crowd")
 _MOST_ERROR = 1.0
 _ONCE_ERROR = 0.5
 
@@ -130,6 +130,7 @@ def fit_costs(samples: Sequence[CollectiveSample], topology: str) -> Costs:
         intra=_link(found, "intra"),
         inter=_link(found, "inter"),
         reduce_s_per_byte=found["reduce"][0],
+        crowding=found["crowd"][0] / found["intra"][0] if found["intra"][0] else 0.0,
     )
 
 
@@ -145,6 +146,7 @@ def _row(sample: CollectiveSample, topology: str) -> list[float]:
         shares.inter_hops,
         shares.inter_bytes * size,
         apart,
+        shares.intra_bytes * size * doublings(sample.layout) * (topology == "hierarchical"),
     ]
 
 

@@ -50,11 +50,14 @@ class Costs:
     inter: Link
     reduce_s_per_byte: float = 0.0
     """Adding up, for what of it the links' bandwidth does not contain."""
+    crowding: float = 0.0
+    """In shared memory, how much of the time for two ranks every doubling of them adds to it."""
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
             raise ConfigError(f"topology={self.topology!r}; choose one of {', '.join(TOPOLOGIES)}")
         number_of(self.reduce_s_per_byte, "reduce_s_per_byte")
+        number_of(self.crowding, "crowding")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

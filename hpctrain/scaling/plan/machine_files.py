@@ -57,7 +57,7 @@ def find_machine(name: str | Path) -> Machine:
 
 
 _CONTENTION = ("ranks", "slowdown", "error")
-_COSTS = {"topology", "reduce_s_per_byte", "intra", "inter"}
+_COSTS = {"topology", "reduce_s_per_byte", "crowding", "intra", "inter"}
 _LINK = ("latency_s", "bytes_per_s", "latency_error", "bandwidth_error")
 _TOP = {
     *("schema", "title", "ranks_per_node", "jitter", "jitter_error", "contention", "measured"),
@@ -157,6 +157,7 @@ def _costs(part: object, file: str, *, base: Costs | None = None, section: str =
             reduce_s_per_byte=table.get(
                 "reduce_s_per_byte", base.reduce_s_per_byte if base else 0.0
             ),
+            crowding=table.get("crowding", base.crowding if base else 0.0),
             **links,
         )
 
@@ -239,6 +240,7 @@ def _render_costs(costs: Costs, before: str) -> list[str]:
     lines = [
         f"topology = {_quoted(costs.topology)}",
         f"reduce_s_per_byte = {_number(costs.reduce_s_per_byte)}",
+        f"crowding = {_number(costs.crowding)}",
     ]
     for key, link in (("intra", costs.intra), ("inter", costs.inter)):
         lines += ["", f"[{before}{key}]"]

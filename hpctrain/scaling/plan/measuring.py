@@ -28,7 +28,9 @@ from hpctrain.scaling.plan.checks import count_of
 from hpctrain.scaling.plan.fit import fit_machine
 from hpctrain.scaling.plan.machine import Machine
 from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
+from hpctrain.scaling.plan.stragglers import expected_maximum
 from hpctrain.world import World
+from hpctrain.world.allocator import keep_freed_memory
 
 __all__ = ["SIZES", "fit_here", "measure", "measure_collectives", "measure_compute", "measure_here"]
 
@@ -54,6 +56,8 @@ def measure(
         sizes: Bytes of them; the same on every rank.
         step: What to compute; None: forward, backward and update of twenty layers of 512.
     """
+    if world.device.type == "cpu":
+        keep_freed_memory()  # as training does
     compute = measure_compute(world, step or _standard_step())
     samples: list[CollectiveSample] = []
     if world.size > 1:
@@ -119,14 +123,19 @@ def measure_compute(
     return ComputeSample(
         ranks_on_node=max(world.comm.allgather(world.local_size)),
         seconds=median(every),
-        jitter=_spread(every) / median(every),
+        jitter=_jitter(every),
     )
 
 
-def _spread(times: Sequence[float]) -> float:
-    """Half of what holds the middle 68 %: a standard deviation that a few hiccups do not move."""
-    cuts = quantiles(times, n=100, method="inclusive")
-    return (cuts[83] - cuts[15]) / 2
+def _jitter(times: Sequence[float]) -> float:
+    """The relative standard deviation of a normal distribution that is as slow where it counts.
+
+    Ranks wait for the slowest of them, so the slow side is looked at: at what the slowest of
+    sixteen exceeds in every second step. Time lost to others has a longer tail than chance alone.
+    """
+    middle = median(times)
+    slow = quantiles(times, n=1000, method="inclusive")[round(1000 * 0.5 ** (1 / 16)) - 1]
+    return float((slow - middle) / middle / expected_maximum(16))
 
 
 def _standard_step() -> Callable[[], None]:

@@ -122,7 +122,8 @@ def simulate(
     )
     alone = layout.num_ranks == 1
     exposed = 0.0 if alone else line.exposed_s
-    sharing = layout.local_ranks if exchange.divided_update else 1
+    divided = exchange.divided_update and profile.divides_update
+    sharing = layout.local_ranks if divided else 1
     update = profile.update_s / sharing * (machine.slowdown(layout.local_ranks))
     compute = passes * profile.compute_s
     step = passes * (profile.input_s + slow * profile.compute_s) + exposed + update

@@ -41,6 +41,8 @@ class Profile:
     forward_s: float
     layers: tuple[Layer, ...]
     update_s: float
+    divides_update: bool = True
+    """Whether the ranks of a node would divide the update; not where there is no state to hold."""
     samples: int = 0
     """Samples of an epoch; 0: not said."""
     parameters: int = 0

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
+from hpctrain.replica.sharing_work import choose_update
 from hpctrain.scaling.plan.checks import count_of
 from hpctrain.scaling.plan.profile import Layer, Profile
+from hpctrain.world.allocator import keep_freed_memory
 
 __all__ = ["Subject", "measure_profile"]
 
@@ -84,6 +86,8 @@ def measure_profile(subject: Subject, *, repeats: int = 20, warmup: int = 3) -> 
     if not parameters:
         raise ConfigError("the optimizer has no parameter that needs a gradient")
     clock = _Clock(parameters[0].device)
+    if parameters[0].device.type == "cpu":
+        keep_freed_memory()  # as training does
     passes = [
         _step(subject, parameters, clock)
         for _ in range(count_of(warmup, "warmup", least=0) + count_of(repeats, "repeats"))
@@ -114,6 +118,7 @@ def measure_profile(subject: Subject, *, repeats: int = 20, warmup: int = 3) -> 
         forward_s=median(each.forward_s for each in passes),
         layers=tuple(layers),
         update_s=median(each.update_s for each in passes),
+        divides_update=_divides(subject.optimizer, parameters),
         samples=subject.samples,
         parameters=sum(parameter.numel() for parameter in parameters),
         bytes_per_sample=subject.bytes_per_sample,
@@ -155,6 +160,12 @@ def _step(subject: Subject, parameters: Sequence[Tensor], clock: _Clock) -> _Pas
         clock.between(backward, updated),
         {index: clock.between(forward, moment) for index, moment in moments.items()},
     )
+
+
+def _divides(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether `distribute` would divide the update where ranks share a node."""
+    names = [str(number) for number, _ in enumerate(parameters)]
+    return choose_update(optimizer, names, parameters, update="auto", shared=True).by is not None
 
 
 def _uncertainty(passes: Sequence[_Pass]) -> float:

@@ -44,7 +44,7 @@ class ComputeSample:
     seconds: float
     """The median over steps and ranks."""
     jitter: float
-    """Half the width that holds the middle 68 % of the steps, over the median."""
+    """Of a rank's time from step to step, relative, as a standard deviation."""
 
     def __post_init__(self) -> None:
         count_of(self.ranks_on_node, "ranks_on_node")
