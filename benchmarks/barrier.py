@@ -68,7 +68,7 @@ def main() -> int:
         rules=rules,
         settings={"num_cores": num_cores, "work": "matrix products"},
     )
-    result: dict[str, Any] = run_plan(plan)
+    result: dict[str, Any] = run_plan(plan, args.json)
     for item in result["series"]:
         if item["case"] == CASES[0]:
             item["metrics"] = {"us a barrier": 1e6 * median(item["seconds"])}

@@ -96,7 +96,7 @@ def main() -> int:
         rules=rules,
         settings={"epochs": epochs},
     )
-    result = run_plan(plan)
+    result = run_plan(plan, args.json)
     add_accuracies(result)
     if args.plot is not None:
         plot(result, args.plot)

@@ -133,7 +133,7 @@ def main() -> int:
             "best_of_kind": True,
         },
     )
-    result: dict[str, Any] = run_plan(plan)
+    result: dict[str, Any] = run_plan(plan, args.json)
     result["ratios"] += best_pairs(result)
     return command.report(args, result)
 

@@ -87,7 +87,7 @@ def main() -> int:
         rules=rules,
         settings={"optimizer": "AdamW(fused)"},
     )
-    result: dict[str, Any] = run_plan(plan)
+    result: dict[str, Any] = run_plan(plan, args.json)
     for item in result["series"]:
         item["metrics"] = _metrics(item)
     return command.report(args, result)

@@ -79,7 +79,7 @@ def main() -> int:
         rules=command.rules_of(args),
         settings={"steps": steps, "warmup": _WARMUP, "device": name, "optimizer": "AdamW, fused"},
     )
-    return command.report(args, run_plan(plan))
+    return command.report(args, run_plan(plan, args.json))
 
 
 def _find_device(asked: str) -> tuple[str, str]:

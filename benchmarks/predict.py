@@ -142,7 +142,8 @@ def predict_hosts(
                 launches[count] = _launch_hosts(nodes, workload, engine, steps)
         for count, each in launches.items():
             # Training steps are in no fit; allreduces of that many hosts are.
-            fitted = fit_machine([each.measurement], title=f"hosts at {rate}", ranks_per_node=1)
+            alone = replace(each.measurement, training=())
+            fitted = fit_machine([alone], title=f"hosts at {rate}", ranks_per_node=1)
             # Hosts share this machine's cores, so each profile is taken with all of them computing.
             machine = replace(fitted, jitter=0.0)
             rows.append(row(machine, [each], each.profile, count, rate=rate))
@@ -225,6 +226,8 @@ def main() -> int:
 
 def predict_again(result: dict[str, Any]) -> list[dict[str, object]]:
     """The rows that today's predictor makes of measurements that were kept. Pure."""
+    if "launches" not in result:
+        raise ConfigError("it keeps no launches; `predict --ranks ... --save` does")
     launches = {
         int(count): [Launched(data) for data in each] for count, each in result["launches"].items()
     }

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -48,22 +46,19 @@ class Part:
         """The mean over this rank's batch."""
         return nn.functional.mse_loss(self.model(self.x), self.y)
 
-    def step(self) -> None:
-        """One step without the others."""
-        self.optimizer.zero_grad()
-        torch.autograd.backward(self.loss())
-        self.optimizer.step()
+    def subject(self) -> Subject:
+        """What is profiled and trained."""
+        return Subject(
+            model=self.model,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            batch=self.batch,
+            name=self.name,
+        )
 
 
-def profile_together(world: World, part: Part, repeats: int) -> Profile:
-    """Collective: every rank measures a profile at the same time; rank 0's with the median step."""
-    subject = Subject(
-        model=part.model,
-        optimizer=part.optimizer,
-        loss=part.loss,
-        batch=part.batch,
-        name=part.name,
-    )
+def profile_together(world: World, subject: Subject, repeats: int) -> Profile:
+    """Collective: every rank measures a profile at the same time; that with the median step."""
     world.comm.Barrier()
     mine = measure_profile(subject, repeats=repeats)
     every: list[Profile] = world.comm.allgather(mine)
@@ -71,38 +66,22 @@ def profile_together(world: World, part: Part, repeats: int) -> Profile:
     return ordered[len(ordered) // 2]
 
 
-def train(world: World, part: Part, engine: str, steps: int) -> dict[str, object]:
-    """Collective: the steps that are to be predicted, by the clock of the slowest rank."""
-    replica = hpc.distribute(world, part.model, part.optimizer, engine=engine)
-    times = []
-    for _ in range(_WARMUP + steps):
-        world.comm.Barrier()
-        start = time.perf_counter()
-        replica.backward(part.loss(), num_samples=len(part.x))
-        replica.step()
-        times.append(time.perf_counter() - start)
-    every = world.comm.allgather(times[_WARMUP:])
-    found = {"step_s": median(max(each) for each in zip(*every, strict=True))}
-    replica.close()
-    return found
-
-
 def main(arguments: list[str]) -> int:
     """Measure one launch; rank 0 writes it."""
     out, name, engine, steps, sizes = arguments
     with hpc.init(bind="numa") as world:
-        part = Part(name, world)
+        subject = Part(name, world).subject()
         largest = int(sizes)
+        # Profiled first: a replica leaves gradients in memory that ranks share.
+        profile = profile_together(world, subject, int(steps))
         measured = measure(
-            world, [engine], sizes=[size for size in SIZES if size <= largest], step=part.step
+            world, [engine], sizes=[size for size in SIZES if size <= largest], subject=subject
         )
-        profile = profile_together(world, part, int(steps))
-        trained = train(world, part, engine, int(steps))
         if world.rank == 0:
             data = {
                 "measurement": measured.as_json(),
                 "profile": {"schema": "hpctrain.profile/1", **asdict(profile)},
-                **trained,
+                "step_s": measured.training[0].seconds if measured.training else profile.step_s,
             }
             Path(out).write_text(json.dumps(data), encoding="utf-8")
     return 0

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import hpctrain as hpc
 from hpctrain.checkpoint import Store
@@ -15,6 +16,7 @@ from hpctrain.scaling.plan import Layout
 from hpctrain.scaling.plan.findings import rehearse
 from hpctrain.scaling.plan.fit import fit_costs
 from hpctrain.scaling.plan.measuring import measure
+from hpctrain.scaling.plan.profiling import Subject
 from hpctrain.scaling.plan.rehearsal import Files, Loading, State, Training, samples_of
 
 
@@ -63,10 +65,19 @@ def test_parts_of_a_checkpoint(world, tmp_path):
 
 
 def test_measurements_are_the_same_on_all_ranks_and_make_costs(world):
-    found = measure(world, ["mpi"], sizes=(4096, 1 << 20), step=lambda: None)
+    model = torch.nn.Linear(16, 16)
+    subject = Subject(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda: model(torch.ones(2, 16)).square().mean(),
+        batch=2,
+    )
+    found = measure(world, ["mpi"], sizes=(4096, 1 << 20), subject=subject)
     assert world.comm.allgather(found) == [found] * world.size
     assert found.compute.ranks_on_node == world.local_size
     assert len(found.collectives) == (2 if world.size > 1 else 0)
     if world.size > 1:
         costs = fit_costs(found.collectives, "hierarchical")
         assert costs.intra.bytes_per_s > 1e6
+        (trained,) = found.training
+        assert (trained.num_ranks, trained.gradient_bytes) == (world.size, 4 * (16 * 16 + 16))

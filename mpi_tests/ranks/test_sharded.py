@@ -179,20 +179,29 @@ def test_replicated_gives_the_same_bits(world, engines, kind):
         assert torch.equal(sharded, replicated)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_narrow_and_mixed_dtypes(world, engines, dtype):
-    """Beside float64 weights, some of another kind: near to one process, the same bits on ranks."""
+@pytest.mark.parametrize(
+    ("dtype", "apart"), [(torch.bfloat16, 2e-3), (torch.float16, 5e-4), (torch.float32, 1e-6)]
+)
+def test_narrow_and_mixed_dtypes(world, engines, dtype, apart):
+    """Beside float64 weights, some of another kind: near to one process, the same bits on ranks.
+
+    Between nodes a sum of 16 bits is rounded once more. AdamW's second moment of such gradients is
+    at float16's smallest number, where that decides whether it is zero: `eps` is far above it.
+    What may differ is a few of the dtype's steps at the size of the weights.
+    """
 
     def made(model):
         model.second.to(dtype)
         model.second.register_forward_pre_hook(lambda _, x: x[0].to(dtype))
         model.second.register_forward_hook(lambda _m, _x, y: y.double())
-        return optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
 
     t = Twins(world, engines["mpi"], made, model=Matrices)
+    before = t.model.second.weight.clone()
     t.train()
+    assert (t.model.second.weight - before).abs().max() > 4e-3
     for mine, other in zip(t.model.parameters(), t.alone.parameters(), strict=True):
-        assert torch.allclose(mine.double(), other.double(), rtol=0, atol=2e-3)
+        assert torch.allclose(mine.double(), other.double(), rtol=0, atol=apart)
     assert t.optimizer.state[t.model.second.weight]["exp_avg"].dtype == dtype
     check_bits(world, [*t.model.parameters(), *tensors_of(t.optimizer)])
     t.replica.close()

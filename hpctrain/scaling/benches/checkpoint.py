@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
             "state of the other cases": "256 MiB",
         },
     )
-    result: dict[str, Any] = run_plan(plan)
+    result: dict[str, Any] = run_plan(plan, args.json)
     for item in result["series"]:
         num_bytes = item["counts"].pop("state_bytes")
         seconds = median(item["seconds"])

@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
         rules=rules,
         settings={"operation": "allreduce in place, sum, float32"},
     )
-    result: dict[str, Any] = run_plan(plan)
+    result: dict[str, Any] = run_plan(plan, args.json)
     _add_metrics(result)
     return command.report(args, result)
 

@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
         rules=rules,
         settings={"steps": steps, "warmup": _WARMUP},
     )
-    return command.report(args, run_plan(plan))
+    return command.report(args, run_plan(plan, args.json))
 
 
 def _built(known: list[str]) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 
 from hpctrain import log
@@ -113,11 +115,18 @@ class Block:
     foreign_load: float
 
 
-def run_plan(plan: Plan) -> dict[str, object]:
-    """Start all launches, measure all cases, and return a result as `schema` describes it."""
+def run_plan(plan: Plan, keep: Path | None = None) -> dict[str, object]:
+    """Start all launches, measure all cases, and return a result as `schema` describes it.
+
+    Args:
+        plan: What to measure.
+        keep: A file for what was measured so far, written after each case: who is cut off later has
+            not lost it. Its settings then say `unfinished`.
+    """
     with ExitStack() as ending:
         launches = _start(plan, ending)
         hellos = [launch.greet(_START_S) for launch in launches.values()]
+        machine = describe_machine(mpi=str(hellos[0][0]["mpi"]))
         meter = LoadMeter(p for launch in launches.values() for p in launch.processes())
         series: list[dict[str, object]] = []
         ratios: list[dict[str, object]] = []
@@ -134,9 +143,23 @@ def run_plan(plan: Plan) -> dict[str, object]:
                 f"{case.name}: {len(measured)} blocks, foreign load {median(loads):.1%} (median)"
                 + (f", {kept.num_noisy} noisy blocks kept" if kept.num_noisy else "")
             )
+            if keep is not None:
+                so_far = _result(plan, machine, series, ratios, blocks, unfinished=True)
+                keep.write_text(json.dumps(so_far, indent=1) + "\n", encoding="utf-8")
         for launch in launches.values():
             launch.hang_up()
-        machine = describe_machine(mpi=str(hellos[0][0]["mpi"]))
+    return _result(plan, machine, series, ratios, blocks)
+
+
+def _result(
+    plan: Plan,
+    machine: Mapping[str, object],
+    series: Sequence[Mapping[str, object]],
+    ratios: Sequence[Mapping[str, object]],
+    blocks: Sequence[Mapping[str, object]],
+    *,
+    unfinished: bool = False,
+) -> dict[str, object]:
     rules = asdict(plan.rules)
     del rules["num_ranks"]  # every series has its own
     return {
@@ -144,10 +167,10 @@ def run_plan(plan: Plan) -> dict[str, object]:
         "benchmark": plan.name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine,
-        "settings": {**plan.settings, **rules},
-        "series": series,
-        "ratios": ratios,
-        "blocks": blocks,
+        "settings": {**plan.settings, **rules, **({"unfinished": True} if unfinished else {})},
+        "series": list(series),
+        "ratios": list(ratios),
+        "blocks": list(blocks),
         "num_thrown_away": sum(not block["kept"] for block in blocks),
         "num_noisy": sum(bool(block["kept"] and block["noisy"]) for block in blocks),
     }

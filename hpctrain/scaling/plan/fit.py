@@ -11,11 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan.collectives import doublings, shares_of
+from hpctrain.scaling.plan.collectives import allreduce_s, doublings, shares_of
 from hpctrain.scaling.plan.machine import NO_LATENCY_S, NO_LIMIT, Costs, Link, Machine
-from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
+from hpctrain.scaling.plan.samples import (
+    CollectiveSample,
+    ComputeSample,
+    Measurement,
+    TrainingSample,
+)
+from hpctrain.scaling.plan.stragglers import slowest_of
 
-__all__ = ["TOPOLOGY_OF", "fit_contention", "fit_costs", "fit_machine"]
+__all__ = ["TOPOLOGY_OF", "fit_contention", "fit_costs", "fit_machine", "fit_training"]
 
 TOPOLOGY_OF = {"mpi": "hierarchical", "torch": "ring", "horovod": "halving"}
 """How each engine of hpctrain adds up on CPUs: shared memory; Gloo's ring; MPI's own allreduce."""
@@ -50,6 +56,12 @@ def fit_machine(
     }
     if not engines:
         raise ConfigError("no collective was measured; launch with at least 2 ranks")
+    jitter = median([each.jitter for each in compute])
+    trained = [sample for each in measurements for sample in each.training]
+    engines = {
+        engine: fit_training(costs, [s for s in trained if s.engine == engine], jitter)
+        for engine, costs in engines.items()
+    }
     points, error = fit_contention(compute)
     first = engines.get("mpi") or next(iter(engines.values()))
     most = max(each.ranks_on_node for each in compute)
@@ -59,7 +71,7 @@ def fit_machine(
         ranks_per_node=ranks_per_node or most,
         costs=first,
         engines=engines,
-        jitter=median([each.jitter for each in compute]),
+        jitter=jitter,
         jitter_error=0.5,
         contention=points,
         contention_error=error,
@@ -68,6 +80,26 @@ def fit_machine(
         foreign_load=max(each.foreign_load for each in measurements),
         as_of=datetime.now(UTC).date().isoformat(),
     )
+
+
+def fit_training(costs: Costs, samples: Sequence[TrainingSample], jitter: float) -> Costs:
+    """Costs with what training takes beside its collectives, for each byte of gradients.
+
+    Gradients are copied to where ranks share them, and sums are read that are no longer in the
+    cache; collectives that are measured alone show neither.
+    """
+    if not samples:
+        return costs
+    left = [
+        (
+            sample.seconds
+            - sample.compute_s * slowest_of(sample.num_ranks, jitter)
+            - allreduce_s(sample.gradient_bytes, sample.layout, costs)
+        )
+        / sample.gradient_bytes
+        for sample in samples
+    ]
+    return replace(costs, reduce_s_per_byte=costs.reduce_s_per_byte + max(0.0, median(left)))
 
 
 def fit_contention(

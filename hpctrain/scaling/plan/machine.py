@@ -49,7 +49,7 @@ class Costs:
     intra: Link
     inter: Link
     reduce_s_per_byte: float = 0.0
-    """Adding up, for what of it the links' bandwidth does not contain."""
+    """Adding up, and what training adds to a collective, if bandwidth does not contain it."""
     crowding: float = 0.0
     """In shared memory, how much of the time for two ranks every doubling of them adds to it."""
 

@@ -27,12 +27,26 @@ from hpctrain.scaling.harness.load import foreign_load, read_clocks
 from hpctrain.scaling.plan.checks import count_of
 from hpctrain.scaling.plan.fit import fit_machine
 from hpctrain.scaling.plan.machine import Machine
-from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
+from hpctrain.scaling.plan.profiling import Subject
+from hpctrain.scaling.plan.samples import (
+    CollectiveSample,
+    ComputeSample,
+    Measurement,
+    TrainingSample,
+)
 from hpctrain.scaling.plan.stragglers import expected_maximum
 from hpctrain.world import World
 from hpctrain.world.allocator import keep_freed_memory
 
-__all__ = ["SIZES", "fit_here", "measure", "measure_collectives", "measure_compute", "measure_here"]
+__all__ = [
+    "SIZES",
+    "fit_here",
+    "measure",
+    "measure_collectives",
+    "measure_compute",
+    "measure_here",
+    "measure_training",
+]
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 _SOME_BYTES = 16 << 20
@@ -46,7 +60,7 @@ def measure(
     engines: Sequence[str] = ("mpi",),
     *,
     sizes: Sequence[int] = SIZES,
-    step: Callable[[], None] | None = None,
+    subject: Subject | None = None,
 ) -> Measurement:
     """Collective: measure this launch; all ranks get the same.
 
@@ -54,19 +68,27 @@ def measure(
         world: The ranks.
         engines: Whose collectives; the same on every rank.
         sizes: Bytes of them; the same on every rank.
-        step: What to compute; None: forward, backward and update of twenty layers of 512.
+        subject: What to compute and to train; None: twenty layers of 512.
     """
+    subject = subject or _standard_subject()
     if world.device.type == "cpu":
         keep_freed_memory()  # as training does
-    compute = measure_compute(world, step or _standard_step())
+    compute = measure_compute(world, lambda: _step_alone(subject))
     samples: list[CollectiveSample] = []
+    training: list[TrainingSample] = []
     if world.size > 1:
         for name in engines:
             connection = hpc.connect(world, name)
             samples += measure_collectives(world, connection.engine, sizes)
+            training.append(measure_training(world, connection.engine, subject, compute))
             connection.close()
     memory = min(world.comm.allgather(psutil.virtual_memory().total))
-    return Measurement(collectives=tuple(samples), compute=compute, memory_bytes_per_node=memory)
+    return Measurement(
+        collectives=tuple(samples),
+        compute=compute,
+        training=tuple(training),
+        memory_bytes_per_node=memory,
+    )
 
 
 def measure_collectives(
@@ -127,6 +149,36 @@ def measure_compute(
     )
 
 
+def measure_training(
+    world: World, engine: Engine, subject: Subject, compute: ComputeSample, *, steps: int = _STEPS
+) -> TrainingSample:
+    """Collective: time steps of all ranks together, as `distribute` takes them by default."""
+    replica = hpc.distribute(world, subject.model, subject.optimizer, engine=engine)
+    times = []
+    for _ in range(_WARMUP + count_of(steps, "steps")):
+        world.comm.Barrier()
+        start = time.perf_counter()
+        replica.backward(subject.loss(), num_samples=subject.batch)
+        replica.step()
+        times.append(time.perf_counter() - start)
+    every = world.comm.allgather(times[_WARMUP:])
+    replica.close()
+    return TrainingSample(
+        engine=engine.name,
+        num_ranks=world.size,
+        ranks_per_node=world.local_size,
+        gradient_bytes=sum(p.numel() * p.element_size() for p in subject.model.parameters()),
+        compute_s=compute.seconds,
+        seconds=median(max(each) for each in zip(*every, strict=True)),
+    )
+
+
+def _step_alone(subject: Subject) -> None:
+    subject.optimizer.zero_grad()
+    torch.autograd.backward(subject.loss())
+    subject.optimizer.step()
+
+
 def _jitter(times: Sequence[float]) -> float:
     """The relative standard deviation of a normal distribution that is as slow where it counts.
 
@@ -138,20 +190,18 @@ def _jitter(times: Sequence[float]) -> float:
     return float((slow - middle) / middle / expected_maximum(16))
 
 
-def _standard_step() -> Callable[[], None]:
+def _standard_subject() -> Subject:
     parts: list[torch.nn.Module] = []
     for _ in range(20):
         parts += [torch.nn.Linear(512, 512), torch.nn.ReLU()]
     model = torch.nn.Sequential(*parts)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     x = torch.randn(64, 512)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        torch.autograd.backward(model(x).square().mean())
-        optimizer.step()
-
-    return step
+    return Subject(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-6),
+        loss=lambda: model(x).square().mean(),
+        batch=len(x),
+    )
 
 
 def measure_here(

@@ -71,6 +71,11 @@ class Profile:
         return self.forward_s + self.backward_s
 
     @property
+    def step_s(self) -> float:
+        """All of a step."""
+        return self.input_s + self.compute_s + self.update_s
+
+    @property
     def gradient_bytes(self) -> int:
         """All gradients."""
         return sum(layer.gradient_bytes for layer in self.layers)

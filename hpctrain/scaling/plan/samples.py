@@ -10,7 +10,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan.checks import check_keys, count_of, number_of, positive, text_of
 from hpctrain.scaling.plan.collectives import Layout
 
-__all__ = ["SCHEMA", "CollectiveSample", "ComputeSample", "Measurement"]
+__all__ = ["SCHEMA", "CollectiveSample", "ComputeSample", "Measurement", "TrainingSample"]
 
 SCHEMA = "hpctrain.samples/1"
 
@@ -52,12 +52,38 @@ class ComputeSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSample:
+    """A step that ranks take together, beside the same step without each other."""
+
+    engine: str
+    num_ranks: int
+    ranks_per_node: int
+    gradient_bytes: int
+    compute_s: float
+    """Forward, backward and update on as many ranks at once, with no communication."""
+    seconds: float
+    """The slowest rank's, median over steps."""
+
+    def __post_init__(self) -> None:
+        text_of(self.engine, "engine")
+        count_of(self.gradient_bytes, "gradient_bytes")
+        positive(self.compute_s, "compute_s")
+        positive(self.seconds, "seconds")
+
+    @property
+    def layout(self) -> Layout:
+        """Where its ranks are."""
+        return Layout(num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
     """All that one launch has measured."""
 
     collectives: tuple[CollectiveSample, ...]
     compute: ComputeSample
     memory_bytes_per_node: int
+    training: tuple[TrainingSample, ...] = ()
     foreign_load: float = 0.0
     """The share of all cores that others used meanwhile, where somebody watched."""
 
@@ -73,12 +99,15 @@ class Measurement:
             ConfigError: it did not.
         """
         keys = {"schema", "collectives", "compute", "memory_bytes_per_node"}
-        table = check_keys(data, "the measurement", needed=keys, known=keys | {"foreign_load"})
+        table = check_keys(
+            data, "the measurement", needed=keys, known=keys | {"training", "foreign_load"}
+        )
         if table["schema"] != SCHEMA:
             raise ConfigError(f"schema {table['schema']!r}; this version reads {SCHEMA!r}")
         return cls(
             collectives=tuple(CollectiveSample(**each) for each in table["collectives"]),
             compute=ComputeSample(**table["compute"]),
             memory_bytes_per_node=table["memory_bytes_per_node"],
+            training=tuple(TrainingSample(**each) for each in table.get("training", ())),
             foreign_load=number_of(table.get("foreign_load", 0.0), "foreign_load"),
         )
