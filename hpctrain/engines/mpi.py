@@ -7,6 +7,7 @@ the order that the MPI library chooses by count and size alone, so equal runs gi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,14 +87,12 @@ class MpiEngine(Engine):
     def allreduce_(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:
         """Collective: as on every engine; a buffer from `allocate` goes the short way."""
         buffers = self._buffers
-        if op is not Op.SUM or buffers is None or not buffers.holds(tensor):
+        buffer = buffers.find(tensor) if op is Op.SUM and buffers is not None else None
+        if buffers is None or buffer is None:
             return super().allreduce_(tensor, op, what=what)
         self.check_open("allreduce")
-
-        def exchange() -> None:
-            self._worker.run(lambda: buffers.allreduce(tensor, op))
-
-        self.meet(exchange, "allreduce of an allocated buffer", what, tensor)
+        run = partial(self._worker.run, partial(buffers.combine, buffer, op))
+        self.meet(run, buffer.text(what), "", None)
         torch.autograd.graph.increment_version(tensor)
         return tensor
 

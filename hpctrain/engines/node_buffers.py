@@ -1,30 +1,34 @@
 """Allreduce through the memory of a node: of any tensor, and of buffers made for it.
 
 A tensor from anywhere is copied in and out, piece by piece, so that the pieces stay in the cache. A
-buffer that the engine allocated lies in shared memory already: only sums are copied.
+buffer that the engine allocated lies in shared memory already: each rank adds its slice up and
+writes the sums into everybody's buffer, while they are in its cache.
 """
 
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.engines import wire
 from hpctrain.engines.node import NodeGroup, combine, slice_bounds
 from hpctrain.engines.op import Op
 from hpctrain.errors import CollectiveError
 from hpctrain.world.shared_memory import SharedBlock
 
-__all__ = ["NodeBuffers", "is_large"]
+__all__ = ["Buffer", "NodeBuffers", "is_large"]
 
 PIECE_BYTES = 8 << 20
 """How much of a foreign tensor goes through shared memory at once; `benchmarks.collectives`."""
 SMALLEST_BYTES = 4 << 20
 """A foreign tensor of less than this is quicker as one message of MPI's own."""
+_MOST_TEXTS = 64
+_HANDED_BYTES = 2 << 20
+"""How much of a sum is made before it is handed to the others: it is still in the cache then, and
+Python's part of the work is small."""
 
 
 def is_large(flat: Tensor) -> bool:
@@ -33,19 +37,39 @@ def is_large(flat: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Buffer:
+class _Sum:
+    """A stretch of the slice that this rank combines."""
+
+    terms: list[Tensor]
+    """Every rank's part of it, by local rank."""
+    total: Tensor
+    """Where it is in this rank's own buffer."""
+    others: list[Tensor]
+    """Where it is in the buffers of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
     """A node's buffers, cut beforehand as every allreduce needs them."""
 
-    number: int
-    """The first one is 1; all ranks allocate in the same order."""
+    notes: list[int]
+    """What all ranks have noted when all have passed this one: its number. The first one is 1; all
+    ranks allocate in the same order."""
     block: SharedBlock
     own: Tensor
-    terms: list[Tensor]
-    """Every rank's part of the slice that this rank combines."""
-    total: Tensor
-    """That slice of this rank's own buffer."""
-    others: list[tuple[Tensor, Tensor]]
-    """The other slices of this rank's own buffer, and where their totals are."""
+    sums: list[_Sum]
+    texts: dict[str, str] = field(default_factory=dict)
+    """What collectives of it are called, by what they are for."""
+
+    def text(self, what: str) -> str:
+        """An allreduce of it in words that are the same on all ranks."""
+        found = self.texts.get(what)
+        if found is None:
+            if len(self.texts) >= _MOST_TEXTS:  # somebody names every step
+                self.texts.clear()
+            call = "allreduce of an allocated buffer"
+            found = self.texts[what] = wire.describe(call, what, self.own)
+        return found
 
 
 class NodeBuffers:
@@ -54,11 +78,11 @@ class NodeBuffers:
     def __init__(self, group: NodeGroup) -> None:
         self.group = group
         self._scratch: SharedBlock | None = None
-        self._made: dict[int, _Buffer] = {}
+        self._made: dict[int, Buffer] = {}
         self._num_made = 0
         self._notes = group.allocate(8 * group.local_size, "which buffers are combined")
         numbers = self._notes.tensor(torch.int64, num_elements=group.local_size)
-        self._passed: np.ndarray[Any, np.dtype[np.int64]] = numbers.numpy()
+        self._passed = numbers.numpy()
         """What each rank of the node has passed: the number of a buffer, 0 for any other tensor."""
 
     @property
@@ -78,32 +102,36 @@ class NodeBuffers:
             for rank in range(size)
         ]
         me = self.group.local_rank
-        bounds = slice_bounds(num_elements, size)
-        start, stop = bounds[me]
+        start, stop = slice_bounds(num_elements, size)[me]
+        # Between nodes the slice travels as a whole.
+        step = _HANDED_BYTES // item if self.group.num_nodes == 1 else max(1, stop)
         self._num_made += 1
         if num_elements:
-            self._made[parts[me].data_ptr()] = _Buffer(
-                number=self._num_made,
+            cuts = [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
+            self._made[parts[me].data_ptr()] = Buffer(
+                notes=[self._num_made] * size,
                 block=block,
                 own=parts[me],
-                terms=[part[start:stop] for part in parts],
-                total=parts[me][start:stop],
-                others=[
-                    (parts[me][a:b], parts[rank][a:b])
-                    for rank, (a, b) in enumerate(bounds)
-                    if rank != me and b > a
+                sums=[
+                    _Sum(
+                        [part[cut] for part in parts],
+                        parts[me][cut],
+                        [part[cut] for rank, part in enumerate(parts) if rank != me],
+                    )
+                    for cut in cuts
                 ],
             )
         return parts[me]
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether this is a whole buffer made here that can be combined where it lies. Pure."""
-        if tensor.layout is not torch.strided or not tensor.is_contiguous():
-            return False
+    def find(self, tensor: Tensor) -> Buffer | None:
+        """The buffer made here that this is as a whole, if it can be combined where it lies."""
+        if tensor.layout is not torch.strided or not self.group.is_even:
+            return None
         buffer = self._made.get(tensor.data_ptr())
-        if buffer is None or not self.group.is_even:
-            return False
-        return buffer.own.numel() == tensor.numel() and buffer.own.dtype is tensor.dtype
+        if buffer is None or not tensor.is_contiguous():
+            return None
+        same = buffer.own.numel() == tensor.numel() and buffer.own.dtype is tensor.dtype
+        return buffer if same else None
 
     def allreduce(self, flat: Tensor, op: Op) -> None:
         """Collective: combine in place.
@@ -112,19 +140,20 @@ class NodeBuffers:
             CollectiveError: on all ranks of a node, of which some passed a buffer from `allocate`
                 and others another tensor; nothing is combined then.
         """
-        if self.holds(flat):
-            self._combine_in_place(self._made[flat.data_ptr()], op)
+        buffer = self.find(flat)
+        if buffer is not None:
+            self.combine(buffer, op)
         else:
             self._combine_foreign(flat, op)
 
-    def _meet(self, number: int) -> None:
+    def _meet(self, notes: list[int]) -> None:
         """Collective: wait for the node's ranks, and see that all have passed the same.
 
         The next call's notes are written after this call's later barriers: nobody reads them here.
         """
-        self._passed[self.group.local_rank] = number
+        self._passed[self.group.local_rank] = notes[0]
         self.group.barrier.wait()
-        if (self._passed == number).all():
+        if self._passed.tolist() == notes:
             return
         told = [f"buffer {n}" if n else "another tensor" for n in self._passed.tolist()]
         by_rank = ", ".join(f"{what} on local rank {rank}" for rank, what in enumerate(told))
@@ -135,21 +164,21 @@ class NodeBuffers:
             "none of them"
         )
 
-    def _combine_in_place(self, buffer: _Buffer, op: Op) -> None:
+    def combine(self, buffer: Buffer, op: Op) -> None:
+        """Collective: combine a buffer in place; raises as `allreduce` does."""
         group = self.group
-        self._meet(buffer.number)
-        if buffer.total.numel():
-            combine(buffer.terms, buffer.total, op)
-        if group.num_nodes > 1:
-            group.combine_across(buffer.own, op)
-        group.barrier.wait()
-        for target, source in buffer.others:
-            target.copy_(source)
+        self._meet(buffer.notes)
+        for each in buffer.sums:
+            combine(each.terms, each.total, op)
+            if group.num_nodes > 1:
+                group.combine_across(buffer.own, op)
+            for other in each.others:
+                other.copy_(each.total)
         group.barrier.wait()
 
     def _combine_foreign(self, flat: Tensor, op: Op) -> None:
         group = self.group
-        self._meet(0)
+        self._meet([0] * group.local_size)
         if self._scratch is None:
             self._scratch = group.allocate(PIECE_BYTES * (group.local_size + 1), "pieces under way")
         most = PIECE_BYTES // flat.element_size()
