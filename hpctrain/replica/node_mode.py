@@ -78,10 +78,14 @@ class NodeMode(OnTorchsOwn):
 
     def fits(self) -> bool:
         """Whether the parameters are still what they were laid out as."""
-        return all(
-            (p.dtype, p.device, p.shape, p.stride()) == kind
-            for p, kind in zip(self.parameters, self._kinds, strict=True)
-        )
+        for parameter, (dtype, device, shape, stride) in zip(
+            self.parameters, self._kinds, strict=True
+        ):
+            if parameter.dtype is not dtype or parameter.shape != shape:
+                return False
+            if parameter.stride() != stride or parameter.device != device:
+                return False
+        return True
 
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass: where a new window begins, there are no gradients."""

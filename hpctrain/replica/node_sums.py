@@ -70,7 +70,8 @@ class NodeSums:
                 and gradient.layout is torch.strided
                 and gradient.stride() == slot.stride()
             ):
-                found[index] = flat_memory(gradient)
+                plain = gradient.is_contiguous() and not gradient.requires_grad
+                found[index] = gradient.view(-1) if plain else flat_memory(gradient)
         return found
 
     def reduce(self, direct: Mapping[int, Tensor]) -> None:
