@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
+from hpctrain.cli.variables import add_variables, set_variables
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]
@@ -40,14 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:4,B:4", help="hosts and their ranks")
     where.add_argument("--hostfile", type=Path, metavar="F", help="a file of hosts, one per line")
-    parser.add_argument(
-        "-x",
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="a variable for all ranks, also on other hosts, which get few others",
-    )
+    add_variables(parser)
     parser.add_argument(
         "--log-dir",
         type=Path,
@@ -71,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start the ranks, or be one."""
-    from hpctrain.launch import Hosts, Program, parse_hosts, parse_variable, run_here, start
+    from hpctrain.launch import Hosts, Program, parse_hosts, run_here, start
     from hpctrain.world import detect
 
     words = args.program[1:] if args.program[:1] == ["--"] else args.program
@@ -83,8 +77,7 @@ def main(args: argparse.Namespace) -> int:
     program = Program(target=words[0], is_module=is_module, arguments=tuple(words[1:]))
     if args.trace is not None:  # the ranks read it from their environment, however they start
         os.environ["HPCTRAIN_TRACE"] = str(args.trace.resolve())
-    variables = dict(parse_variable(word, os.environ) for word in args.env)
-    os.environ.update(variables)  # where this is a rank already, the script reads them here
+    variables = set_variables(args.env)
     environ = dict(os.environ)
     launch = detect(environ)
     if launch.row is not None and launch.row.starts_mpi:

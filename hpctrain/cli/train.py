@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
+from hpctrain.cli.variables import add_variables, set_variables
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks to start (default: 1); auto: what `bench layout` found",
     )
     parser.add_argument("--hosts", metavar="A:4,B:4", help="hosts and their ranks")
+    add_variables(parser)
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--resume", action="store_true", help="refuse to begin anew where nothing is to go on from"
@@ -70,6 +73,7 @@ def main(args: argparse.Namespace) -> int:
     from hpctrain.train.config import load_config
     from hpctrain.world import detect
 
+    variables = set_variables(args.env)
     config = load_config(args.config, args.settings)  # mistakes are told before anything starts
     if args.json and not args.dry_run:
         raise ConfigError(
@@ -105,10 +109,10 @@ def main(args: argparse.Namespace) -> int:
         if launch.rank == 0:
             print(json.dumps(plan.as_json(), indent=1) if args.json else plan.describe())
         return 0
-    return _train(args)
+    return _train(args, variables)
 
 
-def _train(args: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace, variables: Sequence[str]) -> int:
     from hpctrain.launch import Program, parse_hosts, run_here, start
     from hpctrain.world import detect
 
@@ -135,4 +139,4 @@ def _train(args: argparse.Namespace) -> int:
             f"-n {num_ranks} is more than the {hosts.num_ranks} ranks of {hosts}; give the hosts "
             "more, as in host:4, or lower -n"
         )
-    return start(program, environ, num_ranks=num_ranks, hosts=hosts)
+    return start(program, environ, num_ranks=num_ranks, hosts=hosts, variables=variables)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpctrain.errors import ConfigError, LaunchError
 from hpctrain.launch import relay, tee
-from hpctrain.world import Launch, roll_call
+from hpctrain.world import Launch, allocator, cores, roll_call
 from hpctrain.world.guard import (
     AgreedExit,
     end_all_ranks,
@@ -120,6 +120,9 @@ def run_here(
     Returns:
         The exit code of this rank, when it ended without an error.
     """
+    if "torch" not in sys.modules:  # it reads them when it is loaded
+        for name, value in allocator.launch_variables(environ).items():
+            os.environ.setdefault(name, value)
     launch = relay.attach(launch, environ)
     if log_dir is not None:
         tee_output(log_dir, launch.rank)
@@ -142,8 +145,11 @@ def run_here(
     return 0
 
 
-def _rendezvous(comm: object) -> tuple[Place, str, int]:
-    """Collective: agree on rank 0's address and on a port that was free there a moment ago."""
+def _rendezvous(comm: object) -> tuple[Place, str, int, int]:
+    """Collective: where this rank is, and rank 0's address and a port that was free there just now.
+
+    The last is how many cores are this rank's share of its node.
+    """
     from mpi4py import MPI
 
     if not isinstance(comm, MPI.Comm):
@@ -156,12 +162,20 @@ def _rendezvous(comm: object) -> tuple[Place, str, int]:
             host = "127.0.0.1" if place.num_nodes == 1 else socket.gethostname()
             offer = (host, probe.getsockname()[1])
     address, port = rooms.comm.bcast(offer, root=0)
+    masks = rooms.node.allgather(cores.read_affinity())
+    share = cores.share_of_cores(masks, place.local_rank, cores.read_core_map().core_of)
     rooms.free()
-    return place, address, port
+    return place, address, port, share
 
 
-def _export(place: Place, address: str, port: int) -> None:
-    """Set what `torch.distributed`'s env:// and most scripts look for."""
+def _export(place: Place, address: str, port: int, num_threads: int) -> None:
+    """Set what `torch.distributed`'s env:// and most scripts look for, and threads.
+
+    Libraries that compute with threads of their own (Arm's, OpenBLAS) count all cores when they are
+    loaded, whatever torch is told later: ranks would then take the cores from each other.
+    """
+    if place.size > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.size),

@@ -9,6 +9,7 @@ from hpctrain.submit.kinds import Template, find_template
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 from hpctrain.submit.units import format_clock, parse_duration
+from hpctrain.world.allocator import launch_variables
 
 __all__ = ["Plan", "make_plan"]
 
@@ -49,6 +50,8 @@ class Plan:
         if self.cpus_per_rank is not None:
             threads = max(1, self.cpus_per_rank // self.site.threads_per_core)
             merged.setdefault("OMP_NUM_THREADS", str(threads))
+        if not self.gpus_per_node:
+            merged = launch_variables({**merged, **dict(self.request.environment)}) | merged
         return merged | dict(self.request.environment)
 
 

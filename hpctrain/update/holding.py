@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,11 @@ class SharedState:
         self._homes: dict[Fragment, _Home] = {}
         """The state of this rank's pieces."""
         self._shown: dict[int, dict[str, _Shown | None]] = {}
+        self._tensors: dict[int, dict[str, Tensor | None]] = {}
+        """Each parameter's state as it was shown last."""
+        self._watched: list[Tensor] = []
+        """All tensors in it, and how often each had been written to by then."""
+        self._versions: list[int] = []
         self._told: set[int] = set()
         """Parameters whose state everybody knows about."""
         self._switches: list[tuple[bool, ...]] = []
@@ -80,16 +86,31 @@ class SharedState:
     def take_in(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
         """See what the user has changed since the last update."""
         switches = _switches(self._optimizer)
-        if self._import or switches != self._switches or self._is_rearranged():
-            self._import = False
-            self._switches = switches
-            self._take_all(inner, pieces)
+        if self._import or switches != self._switches:
+            self._take_anew(inner, pieces, switches)
             return
         written = any(private.is_written() for _, private in self._blocks)
+        if not written and self._is_untouched():
+            return  # the usual case
+        if self._is_rearranged():
+            self._take_anew(inner, pieces, switches)
+            return
         for index, shown in self._shown.items():
             state = self._optimizer.state[self._parameters[index]]
             if written or any(not _is_as_shown(state[key], one) for key, one in shown.items()):
                 self._take_edits(index, state, pieces)
+
+    def _is_untouched(self) -> bool:
+        """Whether every entry is the very tensor that was shown, and none was written to.
+
+        Not by `tensor.data`, which moves no version: the kernel tells of that.
+        """
+        state = self._optimizer.state
+        for index, parameter in enumerate(self._parameters):
+            own, shown = state.get(parameter) or {}, self._tensors.get(index, {})
+            if own.keys() != shown.keys() or not all(map(is_, own.values(), shown.values())):
+                return False
+        return [tensor._version for tensor in self._watched] == self._versions
 
     def _is_rearranged(self) -> bool:
         """Whether state was added, removed or given another form: as after loading it."""
@@ -102,9 +123,18 @@ class SharedState:
                 return True
         return False
 
-    def _take_all(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+    def _take_anew(
+        self,
+        inner: torch.optim.Optimizer,
+        pieces: Sequence[Piece],
+        switches: list[tuple[bool, ...]],
+    ) -> None:
+        self._import = False
+        self._switches = switches
         inner.state.clear()
         self._shown.clear()
+        self._tensors.clear()
+        self._watched, self._versions = [], []
         self._told.clear()
         self._homes.clear()
         for piece in pieces:
@@ -189,6 +219,7 @@ class SharedState:
         for index, values in shown.items():
             if values:
                 self._show(index, values)
+        self._watch()
 
     def _trouble(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> str | None:
         for piece in pieces:
@@ -237,9 +268,15 @@ class SharedState:
 
     def _show(self, index: int, values: dict[str, _Shown | None]) -> None:
         self._shown[index] = values
-        self._optimizer.state[self._parameters[index]] = {
-            key: None if one is None else one.tensor for key, one in values.items()
-        }
+        tensors = {key: None if one is None else one.tensor for key, one in values.items()}
+        self._optimizer.state[self._parameters[index]] = tensors
+        self._tensors[index] = dict(tensors)
+
+    def _watch(self) -> None:
+        """Know from now on what is written to."""
+        shown = [one for values in self._shown.values() for one in values.values()]
+        self._watched = [one.tensor for one in shown if one is not None]
+        self._versions = [one.version for one in shown if one is not None]
 
     def _bring_home(self, home: _Home) -> None:
         """An optimizer may make new tensors at every step: what they hold goes where it is shared.
@@ -279,6 +316,7 @@ class SharedState:
                     for key, one in shown.items()
                 },
             )
+        self._watch()
 
     def describe(self) -> str:
         """Where it is and how much of it."""

@@ -18,6 +18,7 @@ import itertools
 import math
 import mmap
 import os
+import resource
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -49,6 +50,8 @@ _KEEP_FREE_BYTES = 16 << 20
 _MEET_S = 300.0
 # The three highest bits of an entry of /proc/self/pagemap: present, swapped, of a file.
 _KIND, _IN_MEMORY, _SWAPPED = 0xE0, 0x80, 0x40
+_MOST_TRUSTED = 31
+"""How many times in a row the count of page faults is taken for an answer."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -334,14 +337,28 @@ class _Pages:
         self._offset = 8 * first
         self._entries = np.zeros(8 * (last - first), dtype=np.uint8)
         self._kinds = self._entries[7::8]  # the highest byte: in memory, swapped, the file's own
+        self._num_faults = -1
+        """Of this process before it was last seen that it has none of its own."""
+        self._num_trusted = 0
 
     def any_own(self) -> bool:
-        """Whether some are no longer the file's; True as well where the kernel does not tell."""
+        """Whether some are no longer the file's; True as well where the kernel does not tell.
+
+        A page becomes one's own by a page fault. A process that has had none since it last looked
+        has none of its own still, and need not look; it does now and then all the same, for
+        another process can write to its memory, too.
+        """
+        num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        if num_faults == self._num_faults and self._num_trusted < _MOST_TRUSTED:
+            self._num_trusted += 1
+            return False
         table = _page_table(os.getpid())
         if table < 0 or os.preadv(table, [self._entries.data], self._offset) != len(self._entries):
             return True
         kinds = self._kinds & _KIND
-        return bool(((kinds == _IN_MEMORY) | (kinds == _SWAPPED)).any())
+        found = bool(((kinds == _IN_MEMORY) | (kinds == _SWAPPED)).any())
+        self._num_faults, self._num_trusted = (-1 if found else num_faults), 0
+        return found
 
 
 @functools.cache

@@ -32,6 +32,7 @@ hpc_pass_on() {
 trap 'hpc_pass_on TERM ""' TERM
 trap 'hpc_pass_on USR2 "USR2"' USR2
 
+export MIMALLOC_PURGE_DELAY=60000
 export OMP_NUM_THREADS=4
 export SRUN_CPUS_PER_TASK=4 # from Slurm 22.05 on srun no longer takes it from the job
 

@@ -30,6 +30,7 @@ hpc_pass_on() {
 trap 'hpc_pass_on TERM "TERM"' TERM
 trap 'hpc_pass_on USR2 "USR2"' USR2
 
+export MIMALLOC_PURGE_DELAY=60000
 export OMP_NUM_THREADS=8
 
 hpc_say "$hpc_job, restart $hpc_restarts of at most 0"

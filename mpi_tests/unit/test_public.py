@@ -26,7 +26,8 @@ FLAGS = {
     "report": "--format --help --json --reserve --runs --samples --title -h -o",
     "trace": "--help -h",
     "train": (
-        "--dry-run --fresh --help --hosts --json --ranks --ranks-per-node --resume --set -h -n"
+        "--dry-run --env --fresh --help --hosts --json --ranks --ranks-per-node --resume --set "
+        "-h -n -x"
     ),
     "config": "--help -h",
     "watch": "--every --help --json --once -h",
