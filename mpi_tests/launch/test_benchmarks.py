@@ -230,3 +230,25 @@ def test_large_batches_are_trained_by_every_recipe(tmp_path):
     assert small["outcome"]["accuracies"][0] != small["outcome"]["accuracies"][1]  # seeds differ
     assert small["metrics"]["test accuracy %"] > 50  # two epochs have taught something
     assert small["metrics"]["points from sgd 32"] == 0
+
+
+def test_what_was_measured_before_a_run_is_cut_off_is_kept(tmp_path):
+    path = tmp_path / "result.json"
+    words = ["--variants", "compute", "--workloads", "256-sgd,512-adamw", "--json", str(path)]
+    command = [*PYTHON, "benchmarks.step_overhead", "--quick", *words]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        until = time.monotonic() + LIMIT_S
+        while not path.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        process.terminate()
+        process.wait(timeout=60)
+    result = json.loads(path.read_text())
+    assert validate(result) == []
+    assert result["settings"].get("unfinished") is True
+    assert {item["case"] for item in result["series"]} == {"256-sgd"}

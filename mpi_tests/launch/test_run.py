@@ -54,6 +54,26 @@ def test_a_script_runs_on_every_rank(script):
     assert done.err == ""
 
 
+def test_ranks_know_their_share_of_the_cores_before_they_load_anything(script):
+    body = "print(sys.modules.get('torch'), os.environ.get('OMP_NUM_THREADS'))"
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    path = script(body)
+    for words, told in ((["-u", "OMP_NUM_THREADS"], threads), (["OMP_NUM_THREADS=3"], 3)):
+        done = run("env", *words, *HPCTRAIN, "run", "-n", "2", path)
+        assert done.out.splitlines() == [f"None {told}"] * 2, done.text
+
+
+def test_ranks_keep_what_they_free_unless_told_otherwise(script):
+    path = script("print(os.environ.get('MIMALLOC_PURGE_DELAY'))")
+    clean = ["env", "-u", "MIMALLOC_PURGE_DELAY"]
+    for words, told in (([], "60000"), (["HPCTRAIN_KEEP_MEMORY=0"], "None")):
+        done = run(*clean, *words, *HPCTRAIN, "run", "-n", "2", path)
+        assert done.out.splitlines() == [told] * 2, done.text
+    done = run(*clean, "HPCTRAIN_KEEP_MEMORY=no", *HPCTRAIN, "run", "-n", "2", path)
+    assert done.code != 0
+    assert "HPCTRAIN_KEEP_MEMORY='no' is neither 0 nor 1" in done.err
+
+
 def test_a_module_runs_too(tmp_path):
     (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
     done = run(*HPCTRAIN, "run", "-n", "2", "-m", "mine", "a", cwd=tmp_path)

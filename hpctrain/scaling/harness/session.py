@@ -145,7 +145,9 @@ def run_plan(plan: Plan, keep: Path | None = None) -> dict[str, object]:
             )
             if keep is not None:
                 so_far = _result(plan, machine, series, ratios, blocks, unfinished=True)
-                keep.write_text(json.dumps(so_far, indent=1) + "\n", encoding="utf-8")
+                half = keep.with_name(f"{keep.name}.part")
+                half.write_text(json.dumps(so_far, indent=1) + "\n", encoding="utf-8")
+                half.replace(keep)
         for launch in launches.values():
             launch.hang_up()
     return _result(plan, machine, series, ratios, blocks)
