@@ -14,12 +14,11 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from hpctrain import log
+from hpctrain import freed_memory, log
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness import command
 from hpctrain.scaling.harness.ratios import paired_ratio
 from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
-from hpctrain.world import allocator
 
 __all__ = [
     "BASELINE",
@@ -75,7 +74,7 @@ def make_variants(kinds: Sequence[str], ranks: Sequence[int], *, num_cores: int)
             kind=kind,
             num_ranks=n,
             num_threads=num_cores // n,
-            environ={allocator.VARIABLE: "0" if kind in _PLAIN else "1"},
+            environ={freed_memory.VARIABLE: "0" if kind in _PLAIN else "1"},
         )
         for name, kind, n in names
     ]

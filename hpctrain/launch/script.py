@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.freed_memory import launch_variables
 from hpctrain.launch import relay, tee
-from hpctrain.world import Launch, allocator, cores, roll_call
+from hpctrain.world import Launch, cores, roll_call
 from hpctrain.world.guard import (
     AgreedExit,
     end_all_ranks,
@@ -121,7 +122,7 @@ def run_here(
         The exit code of this rank, when it ended without an error.
     """
     if "torch" not in sys.modules:  # it reads them when it is loaded
-        for name, value in allocator.launch_variables(environ).items():
+        for name, value in launch_variables(environ).items():
             os.environ.setdefault(name, value)
     launch = relay.attach(launch, environ)
     if log_dir is not None:

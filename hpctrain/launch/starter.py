@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from hpctrain import log
+from hpctrain import freed_memory, log
 from hpctrain.install.mpi import loaded_mpi, matching_mpirun
 from hpctrain.launch.command import (
     Hosts,
@@ -26,7 +26,7 @@ from hpctrain.launch.command import (
 from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import Program, make_log_dir
-from hpctrain.world import allocator, detect
+from hpctrain.world import detect
 from hpctrain.world.launcher import BENCH_VARIABLE, CHAOS_VARIABLE
 from hpctrain.world.oom import count_oom_kills
 
@@ -39,7 +39,7 @@ _PASS_ON = (
     BENCH_VARIABLE,
     CHAOS_VARIABLE,
     "HPCTRAIN_TRACE",
-    allocator.VARIABLE,
+    freed_memory.VARIABLE,
 )
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What a batch system sends to say that the time is nearly over."""
@@ -83,7 +83,7 @@ def start(
         only_rank=0 if quiet else None,
     )
     listener = Listener(screen=screen, remote=hosts is not None, num_ranks=num_ranks)
-    extra = {**listener.environment, **allocator.launch_variables(environ)}
+    extra = {**listener.environment, **freed_memory.launch_variables(environ)}
     extra.update(
         launch_environment(
             version,

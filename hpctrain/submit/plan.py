@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
+from hpctrain.freed_memory import launch_variables
 from hpctrain.submit.kinds import Template, find_template
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 from hpctrain.submit.units import format_clock, parse_duration
-from hpctrain.world.allocator import launch_variables
 
 __all__ = ["Plan", "make_plan"]
 

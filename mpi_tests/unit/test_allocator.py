@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from hpctrain import freed_memory
 from hpctrain.errors import LaunchError
 from hpctrain.world import allocator
 
@@ -49,7 +50,7 @@ def test_a_step_that_repeats_itself_faults_no_pages():
     pages = (64 << 20) // os.sysconf("SC_PAGESIZE")
     words, plain = faults_a_step(HPCTRAIN_KEEP_MEMORY="0")
     assert words == "as HPCTRAIN_KEEP_MEMORY=0 says"
-    words, kept = faults_a_step(**allocator.launch_variables({}))
+    words, kept = faults_a_step(**freed_memory.launch_variables({}))
     assert words == "kept for the next step"
     assert kept < pages / 100, f"{kept} of {pages} pages were taken anew, {plain} without"
 
@@ -77,15 +78,15 @@ def test_torch_with_an_allocator_of_its_own_says_what_to_do():
     ],
 )
 def test_the_users_own_choice_counts(environ, choice):
-    found = allocator.find_choice(environ)
+    found = freed_memory.find_choice(environ)
     assert found == choice or (choice is not None and found.startswith(choice))
 
 
 def test_ranks_get_the_variable_unless_memory_is_left_alone():
-    assert allocator.launch_variables({}) == {"MIMALLOC_PURGE_DELAY": "60000"}
-    assert allocator.launch_variables({"HPCTRAIN_KEEP_MEMORY": "0"}) == {}
+    assert freed_memory.launch_variables({}) == {"MIMALLOC_PURGE_DELAY": "60000"}
+    assert freed_memory.launch_variables({"HPCTRAIN_KEEP_MEMORY": "0"}) == {}
 
 
 def test_a_word_that_is_neither_is_refused():
     with pytest.raises(LaunchError, match="HPCTRAIN_KEEP_MEMORY='yes' is neither 0 nor 1"):
-        allocator.wants_it_kept({"HPCTRAIN_KEEP_MEMORY": "yes"})
+        freed_memory.wants_it_kept({"HPCTRAIN_KEEP_MEMORY": "yes"})
