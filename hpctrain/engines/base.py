@@ -43,6 +43,7 @@ class Engine(Meeting, ABC):
 
     def allocate(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Collective: a flat buffer of zeros that this engine combines with the fewest copies."""
+        wire.check_buffer(num_elements, dtype)
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
 
     def allreduce_(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:

@@ -78,6 +78,7 @@ class MpiEngine(Engine):
         refused together, or, where they wait in different ways, named by the watchdog.
         """
         self.check_open("allocate")
+        wire.check_buffer(num_elements, dtype)
         if self.device.type != "cpu":
             return super().allocate(num_elements, dtype)
         return self.meet(

@@ -7,6 +7,7 @@ Nothing here communicates, and what is refused depends on what must match across
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from hpctrain.errors import ConfigError
 
 __all__ = [
     "DTYPES",
+    "check_buffer",
     "check_op",
     "check_tensor",
     "clip",
@@ -47,6 +49,22 @@ _WIDER = {
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 Sends = Callable[[torch.dtype, Op], bool]
+
+
+def check_buffer(num_elements: object, dtype: object) -> None:
+    """Refuse what no buffer can be made of, before ranks wait for each other.
+
+    Raises:
+        ConfigError: the same on all ranks that ask for the same.
+    """
+    whole = isinstance(num_elements, Integral) and not isinstance(num_elements, bool)
+    if not whole or int(num_elements) < 0:  # type: ignore[call-overload]
+        raise ConfigError(
+            f"allocate: num_elements={num_elements!r} must be a whole number, at least 0"
+        )
+    if dtype not in DTYPES:
+        names = ", ".join(_short(known) for known in DTYPES)
+        raise ConfigError(f"allocate: dtype={dtype!r} cannot be sent; use one of {names}")
 
 
 def check_tensor(tensor: Tensor, *, call: str, device: torch.device, written: bool = False) -> None:

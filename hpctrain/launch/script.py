@@ -175,8 +175,8 @@ def _export(place: Place, address: str, port: int, num_threads: int) -> None:
     Libraries that compute with threads of their own (Arm's, OpenBLAS) count all cores when they are
     loaded, whatever torch is told later: ranks would then take the cores from each other.
     """
-    if place.size > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    if place.size > 1 and not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.size),

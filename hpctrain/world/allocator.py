@@ -16,7 +16,12 @@ import importlib.util
 import os
 from pathlib import Path
 
-from hpctrain.freed_memory import MIMALLOC_VARIABLE, find_choice, launch_variables
+from hpctrain.freed_memory import (
+    MIMALLOC_VARIABLE,
+    find_choice,
+    launch_variables,
+    wants_it_kept,
+)
 
 __all__ = ["keep_freed_memory"]
 
@@ -31,23 +36,29 @@ def keep_freed_memory() -> str:
     What is free already is given back first: memory of a data set that was converted, say.
     """
     choice = find_choice(os.environ)
+    told = "kept for the next step"
     if choice is not None:
-        return f"as {choice} says"
-    library = ctypes.CDLL(None)
-    try:
-        library.malloc_trim(0)
-        kept = library.mallopt(_MMAP_MAX, 0) and library.mallopt(_TRIM_THRESHOLD, -1)
-    except AttributeError:
-        kept = 0
-    if not kept:
-        return "given back to the system: this C library cannot be told otherwise"
+        told = f"as {choice} says"
+    elif not _tell_c_library():
+        told = "given back to the system: this C library cannot be told otherwise"
+    if not wants_it_kept(os.environ):
+        return told
     if MIMALLOC_VARIABLE not in os.environ and _torch_has_mimalloc():
         cure = " ".join(f"{name}={value}" for name, value in launch_variables({}).items())
         return (
             "torch gives it back to the system and takes it anew at each step; start by "
             f"`hpctrain run`, or export {cure}"
         )
-    return "kept for the next step"
+    return told
+
+
+def _tell_c_library() -> bool:
+    library = ctypes.CDLL(None)
+    try:
+        library.malloc_trim(0)
+        return bool(library.mallopt(_MMAP_MAX, 0) and library.mallopt(_TRIM_THRESHOLD, -1))
+    except AttributeError:
+        return False
 
 
 def _torch_has_mimalloc() -> bool:

@@ -69,6 +69,18 @@ def test_a_node_that_cannot_connect_its_ranks_is_every_nodes_news(world, monkeyp
     node.Free()
 
 
+@pytest.mark.parametrize("name", ["mpi", "torch"])
+def test_a_buffer_of_no_size_is_refused_before_anybody_waits(world, engines, name):
+    engine = engines[name]
+    if world.rank == 0:  # caught on one rank alone: the others are not left in a collective
+        for wrong in (-1, 2.5, "3", None, True):
+            with pytest.raises(ConfigError, match="must be a whole number, at least 0"):
+                engine.allocate(wrong)
+        with pytest.raises(ConfigError, match="cannot be sent; use one of float16"):
+            engine.allocate(3, torch.qint8)
+    assert engine.allocate(3).tolist() == [0.0] * 3
+
+
 def test_buffers_are_passed_by_all_ranks_or_by_none(world, engines, monkeypatch):
     monkeypatch.setattr("hpctrain.engines.node_buffers.SMALLEST_BYTES", 1)
     engine = engines["mpi"]

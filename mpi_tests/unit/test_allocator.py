@@ -55,11 +55,14 @@ def test_a_step_that_repeats_itself_faults_no_pages():
     assert kept < pages / 100, f"{kept} of {pages} pages were taken anew, {plain} without"
 
 
-def test_torch_with_an_allocator_of_its_own_says_what_to_do():
-    words, _ = faults_a_step()
+@pytest.mark.parametrize("choice", [{}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=3"}])
+def test_torch_with_an_allocator_of_its_own_says_what_to_do(choice):
+    words, _ = faults_a_step(**choice)
     if allocator._torch_has_mimalloc():
         assert "export MIMALLOC_PURGE_DELAY=60000" in words
         assert "hpctrain run" in words
+    elif choice:
+        assert words == "as GLIBC_TUNABLES=glibc.malloc.mmap_max=3 says"
     else:
         assert words == "kept for the next step"
 
