@@ -23,6 +23,7 @@ from typing import Any
 
 from hpctrain import log
 from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.scaling.harness.command import run_main
 from hpctrain.scaling.plan import Machine, Profile, predict
 from hpctrain.scaling.plan.fit import fit_machine
 from hpctrain.scaling.plan.profile import parse_profile
@@ -185,7 +186,9 @@ def main() -> int:
     )
     parser.add_argument("--workload", default="mlp-256", help="or mlp-512; see predict_subjects.py")
     parser.add_argument("--engine", default="mpi", help="default: mpi")
-    parser.add_argument("--steps", type=int, default=20, metavar="S", help="default: 20")
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="S", help="of a profile (default: 20)"
+    )
     parser.add_argument(
         "--repeats", type=int, default=3, metavar="R", help="launches of each (default: 3)"
     )
@@ -244,4 +247,4 @@ def _counts(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

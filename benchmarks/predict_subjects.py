@@ -18,7 +18,6 @@ from hpctrain.world import World
 
 __all__ = ["WORKLOADS", "main"]
 
-_WARMUP = 3
 _SEED = 11
 _LAYERS = 20
 WORKLOADS = {"mlp-256": (256, 64), "mlp-512": (512, 16)}

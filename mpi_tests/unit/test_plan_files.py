@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.predict import ROOT, predict_again
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.plan import (
@@ -31,16 +30,10 @@ from hpctrain.scaling.plan import (
 )
 from hpctrain.scaling.plan.advice import cost_of
 from hpctrain.scaling.plan.collectives import allreduce_s
-from hpctrain.scaling.plan.fit import fit_contention, fit_costs, fit_machine, fit_training
+from hpctrain.scaling.plan.fit import fit_contention, fit_costs, fit_machine
 from hpctrain.scaling.plan.machine_files import parse_machine, render_machine, sourced_keys
 from hpctrain.scaling.plan.profile import parse_profile
-from hpctrain.scaling.plan.samples import (
-    CollectiveSample,
-    ComputeSample,
-    Measurement,
-    TrainingSample,
-)
-from hpctrain.scaling.plan.stragglers import slowest_of
+from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
 
 LINK = Link(latency_s=1e-5, bytes_per_s=1e9)
 PROFILE = Profile(
@@ -401,36 +394,3 @@ def test_predicting_needs_neither_torch_nor_mpi(files):
     )
     command = [sys.executable, "-c", code, "plan", *files, "--ranks", "4"]
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
-
-
-def test_what_training_adds_to_a_collective_is_found():
-    costs = Costs(topology="hierarchical", intra=LINK, inter=LINK, crowding=0.3)
-    true = replace(costs, reduce_s_per_byte=2e-10)
-    samples = [
-        TrainingSample(
-            engine="mpi",
-            num_ranks=count,
-            ranks_per_node=count,
-            gradient_bytes=size,
-            compute_s=0.05,
-            seconds=0.05 * slowest_of(count, 0.02)
-            + allreduce_s(size, Layout(num_ranks=count, ranks_per_node=count), true),
-        )
-        for count in (2, 4)
-        for size in (1 << 20, 1 << 24)
-    ]
-    assert fit_training(costs, samples, 0.02).reduce_s_per_byte == pytest.approx(2e-10)
-    assert fit_training(costs, [], 0.02) == costs
-    quick = [replace(sample, seconds=0.01) for sample in samples]
-    assert fit_training(costs, quick, 0.02) == costs, "nothing is negative"
-
-
-@pytest.mark.parametrize("width", [256, 512])
-def test_kept_measurements_give_the_predictions_of_the_docs(width):
-    name = f"ranks-mlp-{width}-2026-11-15-x86_64-16cores.json"
-    result = json.loads((ROOT / "benchmarks" / "results" / "plan" / name).read_text())
-    rows = predict_again(result)
-    assert rows == result["rows"]
-    (eight,) = [row for row in rows if row["ranks"] == 8]
-    assert not eight["fitted"]
-    assert abs(eight["error_percent"]) <= 10

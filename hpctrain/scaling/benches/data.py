@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
         if name == MOVEMENT:
             codes.append(data_movement.measure(args))
             continue
-        result: dict[str, Any] = run_plan(_plan(name, args))
+        result: dict[str, Any] = run_plan(_plan(name, args), args.json)
         for item in result["series"]:
             item["metrics"] = dict(item["outcome"])
         codes.append(command.report(args, result))

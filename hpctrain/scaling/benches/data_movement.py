@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure and report; also as a part of `benchmarks.data`."""
-    result: dict[str, Any] = run_plan(make_plan(args))
+    result: dict[str, Any] = run_plan(make_plan(args), args.json)
     for item in result["series"]:
         moved = parse_size(item["case"]) * (args.ranks - 1) / args.ranks
         item["metrics"] = {"moved GB/s": moved / median(item["seconds"]) / 1e9, **item["outcome"]}
