@@ -135,7 +135,7 @@ def run_here(
         program.check()
         MPI = load_mpi(launch, script=program.target)
         roll_call(MPI.COMM_WORLD, "hpctrain run", timeout_s=300.0)
-        _export(*_rendezvous(MPI.COMM_WORLD))
+        _export(*_rendezvous(MPI.COMM_WORLD, launch))
         program.run()
     except AgreedExit as error:  # each rank has said so when it left its world
         return exit_code_of(error)
@@ -146,7 +146,7 @@ def run_here(
     return 0
 
 
-def _rendezvous(comm: object) -> tuple[Place, str, int, int]:
+def _rendezvous(comm: object, launch: Launch) -> tuple[Place, str, int, int]:
     """Collective: where this rank is, and rank 0's address and a port that was free there just now.
 
     The last is how many cores are this rank's share of its node.
@@ -160,8 +160,8 @@ def _rendezvous(comm: object) -> tuple[Place, str, int, int]:
     if place.rank == 0:
         with socket.socket() as probe:
             probe.bind(("", 0))
-            host = "127.0.0.1" if place.num_nodes == 1 else socket.gethostname()
-            offer = (host, probe.getsockname()[1])
+            host = launch.network_name(socket.gethostname())
+            offer = ("127.0.0.1" if place.num_nodes == 1 else host, probe.getsockname()[1])
     address, port = rooms.comm.bcast(offer, root=0)
     masks = rooms.node.allgather(cores.read_affinity())
     share = cores.share_of_cores(masks, place.local_rank, cores.read_core_map().core_of)

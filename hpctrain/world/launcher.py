@@ -168,11 +168,17 @@ class Launch:
     """What `hpctrain chaos` lets go wrong here, as `faults.injection` reads it."""
     trace_dir: str | None = None
     """Where `hpctrain run --trace` wants every rank's events."""
+    host_suffix: str = ""
+    """What a node's name gets at sites where the bare name is its address on a slow network."""
 
     @property
     def title(self) -> str:
         """The launcher's name for people."""
         return self.row.title if self.row else "no launcher"
+
+    def network_name(self, host: str) -> str:
+        """The name by which other nodes reach a host: `jwb0001` is `jwb0001i` at JUWELS."""
+        return f"{host.partition('.')[0]}{self.host_suffix}" if self.host_suffix else host
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
@@ -203,6 +209,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
         chaos=environ.get(CHAOS_VARIABLE) or None,
         trace_dir=environ.get("HPCTRAIN_TRACE") or None,
+        host_suffix=environ.get("HPCTRAIN_HOST_SUFFIX", ""),
     )
 
 

@@ -349,6 +349,45 @@ def test_ranks_start_on_several_hosts(nodes, tmp_path):
     ], done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("suffix", ["-fast", "-unknown"])
+def test_ranks_meet_on_the_fast_network_of_the_site(nodes, tmp_path, suffix):
+    path = tmp_path / "meet.py"
+    path.write_text(
+        "import os, torch, hpctrain as hpc\n"
+        "from hpctrain.engines.torch_dist import TorchEngine\n"
+        "with hpc.init(seed=3) as world:\n"
+        "    TorchEngine(world.comm, torch.device('cpu'), timeout_s=30).close()\n"
+        "    print('met', os.environ['MASTER_ADDR'])\n"
+    )
+    hosts = nodes.hosts[:2]
+    names = "".join(f"{nodes.address(host)} {host}-fast\\n" for host in hosts)
+    for host in hosts:
+        nodes.run(host, ["sh", "-c", f"printf '{names}' >>/etc/hosts"], timeout_s=10)
+    done = nodes.run(
+        hosts[0],
+        [
+            *HPCTRAIN,
+            "run",
+            "--hosts",
+            ",".join(hosts),
+            "-x",
+            f"HPCTRAIN_HOST_SUFFIX={suffix}",
+            str(path),
+        ],
+        timeout_s=60,
+        env={
+            **nodes.environment(mpi_of_this_python().family),
+            "PYTHONPATH": clean_environment()["PYTHONPATH"],
+        },
+        check=False,
+    )
+    if suffix == "-fast":
+        assert done.stdout.splitlines() == [f"met {hosts[0]}-fast"] * 2, done.stdout + done.stderr
+    else:
+        assert done.returncode != 0
+        assert f"host {hosts[1]}-unknown of rank 1 is not known" in done.stdout + done.stderr
+
+
 @pytest.mark.alone
 def test_help_is_quick_and_loads_neither_torch_nor_mpi():
     watch = "import sys; from hpctrain.cli import main\n"

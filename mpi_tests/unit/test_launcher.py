@@ -196,3 +196,9 @@ def test_trouble_in_mpi_init_is_foreseen():
     assert "belongs to another MPI" in foresee_trouble(detect(OPENMPI), "mpich")
     assert foresee_trouble(detect(HYDRA), "intel") is None
     assert foresee_trouble(detect(SRUN), "cray") is None
+
+
+def test_a_node_is_named_by_its_address_on_the_fast_network():
+    assert detect({}).network_name("jwb0001.juwels") == "jwb0001.juwels"
+    fast = detect({"HPCTRAIN_HOST_SUFFIX": "i"})
+    assert fast.network_name("jwb0001.juwels") == fast.network_name("jwb0001") == "jwb0001i"
