@@ -92,7 +92,7 @@ def _slurm(plan: Plan) -> list[str]:
         one = "1" if site.gpu_request == "gpus-per-task" else str(plan.gpus_per_node)
         option = "gres=gpu:" if site.gpu_request == "gres" else f"{site.gpu_request}="
         words.append(f"--{option}{one}")
-    memory = format_memory(request.memory_mib) if request.memory_mib else None
+    memory = format_memory(plan.memory_mib) if plan.memory_mib else None
     words += _given(
         ("--mem=", memory),
         ("--time=", format_clock(request.walltime_s)),
@@ -124,8 +124,8 @@ def _pbs(plan: Plan) -> list[str]:
         chunk.append(f"mpiprocs={plan.ranks_per_node}")
         if plan.gpus_per_node:
             chunk.append(f"ngpus={plan.gpus_per_node}")
-        if request.memory_mib:
-            chunk.append(f"mem={format_memory(request.memory_mib, unit='mb', gib='gb')}")
+        if plan.memory_mib:
+            chunk.append(f"mem={format_memory(plan.memory_mib, unit='mb', gib='gb')}")
     words = _given(
         ("-N ", request.name),
         ("-l ", ":".join([*chunk, *site.select])),

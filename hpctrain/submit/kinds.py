@@ -18,6 +18,8 @@ class Template:
     mpis: tuple[str, ...]
     """What `mpi` may be with this launcher; () where the launcher has only one way."""
     needs_image: bool = False
+    is_script: bool = True
+    """A shell script; else a manifest, for which many options have no meaning."""
 
 
 _SRUN = ("pmix", "pmi2", "cray_shasta", "pspmix", "none")
@@ -26,9 +28,17 @@ TEMPLATES = {
     "slurm-srun": Template(batch="slurm", launcher="srun", mpis=_SRUN),
     "slurm-mpirun": Template(batch="slurm", launcher="mpirun", mpis=("openmpi", "mpich")),
     "slurm-apptainer": Template(batch="slurm", launcher="srun", mpis=_SRUN, needs_image=True),
+    "slurm-edf": Template(batch="slurm", launcher="srun", mpis=_SRUN, needs_image=True),
     "pbs-mpiexec": Template(batch="pbs", launcher="mpiexec", mpis=("pals", "mpich", "openmpi")),
     "lsf-jsrun": Template(batch="lsf", launcher="jsrun", mpis=()),
     "flux-run": Template(batch="flux", launcher="flux", mpis=()),
+    "k8s-mpijob": Template(
+        batch="kubernetes",
+        launcher="mpirun",
+        mpis=("openmpi", "mpich"),
+        needs_image=True,
+        is_script=False,
+    ),
 }
 
 

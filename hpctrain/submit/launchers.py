@@ -11,7 +11,8 @@ __all__ = ["each_node_words", "launch_words", "local_rank_variable", "passed_sig
 
 def launch_words(plan: Plan) -> list[str]:
     """The words that start all ranks; the command follows."""
-    return [*_RANKS[plan.template.launcher](plan), *plan.site.launch_options]
+    engine = [f"--environment={_edf(plan)}"] if plan.template_name == "slurm-edf" else []
+    return [*_RANKS[plan.template.launcher](plan), *plan.site.launch_options, *engine]
 
 
 def each_node_words(plan: Plan) -> list[str]:
@@ -58,6 +59,13 @@ def passed_signals(plan: Plan) -> dict[str, str]:
         return {"TERM": "", signal: signal}
     passed = "TERM" if plan.mpi == "mpich" and signal in ("USR2", "HUP") else signal
     return {"TERM": "TERM", signal: passed}
+
+
+def _edf(plan: Plan) -> str:
+    """The environment definition file: a name in the engine's search path, or a path."""
+    image = plan.request.image or ""
+    is_name = not image.endswith(".toml") or image.startswith(("/", "./", "../"))
+    return image if is_name else f"./{image}"
 
 
 def _srun(plan: Plan) -> list[str]:

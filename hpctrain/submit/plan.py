@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
 from hpctrain.freed_memory import launch_variables
-from hpctrain.submit.kinds import Template, find_template
+from hpctrain.submit.kinds import TEMPLATES, Template, find_template
+from hpctrain.submit.limits import check_limits
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
-from hpctrain.submit.units import format_clock, parse_duration
+from hpctrain.submit.units import format_clock, parse_duration, parse_memory
 
 __all__ = ["Plan", "make_plan"]
 
@@ -26,6 +27,8 @@ class Plan:
     ranks_per_node: int
     cpus_per_rank: int | None
     gpus_per_node: int
+    memory_mib: int | None
+    """Per node."""
     partition: str
     account: str
     qos: str
@@ -35,6 +38,11 @@ class Plan:
     def num_ranks(self) -> int:
         """Ranks on all nodes together."""
         return self.request.num_nodes * self.ranks_per_node
+
+    @property
+    def queue(self) -> str:
+        """The queue whose limits hold: the partition, or the qos at sites that go by it."""
+        return self.qos if self.site.queue_by == "qos" else self.partition
 
     @property
     def is_array(self) -> bool:
@@ -85,6 +93,7 @@ def make_plan(request: Request, site: Site) -> Plan:
         ranks_per_node=request.ranks_per_node or _ranks(site, gpus),
         cpus_per_rank=request.cpus_per_rank or site.cpus_per_rank,
         gpus_per_node=gpus,
+        memory_mib=request.memory_mib or _memory(site, gpus),
         partition=request.partition or site.partition,
         account=request.account or site.account,
         qos=request.qos or site.qos,
@@ -98,6 +107,14 @@ def _ranks(site: Site, gpus: int) -> int:
     if 0 < gpus < site.gpus_per_node:
         return gpus
     return site.ranks_per_node or gpus or 1
+
+
+def _memory(site: Site, gpus: int) -> int | None:
+    """The share of a node's memory that goes with these GPUs."""
+    if not site.memory:
+        return None
+    share = gpus or site.gpus_per_node
+    return max(1, parse_memory(site.memory) * share // (site.gpus_per_node or 1))
 
 
 def _choose_mpi(request: Request, site: Site, name: str, template: Template) -> str:
@@ -116,13 +133,23 @@ def _check(plan: Plan) -> None:
             f"a walltime of {format_clock(request.walltime_s)} is more than the "
             f"{site.max_walltime} that {site.title} gives; ask for less and requeue"
         )
+    check_limits(
+        site.queues,
+        plan.queue,
+        num_nodes=request.num_nodes,
+        walltime_s=request.walltime_s,
+        site=site.title,
+        option=site.queue_by,
+    )
     if site.needs_account and not plan.account:
         raise ConfigError(f"{site.title} charges every job to a project; give --account")
-    if plan.template.needs_image != (request.image is not None):
-        cure = "give --image" if plan.template.needs_image else "use template slurm-apptainer"
-        raise ConfigError(
-            f"template {plan.template_name} and a container image go together; {cure}"
-        )
+    if plan.template.needs_image and request.image is None:
+        raise ConfigError(f"template {plan.template_name} needs a container image; give --image")
+    if request.image is not None and not plan.template.needs_image:
+        batch = plan.template.batch
+        others = [n for n, t in TEMPLATES.items() if t.needs_image and t.batch == batch]
+        cure = f"use --template {' or '.join(others)}" if others else "leave --image out"
+        raise ConfigError(f"template {plan.template_name} starts no container; {cure}")
     if site.cpu_masks and plan.ranks_per_node > len(site.cpu_masks):
         raise ConfigError(
             f"{plan.ranks_per_node} ranks per node were asked for, and {site.title} has cores for "
@@ -154,10 +181,10 @@ def _check_dialect(plan: Plan) -> None:
         ("pbs", "reservation"): request.reservation,
         ("lsf", "constraint"): plan.constraint,
         ("lsf", "qos"): plan.qos,
-        ("lsf", "memory"): request.memory_mib,
+        ("lsf", "memory"): plan.memory_mib,
         ("flux", "qos"): plan.qos,
         ("flux", "reservation"): request.reservation,
-        ("flux", "memory"): request.memory_mib,
+        ("flux", "memory"): plan.memory_mib,
         ("flux", "array_limit"): request.array_limit,
     }
     for (which, what), given in absent.items():

@@ -8,6 +8,7 @@ from pathlib import Path
 from hpctrain import __version__
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.submit.directives import write_directives
+from hpctrain.submit.kubernetes import check_manifest, manifest_context, quote_json
 from hpctrain.submit.launchers import (
     each_node_words,
     launch_words,
@@ -51,7 +52,13 @@ def render_plan(plan: Plan, *, templates: Path = JOBS / "templates") -> str:
     )
     environment.filters["q"] = quote
     environment.filters["qa"] = quote_all
-    text = environment.get_template(f"{plan.template_name}.sh.j2").render(_context(plan))
+    environment.filters["j"] = quote_json
+    named = {"template_name": plan.template_name, "version": __version__}
+    if not plan.template.is_script:
+        check_manifest(plan)
+        template = environment.get_template(f"{plan.template_name}.yaml.j2")
+        return template.render(named | manifest_context(plan))
+    text = environment.get_template(f"{plan.template_name}.sh.j2").render(named | _context(plan))
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
@@ -62,8 +69,9 @@ def _context(plan: Plan) -> dict[str, object]:
         "each_node": each_node_words(plan),
         "environment": plan.environment,
         "image_options": _image_options(plan),
+        "job_folders": _job_folders(plan),
         "launch": launch_words(plan),
-        "modules": [*site.modules, *request.modules],
+        "modules": [*site.modules, *request.modules, *site.modules_after],
         "on_nodes": bool(request.stage or request.pack or request.prologue),
         "plan": plan,
         "rank_setup": _rank_setup(plan),
@@ -72,20 +80,26 @@ def _context(plan: Plan) -> dict[str, object]:
         "signals": passed_signals(plan),
         "site": site,
         "source": request.source,
-        "template_name": plan.template_name,
-        "version": __version__,
     }
 
 
+def _job_folders(plan: Plan) -> dict[str, str]:
+    """Those of the site that the job does not name itself."""
+    given = plan.request.environment
+    return {name: path for name, path in plan.site.job_folders.items() if name not in given}
+
+
 def _rank_setup(plan: Plan) -> str:
-    """What a rank does to itself before it becomes the command: choose its GPU."""
+    """What a rank does before it becomes the command: make its folders, choose its GPU."""
+    folders = " ".join(f'"${name}"' for name in _job_folders(plan))
+    setup = [f"mkdir -p -- {folders}"] if folders else []
     local_rank = local_rank_variable(plan)
     if plan.gpus_per_node and plan.site.gpu_visibility in ("local-rank", "reversed"):
         index = f"${local_rank}"
         if plan.site.gpu_visibility == "reversed":
             index = f"$(({plan.gpus_per_node - 1} - {local_rank}))"
-        return f"export {plan.site.gpu_variable}={index}"
-    return ""
+        setup.append(f"export {plan.site.gpu_variable}={index}")
+    return "; ".join(setup)
 
 
 def _image_options(plan: Plan) -> list[str]:

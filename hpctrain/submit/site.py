@@ -18,7 +18,8 @@ from typing import Any
 
 from hpctrain.errors import ConfigError
 from hpctrain.submit.kinds import find_template
-from hpctrain.submit.units import parse_duration
+from hpctrain.submit.limits import QUEUE_OPTIONS, Queue, queue_from_table
+from hpctrain.submit.units import parse_duration, parse_memory
 from hpctrain.submit.words import (
     check_directive_value,
     check_identifier,
@@ -32,15 +33,20 @@ __all__ = ["Site", "find_sites", "load_site", "site_from_table"]
 
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 GPU_VISIBILITIES = ("all", "launcher", "local-rank", "reversed")
-_PROVENANCE = ("ever_run", "as_of", "source", "assumed")  # what ran elsewhere did not run here
+# What ran or was read elsewhere did not run here, nor was it read for here.
+_PROVENANCE = ("ever_run", "as_of", "source", "assumed", "sources")
 _KINDS: dict[object, str] = {
     tuple[str, ...]: "a list of texts in quotes",
     Mapping[str, str]: "a table of texts in quotes",
+    Mapping[str, tuple[str, ...]]: "a table of lists of texts in quotes",
+    Mapping[str, Queue]: "a table of queues",
     bool: "true or false",
     str: "text in quotes",
 }
 _MASK = re.compile(r"(0x)?[0-9a-f]{1,64}|\d+(-\d+)?(,\d+(-\d+)?)*")
 _SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
+_SUFFIX = re.compile(r"[a-z0-9.-]{0,63}")
+_RESOURCE = re.compile(r"[a-z0-9][a-z0-9./-]{0,62}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +65,10 @@ class Site:
     """Where it ran, or what was read."""
     assumed: tuple[str, ...] = ()
     """Keys and variables of the profile that are in no documentation of the site that was found."""
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Which page, of which day, says which keys and variables."""
+    hints: tuple[str, ...] = ()
+    """What a user must know that no key can say; written into every script."""
     mpi: str = ""
     gpus_per_node: int = 0
     """What a node has: the most a job may ask for."""
@@ -70,6 +80,12 @@ class Site:
     threads_per_core: int = 1
     """How many of the batch system's CPUs are one core; OpenMP gets one thread per core."""
     max_walltime: str = ""
+    """Of every queue; limits of single queues are in `queues`."""
+    queues: Mapping[str, Queue] = field(default_factory=dict)
+    queue_by: str = "partition"
+    """Whether a job names its queue as partition or as qos."""
+    memory: str = ""
+    """Per node with all its GPUs, for a job that does not say; left out, the batch system's."""
     partition: str = ""
     qos: str = ""
     constraint: str = ""
@@ -88,18 +104,30 @@ class Site:
     cpu_masks: tuple[str, ...] = ()
     """The cores of each local rank: masks for srun, lists for PALS."""
     modules: tuple[str, ...] = ()
+    modules_after: tuple[str, ...] = ()
+    """Loaded after the job's own modules, on which they depend."""
+    library_paths: tuple[str, ...] = ()
+    """Folders put in front of LD_LIBRARY_PATH, as those of a network plugin."""
     image_options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     multi_node_environment: Mapping[str, str] = field(default_factory=dict)
     """Added only where there is more than one node, as network plugins must be."""
+    job_folders: Mapping[str, str] = field(default_factory=dict)
+    """Variables that name a folder on the node: the path, and the job's id after it."""
+    host_suffix: str = ""
+    """What the name of a node gets so that it means its address on the fast network."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """What Kubernetes calls a GPU."""
     node_local: str = "/tmp"
 
     def __post_init__(self) -> None:
         check_name(self.name, "site name")
-        for text, what in ((self.title, "title"), (self.source, "source")):
-            check_printable(text, f"site {self.name}: {what}")
+        for text in (self.title, self.source, *self.hints, *self.sources):
+            check_printable(text, f"site {self.name}: text")
         self._check_choices()
-        self._check_assumed()
+        self._check_named("assumed", self.assumed)
+        for source, keys in self.sources.items():
+            self._check_named(f"sources {source!r}", keys)
         for count, what in (
             (self.gpus_per_node + 1, "gpus_per_node"),
             ((self.default_gpus_per_node or 0) + 1, "default_gpus_per_node"),
@@ -119,24 +147,33 @@ class Site:
                 check_identifier(name, f"site {self.name}: directive value")
         for word in (*self.select, *self.cpu_masks):
             check_directive_value(word, f"site {self.name}: value")
-        for word in (*self.launch_options, *self.image_options, *self.modules):
+        for word in (*self.launch_options, *self.image_options):
             check_printable(word, f"site {self.name}: word")
-        for name, value in (*self.environment.items(), *self.multi_node_environment.items()):
+        for name, value in self.variables.items():
             check_variable(name)
             check_printable(value, f"site {self.name}: {name}")
         check_variable(self.gpu_variable)
-        check_path(self.node_local, f"site {self.name}: node_local")
-        if not self.node_local.startswith("/"):
-            raise ConfigError(f"site {self.name}: node_local must be an absolute path")
+        paths = {"node_local": self.node_local, **self.job_folders}
+        paths |= {f"library path {path}": path for path in self.library_paths}
+        for what, path in paths.items():
+            check_path(path, f"site {self.name}: {what}")
+            if not path.startswith("/"):
+                raise ConfigError(f"site {self.name}: {what} must be an absolute path")
         if self.max_walltime:
             parse_duration(self.max_walltime, what=f"site {self.name}: max_walltime")
+        if self.memory:
+            parse_memory(self.memory)
 
-    def _check_assumed(self) -> None:
+    @property
+    def variables(self) -> dict[str, str]:
+        """All environment variables that the profile sets."""
+        return {**self.environment, **self.multi_node_environment, **self.job_folders}
+
+    def _check_named(self, what: str, names: Sequence[str]) -> None:
         known = {entry.name for entry in dataclasses.fields(self)} - {"name", *_PROVENANCE}
-        known |= {*self.environment, *self.multi_node_environment}
-        if unknown := sorted(set(self.assumed) - known):
+        if unknown := sorted(set(names) - known - set(self.variables)):
             raise ConfigError(
-                f"site {self.name}: assumed names {', '.join(unknown)}, which are neither keys nor "
+                f"site {self.name}: {what} names {', '.join(unknown)}, which are neither keys nor "
                 "variables of the profile"
             )
 
@@ -146,6 +183,7 @@ class Site:
             (self.mpi, ("", *template.mpis), "mpi"),
             (self.gpu_request, GPU_REQUESTS, "gpu_request"),
             (self.gpu_visibility, GPU_VISIBILITIES, "gpu_visibility"),
+            (self.queue_by, QUEUE_OPTIONS, "queue_by"),
         ):
             if given not in known:
                 raise ConfigError(
@@ -158,9 +196,14 @@ class Site:
                     f"site {self.name}: cpu mask {mask!r} is neither a hexadecimal mask nor a list "
                     "of cores"
                 )
-        for module in self.modules:
-            if not _SPEC.fullmatch(module):
-                raise ConfigError(f"site {self.name}: module {module!r} is no module's name")
+        for text, pattern, what in (
+            *((module, _SPEC, "a module") for module in (*self.modules, *self.modules_after)),
+            (self.host_suffix, _SUFFIX, "the end of a host name"),
+            (self.gpu_resource, _RESOURCE, "a resource of Kubernetes"),
+        ):
+            check_printable(text, f"site {self.name}: {what}")
+            if not pattern.fullmatch(text):
+                raise ConfigError(f"site {self.name}: {text!r} cannot be {what}; correct it")
         try:
             if self.as_of or self.ever_run:
                 datetime.date.fromisoformat(self.as_of)
@@ -214,9 +257,15 @@ def _resolve(path: Path, folders: Sequence[Path], below: tuple[Path, ...]) -> di
     merged = _resolve(_find_parent(path, parent, folders), folders, (*below, path))
     for key in _PROVENANCE:
         merged.pop(key, None)
-    for key, value in table.items():
+    return _merge(merged, table)
+
+
+def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """The upper table over the lower, table by table."""
+    merged = dict(lower)
+    for key, value in upper.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = {**merged[key], **value} if both else value
+        merged[key] = _merge(merged[key], value) if both else value
     return merged
 
 
@@ -266,6 +315,14 @@ def _convert(site: str, key: str, value: object, hint: object) -> object:
     elif hint == Mapping[str, str]:
         if isinstance(value, dict) and all(isinstance(word, str) for word in value.values()):
             return dict(value)
+    elif hint == Mapping[str, tuple[str, ...]]:
+        if isinstance(value, dict):
+            return {
+                name: _convert(site, key, word, tuple[str, ...]) for name, word in value.items()
+            }
+    elif hint == Mapping[str, Queue]:
+        if isinstance(value, dict):
+            return {name: _queue(site, name, table) for name, table in value.items()}
     elif key == "as_of" and isinstance(value, datetime.date):  # TOML has dates of its own
         return str(value)
     elif isinstance(value, bool) == (hint is bool):
@@ -275,3 +332,8 @@ def _convert(site: str, key: str, value: object, hint: object) -> object:
             return value
     wanted = _KINDS.get(hint, "a whole number")
     raise ConfigError(f"site {site}: {key} = {value!r} is of the wrong type; it must be {wanted}")
+
+
+def _queue(site: str, name: str, table: object) -> Queue:
+    check_identifier(name, f"site {site}: queue")
+    return queue_from_table(f"site {site}: queue {name}", table)

@@ -5,11 +5,14 @@
 #SBATCH --cpus-per-task=72
 #SBATCH --gpus-per-task=1
 #SBATCH --time=06:00:00
+#SBATCH --partition=normal
 #SBATCH --account=a01
 #SBATCH --output=logs/%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
-# Written by hpctrain 0.1.0 from slurm-apptainer for Alps (CSCS), GH200 nodes.
+# Written by hpctrain 0.1.0 from slurm-edf for Alps (CSCS), GH200 nodes.
+# Note: containers start by the site's container engine: --template slurm-edf --image ENVIRONMENT.toml
+# Note: where NCCL hangs: --env FI_CXI_RDZV_GET_MIN=0 --env FI_CXI_RDZV_THRESHOLD=0 --env FI_CXI_RDZV_EAGER_SIZE=0
 # shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
 # hpctrain lint: ignore J21 (the site asks for it)
 
@@ -40,7 +43,7 @@ export NCCL_NET_GDR_LEVEL=PHB
 export NCCL_CROSS_NIC=1
 export NCCL_PROTO='^LL128'
 export FI_CXI_DEFAULT_CQ_SIZE=131072
-export FI_CXI_DEFAULT_TX_SIZE=32768
+export FI_CXI_DEFAULT_TX_SIZE=16384
 export FI_CXI_DISABLE_HOST_REGISTER=1
 export FI_CXI_RX_MATCH_MODE=software
 export FI_MR_CACHE_MONITOR=userfaultfd
@@ -61,8 +64,7 @@ if [ -n "$hpc_signalled" ]; then
     [ "$hpc_signalled" = TERM ] || hpc_code=75
 else
     hpc_say "the ranks start after $SECONDS s"
-    srun --nodes=4 --ntasks=16 --ntasks-per-node=4 --mpi=pmix --kill-on-bad-exit=1 \
-        apptainer exec --nv train.sif \
+    srun --nodes=4 --ntasks=16 --ntasks-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --environment=./train.toml \
         "${hpc_command[@]}" &
     hpc_pid=$!
     while :; do # a signal ends `wait`, not the ranks

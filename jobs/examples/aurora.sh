@@ -2,7 +2,7 @@
 #PBS -N hpctrain
 #PBS -l select=4
 #PBS -l walltime=01:00:00
-#PBS -q prod
+#PBS -q debug-scaling
 #PBS -A project
 #PBS -j oe
 #PBS -k doe
@@ -40,14 +40,19 @@ module load frameworks
 set -u
 
 export ZE_FLAT_DEVICE_HIERARCHY=FLAT
-export OMP_NUM_THREADS=8
+export CCL_PROCESS_LAUNCHER=pmix
+export CCL_ATL_TRANSPORT=mpi
+export CCL_KVS_MODE=mpi
+export FI_MR_CACHE_MONITOR=userfaultfd
+export OMP_NUM_THREADS=4
+export HPCTRAIN_HOST_SUFFIX=.hsn.cm.aurora.alcf.anl.gov # a node's name with it is its address on the fast network
 
 hpc_say "$hpc_job, restart $hpc_restarts of at most 0"
 hpc_say '4 nodes, 48 ranks, 12 GPUs per node'
 hpc_say "nodes: $hpc_nodes"
 hpc_say "since $(date -u +%Y-%m-%dT%H:%M:%SZ) on $(hostname) in $PWD"
 hpc_say "modules: ${LOADEDMODULES:-none}"
-hpc_command=(python train.py)
+hpc_command=(hpctrain run train.py)
 hpc_say "command: $(printf '%q ' "${hpc_command[@]}")"
 
 if [ -n "$hpc_signalled" ]; then
@@ -56,8 +61,7 @@ if [ -n "$hpc_signalled" ]; then
     [ "$hpc_signalled" = TERM ] || hpc_code=75
 else
     hpc_say "the ranks start after $SECONDS s"
-    mpiexec -n 48 --ppn 12 --cpu-bind list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100 \
-        bash -c 'export ZE_AFFINITY_MASK=$PALS_LOCAL_RANKID; exec "$@"' hpctrain-rank \
+    mpiexec -n 48 --ppn 12 --cpu-bind list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79 \
         "${hpc_command[@]}" &
     hpc_pid=$!
     while :; do # a signal ends `wait`, not the ranks

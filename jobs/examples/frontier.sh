@@ -12,6 +12,8 @@
 #SBATCH --no-requeue
 #SBATCH --network=disable_rdzv_get
 # Written by hpctrain 0.1.0 from slurm-srun for Frontier (OLCF).
+# Note: give --module rocm/VERSION, of the ROCm that your torch was built for, and the PrgEnv and cpe of the PyTorch page
+# Note: where RCCL hangs, --env NCCL_SOCKET_IFNAME=hsn0
 # shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
 # hpctrain lint: ignore J21 (the site asks for it)
 
@@ -36,15 +38,28 @@ hpc_pass_on() {
 trap 'hpc_pass_on TERM ""' TERM
 trap 'hpc_pass_on USR2 "USR2"' USR2
 
-export MIOPEN_USER_DB_PATH=/tmp/hpctrain-miopen
-export MIOPEN_CUSTOM_CACHE_DIR=/tmp/hpctrain-miopen
+# Scripts of a site are not written for a strict shell.
+set +u
+module load rocm
+module load rccl-net-plugin
+set -u
+
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
-export FI_CXI_RDZV_PROTO=alt_read
 export NCCL_CROSS_NIC=1
 export NCCL_NET_GDR_LEVEL=PHB
+export HSA_FORCE_FINE_GRAIN_PCIE=1
+export FI_MR_CACHE_MONITOR=kdreg2
 export FI_CXI_DISABLE_HOST_REGISTER=1
 export FI_CXI_DEFAULT_CQ_SIZE=131072
+export FI_CXI_DEFAULT_TX_SIZE=2048
+export FI_CXI_RX_MATCH_MODE=hybrid
+export FI_CXI_RDZV_PROTO=alt_read
+export FI_CXI_RDZV_EAGER_SIZE=0
+export FI_CXI_RDZV_THRESHOLD=0
+export FI_CXI_RDZV_GET_MIN=0
 export OMP_NUM_THREADS=7
+export MIOPEN_USER_DB_PATH=/tmp/hpctrain-miopen"-$hpc_job"
+export MIOPEN_CUSTOM_CACHE_DIR=/tmp/hpctrain-miopen"-$hpc_job"
 export SRUN_CPUS_PER_TASK=7 # from Slurm 22.05 on srun no longer takes it from the job
 
 hpc_say "$hpc_job, restart $hpc_restarts of at most 0"
@@ -62,6 +77,7 @@ if [ -n "$hpc_signalled" ]; then
 else
     hpc_say "the ranks start after $SECONDS s"
     srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --mpi=cray_shasta --kill-on-bad-exit=1 --gpu-bind=closest \
+        bash -c 'mkdir -p -- "$MIOPEN_USER_DB_PATH" "$MIOPEN_CUSTOM_CACHE_DIR"; exec "$@"' hpctrain-rank \
         "${hpc_command[@]}" &
     hpc_pid=$!
     while :; do # a signal ends `wait`, not the ranks

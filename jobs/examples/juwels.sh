@@ -37,6 +37,7 @@ trap 'hpc_pass_on USR2 "USR2"' USR2
 
 export NCCL_SOCKET_IFNAME=ib0
 export OMP_NUM_THREADS=12
+export HPCTRAIN_HOST_SUFFIX=i # a node's name with it is its address on the fast network
 export SRUN_CPUS_PER_TASK=12 # from Slurm 22.05 on srun no longer takes it from the job
 
 hpc_say "$hpc_job, restart $hpc_restarts of at most 0"
@@ -44,7 +45,7 @@ hpc_say '4 nodes, 16 ranks, 4 GPUs per node'
 hpc_say "nodes: $hpc_nodes"
 hpc_say "since $(date -u +%Y-%m-%dT%H:%M:%SZ) on $(hostname) in $PWD"
 hpc_say "modules: ${LOADEDMODULES:-none}"
-hpc_command=(python train.py)
+hpc_command=(hpctrain run train.py)
 hpc_say "command: $(printf '%q ' "${hpc_command[@]}")"
 
 if [ -n "$hpc_signalled" ]; then

@@ -4,6 +4,7 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=7
 #SBATCH --gpus-per-node=8
+#SBATCH --mem=480G
 #SBATCH --time=06:00:00
 #SBATCH --partition=standard-g
 #SBATCH --account=project_465000000
@@ -11,6 +12,7 @@
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 # Written by hpctrain 0.1.0 from slurm-srun for LUMI (CSC), LUMI-G.
+# Note: RCCL uses Slingshot only by the plugin aws-ofi-rccl: the site's containers have it; else --module aws-ofi-rccl
 # shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
 
 set -euo pipefail
@@ -34,10 +36,11 @@ hpc_pass_on() {
 trap 'hpc_pass_on TERM ""' TERM
 trap 'hpc_pass_on USR2 "USR2"' USR2
 
-export MIOPEN_USER_DB_PATH=/tmp/hpctrain-miopen
-export MIOPEN_CUSTOM_CACHE_DIR=/tmp/hpctrain-miopen
-export NCCL_SOCKET_IFNAME=hsn
+export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
+export NCCL_NET_GDR_LEVEL=3
 export OMP_NUM_THREADS=7
+export MIOPEN_USER_DB_PATH=/tmp/hpctrain-miopen"-$hpc_job"
+export MIOPEN_CUSTOM_CACHE_DIR=/tmp/hpctrain-miopen"-$hpc_job"
 export SRUN_CPUS_PER_TASK=7 # from Slurm 22.05 on srun no longer takes it from the job
 
 hpc_say "$hpc_job, restart $hpc_restarts of at most 0"
@@ -55,7 +58,7 @@ if [ -n "$hpc_signalled" ]; then
 else
     hpc_say "the ranks start after $SECONDS s"
     srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --mpi=cray_shasta --kill-on-bad-exit=1 --cpu-bind=mask_cpu:0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000 \
-        bash -c 'export ROCR_VISIBLE_DEVICES=$SLURM_LOCALID; exec "$@"' hpctrain-rank \
+        bash -c 'mkdir -p -- "$MIOPEN_USER_DB_PATH" "$MIOPEN_CUSTOM_CACHE_DIR"; export ROCR_VISIBLE_DEVICES=$SLURM_LOCALID; exec "$@"' hpctrain-rank \
         "${hpc_command[@]}" &
     hpc_pid=$!
     while :; do # a signal ends `wait`, not the ranks

@@ -42,6 +42,7 @@ export FI_CXI_DISABLE_HOST_REGISTER=1
 export FI_MR_CACHE_MONITOR=userfaultfd
 export FI_CXI_DEFAULT_CQ_SIZE=131072
 export OMP_NUM_THREADS=8
+export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/libraries/hwloc/lib"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 
 hpc_say "$hpc_job, restart $hpc_restarts of at most 0"
 hpc_say '10 nodes, 40 ranks, 4 GPUs per node'

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,16 @@ from hpctrain.submit.site import find_sites
 from mpi_tests.unit.jobs_kit import SITES, account_for, ask, site
 
 SHIPPED = sorted(find_sites(SITES))
-WANTED = {"alps", "aurora", "frontier", "juwels", "lsf", "lumi", "pbs", "perlmutter", "polaris"}
+WANTED = {
+    *("alps", "aurora", "frontier", "isambard-ai", "jean-zay", "juwels", "leonardo", "lsf", "lumi"),
+    *("marenostrum5", "pbs", "perlmutter", "polaris", "snellius"),
+}
+GENERIC = {"flux", "flux-cray", "kubernetes", "lsf", "pbs", "slurm"}
+CENTRES = sorted(WANTED - GENERIC)
 
 
 def test_the_sites_are_all_there():
-    assert {*WANTED, "slurm", "flux"} == set(SHIPPED)
+    assert {*WANTED, *GENERIC} == set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -40,25 +47,113 @@ def test_each_says_how_far_it_can_be_trusted(name):
     [
         ("perlmutter", ["#SBATCH --constraint=gpu", "#SBATCH --gpus-per-node=4", "FI_MR_CACHE"]),
         ("frontier", ["--gpu-bind=closest", "--network=disable_rdzv_get", "--gpus-per-task=1"]),
+        ("frontier", ["module load rocm\nmodule load rccl-net-plugin\n", "FI_CXI_RDZV_PROTO="]),
+        ("frontier", ["HSA_FORCE_FINE_GRAIN_PCIE=1", "FI_MR_CACHE_MONITOR=kdreg2"]),
+        ("frontier", ["FI_CXI_DEFAULT_TX_SIZE=2048", "FI_CXI_RX_MATCH_MODE=hybrid"]),
+        ("frontier", [f"FI_CXI_RDZV_{n}=0" for n in ("EAGER_SIZE", "THRESHOLD", "GET_MIN")]),
         ("lumi", ["mask_cpu:0xfe000000000000,", "ROCR_VISIBLE_DEVICES=$SLURM_LOCALID"]),
+        ("lumi", ["--mem=480G", "NCCL_NET_GDR_LEVEL=3", "NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3"]),
+        ("lumi", ['MIOPEN_USER_DB_PATH=/tmp/hpctrain-miopen"-$hpc_job"', "plugin aws-ofi-rccl"]),
         ("juwels", ["#SBATCH --gres=gpu:4", "--mpi=pspmix", "SRUN_CPUS_PER_TASK=12"]),
+        ("juwels", ["export HPCTRAIN_HOST_SUFFIX=i "]),
         ("alps", ["--gpus-per-task=1", "MPICH_GPU_SUPPORT_ENABLED=0", "NCCL_PROTO='^LL128'"]),
+        ("alps", ["FI_CXI_DEFAULT_TX_SIZE=16384"]),
         ("polaris", ["select=2:system=polaris", "$((3 - PALS_LOCAL_RANKID))", "--depth 8"]),
-        ("aurora", ["--cpu-bind list:1-8:9-16:", "ZE_AFFINITY_MASK=$PALS_LOCAL_RANKID"]),
+        (
+            "polaris",
+            ["LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/libraries"],
+        ),
+        ("aurora", ["--cpu-bind list:4-7:8-11:", "CCL_PROCESS_LAUNCHER=pmix", "OMP_NUM_THREADS=4"]),
+        ("aurora", ["CCL_ATL_TRANSPORT=mpi", "CCL_KVS_MODE=mpi", "MONITOR=userfaultfd"]),
+        ("aurora", ["HPCTRAIN_HOST_SUFFIX=.hsn.cm.aurora.alcf.anl.gov "]),
+        ("isambard-ai", ["module load brics/aws-ofi-nccl", "NCCL_NET='AWS Libfabric'"]),
+        ("leonardo", ["--gres=gpu:4", "--partition=boost_usr_prod", "--qos=normal"]),
+        ("marenostrum5", ["--partition=acc", "--qos=acc_ehpc", "--cpus-per-task=20"]),
+        ("jean-zay", ["--constraint=h100", "--qos=qos_gpu_h100-t3", "--hint=nomultithread"]),
+        ("snellius", ["--partition=gpu_h100", "NCCL_SOCKET_IFNAME=eno2np0"]),
         ("lsf", ["#BSUB -nnodes 2", "jsrun -n 12 -r 6 -a 1 -g 1 -c 7"]),
         ("flux", ["#flux: --nodes=2", "flux run -N 2 -n 2"]),
+        ("flux-cray", ["flux run -N 2 -n 8 -c 21 -g 1 -opmi=cray-pals"]),
     ],
 )
 def test_what_is_particular_about_each_is_in_its_scripts(name, expected):
-    text = render(ask(num_nodes=2, **account_for(name)), site(name))
+    text = render(ask(num_nodes=2, **small_job(name)), site(name))
     for part in expected:
         assert part in text, part
 
 
+def small_job(name: str) -> dict[str, str]:
+    """What a job of two nodes must say there: who pays, and a queue that takes it."""
+    queue = {"aurora": "debug-scaling", "polaris": "debug-scaling"}.get(name)
+    return account_for(name) | ({"partition": queue} if queue else {})
+
+
 def test_network_plugins_are_forced_only_between_nodes():
-    one = render(ask(account="p"), site("polaris"))
+    one = render(ask(account="p", partition="debug"), site("polaris"))
     assert "NCCL_NET" not in one
-    assert "NCCL_NET='AWS Libfabric'" in render(ask(account="p", num_nodes=2), site("polaris"))
+    two = render(ask(account="p", partition="debug", num_nodes=2), site("polaris"))
+    assert "NCCL_NET='AWS Libfabric'" in two
+
+
+def test_ranks_of_aurora_see_all_tiles():
+    text = render(ask(num_nodes=2, **small_job("aurora")), site("aurora"))
+    assert "ZE_AFFINITY_MASK" not in text
+
+
+def test_a_folder_of_the_job_is_the_users_where_they_name_it():
+    text = render(ask(account="p", environment={"MIOPEN_USER_DB_PATH": "/mine"}), site("lumi"))
+    assert "export MIOPEN_USER_DB_PATH=/mine\n" in text
+    assert 'mkdir -p -- "$MIOPEN_CUSTOM_CACHE_DIR";' in text
+    assert text.count("MIOPEN_USER_DB_PATH") == 1
+
+
+def test_memory_goes_with_the_gpus_unless_it_is_asked_for():
+    for fields, expected in (
+        ({}, "480G"),
+        ({"gpus_per_node": 2}, "120G"),
+        ({"gpus_per_node": 2, "memory_mib": 1024}, "1G"),
+    ):
+        assert f"#SBATCH --mem={expected}\n" in render(ask(account="p", **fields), site("lumi"))
+
+
+def test_the_container_engine_starts_ranks_by_srun_itself():
+    for image, expected in (
+        ("train.toml", "./train.toml"),
+        ("../train.toml", "../train.toml"),
+        ("/edf/train.toml", "/edf/train.toml"),
+        ("train", "train"),
+    ):
+        text = render(ask(account="p", template="slurm-edf", image=image), site("alps"))
+        assert re.search(rf"srun .* --environment={re.escape(expected)} ", text), text
+        assert "apptainer" not in text
+
+
+@pytest.mark.parametrize("name", CENTRES)
+def test_every_value_of_a_centre_has_its_source_or_is_called_assumed(name):
+    table = tomllib.loads(find_sites(SITES)[name].read_text())
+    keys = {key for key in table if not isinstance(table[key], dict)} - {
+        *("inherits", "title", "ever_run", "as_of", "source", "assumed", "hints"),
+    }
+    for variables in ("environment", "multi_node_environment", "job_folders"):
+        keys |= set(table.get(variables, {}))
+    keys |= {"queues"} & set(table)
+    sourced = {key for keys in site(name).sources.values() for key in keys}
+    assert keys == (sourced | set(site(name).assumed)) - {"job_folders"}
+    for page in site(name).sources:
+        assert re.search(r"\bread 2026-\d\d-\d\d\b", page), page
+
+
+def test_sources_are_shown(capsys):
+    assert main(["job", "sites", "frontier"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"FI_MR_CACHE_MONITOR +kdreg2 +\[2\]", shown), shown
+    assert re.search(r"^ mpi +cray_shasta +assumed", shown, re.MULTILINE), shown
+    assert re.search(r"queue extended +1 to 64 nodes, 24:00:00 +\[1\]", shown), shown
+    assert "[2] docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html, read" in shown
+    assert main(["job", "sites", "frontier", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["queues"]["extended"]["max_nodes"] == 64
+    assert ["queues" in keys for keys in told["sources"].values()] == [True, False]
 
 
 def test_a_site_of_ones_own_inherits_by_one_key(tmp_path):
@@ -105,6 +200,25 @@ def test_a_site_of_ones_own_inherits_by_one_key(tmp_path):
         ('inherits = "slurm"\n[environment]\nA = "x\\u0000"', "U\\+0000"),
         ('inherits = "slurm"\n[environment]\nIFS = "x"', "belongs to"),
         ('inherits = "slurm"\nassumed = ["nosuch"]', "neither keys nor variables"),
+        ('inherits = "slurm"\n[sources]\n"a.b/c" = ["nosuch"]', "names nosuch"),
+        ('inherits = "slurm"\n[sources]\n"a.b/c" = "mpi"', "list of texts"),
+        ('inherits = "slurm"\nqueue_by = "luck"', "choose from"),
+        ('inherits = "slurm"\nqueues = 3', "a table of queues"),
+        ('inherits = "slurm"\n[queues]\nbatch = 3', "must be a table with"),
+        ('inherits = "slurm"\n[queues.batch]\nnodes = 3', "unknown keys nodes"),
+        ('inherits = "slurm"\n[queues.batch]\nmax_nodes = 0', "no number of nodes"),
+        ('inherits = "slurm"\n[queues.batch]\nmin_nodes = true', "no number of nodes"),
+        ('inherits = "slurm"\n[queues.batch]\nmin_nodes = 3\nmax_nodes = 2', "less than"),
+        ('inherits = "slurm"\n[queues.batch]\nmax_walltime = "48"', "queue batch: max_walltime"),
+        ('inherits = "slurm"\n[queues.batch]\nmax_walltime = { x = "1h" }', "write 64"),
+        ('inherits = "slurm"\n[queues.batch]\nby_request = 1', "true or false"),
+        ('inherits = "slurm"\nmodules_after = ["a; rm"]', "module"),
+        ('inherits = "slurm"\nhost_suffix = "i;rm"', "end of a host name"),
+        ('inherits = "slurm"\nlibrary_paths = ["lib"]', "absolute"),
+        ('inherits = "slurm"\nmemory = "64"', "memory"),
+        ('inherits = "slurm"\n[job_folders]\nA = "tmp"', "absolute"),
+        ('inherits = "slurm"\n[job_folders]\nIFS = "/tmp"', "belongs to"),
+        ('inherits = "slurm"\nhints = ["a\\nrm"]', "U\\+000A"),
         ("not toml", "cannot be read"),
     ],
 )
@@ -149,10 +263,11 @@ def test_unknown_sites_list_the_known():
         ("perlmutter", {"account": None}, "give --account"),
         ("perlmutter", {"template": "pbs-mpiexec"}, "is for pbs"),
         ("perlmutter", {"mpi": "openmpi"}, "does not go with"),
-        ("perlmutter", {"image": "x.sif"}, "slurm-apptainer"),
+        ("perlmutter", {"image": "x.sif"}, "slurm-apptainer or slurm-edf"),
+        ("polaris", {"image": "x.sif"}, "leave --image out"),
         ("perlmutter", {"template": "slurm-apptainer"}, "give --image"),
         ("lumi", {"ranks_per_node": 9}, "cores for 8"),
-        ("aurora", {"ranks_per_node": 12, "gpus_per_node": 6}, "ask for fewer ranks"),
+        ("lumi", {"ranks_per_node": 8, "gpus_per_node": 4}, "ask for fewer ranks"),
         ("frontier", {"ranks_per_node": 4}, "make them equal"),
         ("polaris", {"memory_mib": 1024}, "whole"),
         ("polaris", {"qos": "high"}, "cannot be written for pbs"),
@@ -168,7 +283,7 @@ def test_unknown_sites_list_the_known():
 )
 def test_what_a_site_does_not_have_is_refused(name, fields, told):
     with pytest.raises(ConfigError, match=told):
-        render(ask(**{"account": "p", **fields}), site(name))
+        render(ask(**{"account": "p", **small_job(name), **fields}), site(name))
 
 
 def test_a_walltime_past_the_sites_is_refused():

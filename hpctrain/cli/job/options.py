@@ -8,14 +8,23 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.submit.kinds import TEMPLATES
 from hpctrain.submit.places import JOBS, user_sites
+from hpctrain.submit.plan import make_plan
 from hpctrain.submit.request import AFTER_KINDS, SIGNALS, Request
 from hpctrain.submit.site import Site, load_site
 from hpctrain.submit.units import parse_duration, parse_memory
 
-__all__ = ["add_job_options", "command_of", "request_from", "site_folders", "site_from"]
+__all__ = [
+    "add_job_options",
+    "command_of",
+    "request_from",
+    "site_folders",
+    "site_from",
+    "warn_of_queue",
+]
 
 
 def site_folders() -> list[Path]:
@@ -26,6 +35,16 @@ def site_folders() -> list[Path]:
 def site_from(args: argparse.Namespace) -> Site:
     """The site that was asked for."""
     return load_site(args.site, site_folders())
+
+
+def warn_of_queue(request: Request, site: Site) -> None:
+    """Say that the limits of a queue are not known: its name may be misspelt."""
+    queue = make_plan(request, site).queue
+    if site.queues and queue and queue not in site.queues:
+        log.warn(
+            f"the profile of {site.name} knows no limits of {site.queue_by} {queue}, only of "
+            f"{', '.join(site.queues)}; nodes and walltime are not checked"
+        )
 
 
 def command_of(words: Sequence[str]) -> tuple[str, ...]:
@@ -85,7 +104,7 @@ def _add_surroundings(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--source", action="append", default=[], metavar="F", help="file to source")
     group.add_argument("--venv", metavar="D", help="virtual environment, first on PATH")
     group.add_argument("--env", action="append", default=[], metavar="K=V", help="variable to set")
-    group.add_argument("--image", metavar="F", help="container image (template slurm-apptainer)")
+    group.add_argument("--image", metavar="F", help="container image, or an EDF")
     group.add_argument("--pack", metavar="F", help="archive of `hpctrain pack`, to every node")
     group.add_argument(
         "--stage", action="append", default=[], metavar="P", help="copy to every node's own disk"

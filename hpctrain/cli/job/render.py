@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hpctrain.cli.job.options import add_job_options, command_of, request_from, site_from
+from hpctrain.cli.job.options import (
+    add_job_options,
+    command_of,
+    request_from,
+    site_from,
+    warn_of_queue,
+)
 from hpctrain.submit.render import render
 from hpctrain.submit.submission import write_script
 
@@ -24,7 +30,9 @@ def main(args: argparse.Namespace) -> int:
     """Write the script."""
     path = args.output.absolute() if args.output else None
     script = str(path) if path else None
-    text = render(request_from(args, (command_of(args.command),), script=script), site_from(args))
+    request, site = request_from(args, (command_of(args.command),), script=script), site_from(args)
+    text = render(request, site)
+    warn_of_queue(request, site)
     if path is None:
         print(text, end="")
     else:

@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(site) for site in sites], indent=2))
     elif args.name:
-        print(log.table(("key", "value"), list(dataclasses.asdict(sites[0]).items())))
+        print(_describe(sites[0]))
     else:
         headers = ("site", "template", "GPUs", "what", "how it is known")
         rows = [(s.name, s.template, s.gpus_per_node, s.title, _known(s)) for s in sites]
@@ -49,6 +49,27 @@ def _load(names: list[str], folders: list[Path]) -> tuple[list[Site], list[Confi
         except ConfigError as error:
             broken.append(error)
     return sites, broken
+
+
+def _describe(site: Site) -> str:
+    """One profile: each key and variable with its value, and where that is from."""
+    pages = list(site.sources)
+    origin = {key: f"[{1 + pages.index(page)}]" for page in pages for key in site.sources[page]}
+    origin |= dict.fromkeys(site.assumed, "assumed")
+    tables = ("environment", "multi_node_environment", "job_folders", "queues", "sources")
+    rows = []
+    for entry in dataclasses.fields(site):
+        value = getattr(site, entry.name)
+        if entry.name not in tables and value not in ("", (), None):
+            words = ", ".join(value) if isinstance(value, tuple) else value
+            rows.append((entry.name, words, origin.get(entry.name, "")))
+    for name in tables[:3]:
+        for key, value in getattr(site, name).items():
+            rows.append((f"{name}: {key}", value, origin.get(key, "")))
+    for key, queue in site.queues.items():
+        rows.append((f"queue {key}", queue.describe(), origin.get("queues", "")))
+    drawn = log.table(("key", "value", "from"), rows, width=100)
+    return "\n".join([drawn, *(f"[{n}] {page}" for n, page in enumerate(pages, start=1))])
 
 
 def _known(site: Site) -> str:

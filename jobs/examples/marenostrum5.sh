@@ -1,0 +1,80 @@
+#!/bin/bash
+#SBATCH --job-name=hpctrain
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=20
+#SBATCH --gres=gpu:4
+#SBATCH --time=06:00:00
+#SBATCH --partition=acc
+#SBATCH --account=project
+#SBATCH --qos=acc_ehpc
+#SBATCH --output=logs/%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+# Written by hpctrain 0.1.0 from slurm-srun for MareNostrum 5 (BSC), ACC.
+# Note: the qos depends on your project: `bsc_queues` shows yours, --qos names it
+# shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
+
+set -euo pipefail
+
+hpc_say() { printf 'hpctrain job: %s\n' "$*"; }
+hpc_job=$SLURM_JOB_ID
+hpc_restarts=${SLURM_RESTART_COUNT:-0}
+hpc_nodes=$SLURM_JOB_NODELIST
+hpc_log_start=$(stat -L -c %s "/proc/$$/fd/2")
+
+# The warning before the end reaches this shell alone: it is passed on to the ranks.
+hpc_pid=''
+hpc_signalled=''
+hpc_pass_on() {
+    hpc_signalled=$1
+    hpc_say "signal $1 after $SECONDS s"
+    if [ -n "$hpc_pid" ] && [ -n "$2" ]; then
+        kill -s "$2" "$hpc_pid" || hpc_say 'the ranks have ended already'
+    fi
+}
+trap 'hpc_pass_on TERM ""' TERM
+trap 'hpc_pass_on USR2 "USR2"' USR2
+
+export OMP_NUM_THREADS=20
+export SRUN_CPUS_PER_TASK=20 # from Slurm 22.05 on srun no longer takes it from the job
+
+hpc_say "$hpc_job, restart $hpc_restarts of at most 0"
+hpc_say '4 nodes, 16 ranks, 4 GPUs per node'
+hpc_say "nodes: $hpc_nodes"
+hpc_say "since $(date -u +%Y-%m-%dT%H:%M:%SZ) on $(hostname) in $PWD"
+hpc_say "modules: ${LOADEDMODULES:-none}"
+hpc_command=(python train.py)
+hpc_say "command: $(printf '%q ' "${hpc_command[@]}")"
+
+if [ -n "$hpc_signalled" ]; then
+    hpc_say "the signal $hpc_signalled came before the ranks were started"
+    hpc_code=143
+    [ "$hpc_signalled" = TERM ] || hpc_code=75
+else
+    hpc_say "the ranks start after $SECONDS s"
+    srun --nodes=4 --ntasks=16 --ntasks-per-node=4 --mpi=pmix --kill-on-bad-exit=1 \
+        "${hpc_command[@]}" &
+    hpc_pid=$!
+    while :; do # a signal ends `wait`, not the ranks
+        hpc_signalled=''
+        hpc_code=0
+        wait "$hpc_pid" || hpc_code=$?
+        [ -n "$hpc_signalled" ] || break
+    done
+    hpc_pid=''
+fi
+if [ "$hpc_code" -gt 128 ] && [ -f "/proc/$$/fd/2" ]; then
+    # srun answers with the ranks it had to kill; the log has the one that failed first.
+    hpc_first=$(tail -c "+$((hpc_log_start + 1))" "/proc/$$/fd/2" |
+        sed -n 's/^srun: error: .*: tasks\{0,1\} [0-9,-]*: Exited with exit code \([0-9]*\)$/\1/p' |
+        head -n 1)
+    hpc_code=${hpc_first:-$hpc_code}
+fi
+hpc_say "exit code $hpc_code after $SECONDS s"
+
+if [ "$hpc_code" -eq 75 ]; then # the work is saved and not finished
+    hpc_say 'not run again: no restarts were allowed'
+    hpc_code=1 # a batch system that requeues by exit code would not count
+fi
+exit "$hpc_code"
