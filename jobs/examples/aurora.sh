@@ -11,6 +11,7 @@
 #PBS -l place=scatter
 #PBS -l filesystems=home:flare
 # Written by hpctrain 0.1.0 from pbs-mpiexec for Aurora (ALCF).
+# Note: ranks see all tiles, and hpctrain chooses devices of CUDA and ROCm only: call torch.xpu.set_device with LOCAL_RANK yourself
 # shellcheck disable=SC1003,SC1110,SC1111,SC1112,SC2016,SC2088,SC2317  # values are meant literally; traps call the functions
 
 set -euo pipefail

@@ -15,7 +15,7 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.submit import Site, load_site, render
 from hpctrain.submit.site import find_sites
-from mpi_tests.unit.jobs_kit import SITES, account_for, ask, site
+from mpi_tests.unit.jobs_kit import SITES, Recorder, account_for, ask, site
 
 SHIPPED = sorted(find_sites(SITES))
 WANTED = {
@@ -105,6 +105,28 @@ def test_a_folder_of_the_job_is_the_users_where_they_name_it():
     assert "export MIOPEN_USER_DB_PATH=/mine\n" in text
     assert 'mkdir -p -- "$MIOPEN_CUSTOM_CACHE_DIR";' in text
     assert text.count("MIOPEN_USER_DB_PATH") == 1
+
+
+def test_ranks_find_the_folders_and_paths_of_their_site(tmp_path):
+    recorder = Recorder(tmp_path)
+    # A launcher that starts one rank, the last six words of its command line.
+    (recorder.bin / "srun").write_text('#!/bin/bash\nexport SLURM_LOCALID=3\nexec "${@: -6}"\n')
+    mine = dataclasses.replace(
+        site("lumi"),
+        sources={},
+        job_folders={"MIOPEN_USER_DB_PATH": f"{tmp_path}/cache"},
+        library_paths=("/plugin/lib", "/other/lib"),
+        host_suffix="i",
+    )
+    script = render(ask(commands=(("env", "-0"),), num_nodes=2, account="p"), mine)
+    for given, expected in (("/old", ":/old"), ("", "")):
+        done = recorder.run(script, LD_LIBRARY_PATH=given)
+        assert done.returncode == 0, done.stdout + done.stderr
+        seen = dict(word.split("=", 1) for word in done.stdout.split("\0") if "=" in word)
+        assert seen["MIOPEN_USER_DB_PATH"] == f"{tmp_path}/cache-7"
+        assert seen["LD_LIBRARY_PATH"] == f"/plugin/lib:/other/lib{expected}"
+        assert (seen["HPCTRAIN_HOST_SUFFIX"], seen["ROCR_VISIBLE_DEVICES"]) == ("i", "3")
+    assert (tmp_path / "cache-7").is_dir()
 
 
 def test_memory_goes_with_the_gpus_unless_it_is_asked_for():
