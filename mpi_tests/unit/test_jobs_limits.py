@@ -145,3 +145,12 @@ def test_a_queue_that_the_profile_does_not_know_is_mentioned(capsys):
     said = capsys.readouterr()
     assert "#SBATCH --partition=standart-g" in said.out
     assert "knows no limits of partition standart-g, only of standard-g, small-g" in said.err
+
+
+def test_a_refused_submission_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    words = ["job", "submit", "--site", "lumi", "--account", "p", "--time", "30d"]
+    assert main([*words, "--", "python", "train.py"]) == 2
+    assert "queue standard-g gives a job on 1 node at most 48:00:00" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
