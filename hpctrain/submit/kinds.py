@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["TEMPLATES", "Template", "find_template"]
+__all__ = ["MANIFESTS", "TEMPLATES", "Template", "find_template"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +18,6 @@ class Template:
     mpis: tuple[str, ...]
     """What `mpi` may be with this launcher; () where the launcher has only one way."""
     needs_image: bool = False
-    is_script: bool = True
-    """A shell script; else a manifest, for which many options have no meaning."""
 
 
 _SRUN = ("pmix", "pmi2", "cray_shasta", "pspmix", "none")
@@ -32,14 +30,13 @@ TEMPLATES = {
     "pbs-mpiexec": Template(batch="pbs", launcher="mpiexec", mpis=("pals", "mpich", "openmpi")),
     "lsf-jsrun": Template(batch="lsf", launcher="jsrun", mpis=()),
     "flux-run": Template(batch="flux", launcher="flux", mpis=()),
+}
+MANIFESTS = {
     "k8s-mpijob": Template(
-        batch="kubernetes",
-        launcher="mpirun",
-        mpis=("openmpi", "mpich"),
-        needs_image=True,
-        is_script=False,
+        batch="kubernetes", launcher="mpirun", mpis=("openmpi", "mpich"), needs_image=True
     ),
 }
+"""Templates that make no script: most options have no meaning for them."""
 
 
 def find_template(name: str) -> Template:
@@ -48,6 +45,7 @@ def find_template(name: str) -> Template:
     Raises:
         ConfigError: there is none of that name.
     """
-    if name not in TEMPLATES:
-        raise ConfigError(f"no template {name!r}; there are {', '.join(TEMPLATES)}")
-    return TEMPLATES[name]
+    known = TEMPLATES | MANIFESTS
+    if name not in known:
+        raise ConfigError(f"no template {name!r}; there are {', '.join(known)}")
+    return known[name]

@@ -17,6 +17,10 @@ from hpctrain.submit.request import Request
 
 __all__ = ["check_manifest", "manifest_context", "quote_json"]
 
+NOT_SUBMITTED = (
+    "hpctrain hands nothing to Kubernetes; write the manifest with `hpctrain job render -o "
+    "job.yaml`, and start it with `kubectl create -f job.yaml`"
+)
 _IMPLEMENTATIONS = {"openmpi": "OpenMPI", "mpich": "MPICH"}
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LONGEST_LABEL = 63
@@ -32,8 +36,11 @@ def check_manifest(plan: Plan) -> None:
     """Refuse what a manifest cannot say, instead of leaving it out.
 
     Raises:
-        ConfigError: an option that has no meaning there, or a name that Kubernetes refuses.
+        ConfigError: an option that has no meaning there, a name that Kubernetes refuses, or a path
+            that is one of a script, as where the job is to be submitted.
     """
+    if plan.request.script and not plan.request.script.endswith((".yaml", ".yml")):
+        raise ConfigError(NOT_SUBMITTED)
     for entry in dataclasses.fields(Request):
         default = entry.default
         if default is dataclasses.MISSING and entry.default_factory is not dataclasses.MISSING:

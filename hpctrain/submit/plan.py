@@ -40,14 +40,14 @@ class Plan:
         return self.request.num_nodes * self.ranks_per_node
 
     @property
-    def queue(self) -> str:
-        """The queue whose limits hold: the partition, or the qos at sites that go by it."""
-        return self.qos if self.site.queue_by == "qos" else self.partition
-
-    @property
     def is_array(self) -> bool:
         """Whether there are several tasks, told apart by an index."""
         return self.request.array_size is not None
+
+    @property
+    def queue(self) -> str:
+        """The queue whose limits hold: the partition, or the qos at sites that go by it."""
+        return self.qos if self.site.queue_by == "qos" else self.partition
 
     @property
     def environment(self) -> dict[str, str]:

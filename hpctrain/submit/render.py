@@ -8,6 +8,7 @@ from pathlib import Path
 from hpctrain import __version__
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.submit.directives import write_directives
+from hpctrain.submit.kinds import MANIFESTS
 from hpctrain.submit.kubernetes import check_manifest, manifest_context, quote_json
 from hpctrain.submit.launchers import (
     each_node_words,
@@ -54,7 +55,7 @@ def render_plan(plan: Plan, *, templates: Path = JOBS / "templates") -> str:
     environment.filters["qa"] = quote_all
     environment.filters["j"] = quote_json
     named = {"template_name": plan.template_name, "version": __version__}
-    if not plan.template.is_script:
+    if plan.template_name in MANIFESTS:
         check_manifest(plan)
         template = environment.get_template(f"{plan.template_name}.yaml.j2")
         return template.render(named | manifest_context(plan))
@@ -68,6 +69,7 @@ def _context(plan: Plan) -> dict[str, object]:
         "directives": write_directives(plan),
         "each_node": each_node_words(plan),
         "environment": plan.environment,
+        "hints": _hints(plan),
         "image_options": _image_options(plan),
         "job_folders": _job_folders(plan),
         "launch": launch_words(plan),
@@ -81,6 +83,18 @@ def _context(plan: Plan) -> dict[str, object]:
         "site": site,
         "source": request.source,
     }
+
+
+def _hints(plan: Plan) -> list[str]:
+    """The site's, and that nothing was checked where the queue is none that the profile knows."""
+    site, queue = plan.site, plan.queue
+    if not site.queues or not queue or queue in site.queues:
+        return list(site.hints)
+    known = ", ".join(site.queues)
+    return [
+        *site.hints,
+        f"nodes and walltime are not checked: the profile has limits of {known}, none of {queue}",
+    ]
 
 
 def _job_folders(plan: Plan) -> dict[str, str]:

@@ -48,10 +48,10 @@ def submit(
     logs = directory / request.log_dir
     path = _free_path(logs, request.name)
     plan = make_plan(dataclasses.replace(request, script=str(path)), site)
-    system = find_system(plan.template.batch)
     text = render_plan(plan)
     show(text)
     write_script(path, text)
+    system = find_system(plan.template.batch)
     jobs = []
     for index in _indices(system, request):
         jobs.append(system.submit(path, ask, index=index))

@@ -152,6 +152,8 @@ class Launch:
     job_id: str | None = None
     num_threads: int | None = None
     """OMP_NUM_THREADS, where the user or the site set one."""
+    host_suffix: str = ""
+    """What a node's name gets at sites where the bare name is its address on a slow network."""
     terminal_columns: int | None = None
     """Width of the terminal behind `hpctrain run`; None when there is none."""
     control_fd: int | None = None
@@ -168,8 +170,6 @@ class Launch:
     """What `hpctrain chaos` lets go wrong here, as `faults.injection` reads it."""
     trace_dir: str | None = None
     """Where `hpctrain run --trace` wants every rank's events."""
-    host_suffix: str = ""
-    """What a node's name gets at sites where the bare name is its address on a slow network."""
 
     @property
     def title(self) -> str:
@@ -200,6 +200,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         batch_system=batch or None,
         job_id=job_id,
         num_threads=_threads(environ),
+        host_suffix=environ.get("HPCTRAIN_HOST_SUFFIX", ""),
         terminal_columns=_number(environ, "HPCTRAIN_COLUMNS"),
         control_fd=_number(environ, "HPCTRAIN_CONTROL_FD"),
         pmi=_pmi(environ),
@@ -209,7 +210,6 @@ def detect(environ: Mapping[str, str]) -> Launch:
         bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
         chaos=environ.get(CHAOS_VARIABLE) or None,
         trace_dir=environ.get("HPCTRAIN_TRACE") or None,
-        host_suffix=environ.get("HPCTRAIN_HOST_SUFFIX", ""),
     )
 
 

@@ -14,7 +14,7 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.submit import render
-from hpctrain.submit.kinds import TEMPLATES
+from hpctrain.submit.kinds import MANIFESTS, TEMPLATES
 from hpctrain.submit.lint import lint
 from hpctrain.submit.places import JOBS
 from mpi_tests.unit.jobs_kit import Recorder, ask, site
@@ -25,7 +25,6 @@ EXAMPLES = dict(
     if not line.startswith("#")
 )
 SITE_OF = {"slurm": "slurm", "pbs": "pbs", "lsf": "lsf", "flux": "flux"}
-SCRIPTS = [name for name, template in TEMPLATES.items() if template.is_script]
 COMMAND = ("python", "train.py", "--text", "a 'b' \"c\" $HOME `id` \\ *", "", "é")
 
 
@@ -92,10 +91,11 @@ def test_no_example_is_without_its_command():
     assert {path.name.split(".")[0] for path in (JOBS / "templates").glob("*.j2")} == {
         "base",
         *TEMPLATES,
+        *MANIFESTS,
     }
 
 
-@pytest.mark.parametrize("template", SCRIPTS)
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_every_template_runs_exactly_what_was_asked_for(template, tmp_path):
     script = everything(template)
     shellcheck(script)
@@ -114,7 +114,7 @@ def test_every_template_runs_exactly_what_was_asked_for(template, tmp_path):
     assert "command: python train.py" in done.stdout
 
 
-@pytest.mark.parametrize("template", SCRIPTS)
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_the_exit_code_is_carried_through(template, tmp_path):
     recorder = Recorder(tmp_path)
     plain = {"stage": (), "pack": None, "prologue": ()}
@@ -122,7 +122,7 @@ def test_the_exit_code_is_carried_through(template, tmp_path):
     assert not [call for call in recorder.calls() if call[0] in ("scontrol", "qsub")]
 
 
-@pytest.mark.parametrize("template", SCRIPTS)
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_requeueing_is_counted_and_capped(template, tmp_path):
     recorder = Recorder(tmp_path)
     script = everything(template, stage=(), pack=None, prologue=())
@@ -168,7 +168,7 @@ def test_a_task_of_an_array_is_requeued_alone_and_leaves_clean_nodes(tmp_path):
     ) - 3
 
 
-@pytest.mark.parametrize("template", SCRIPTS)
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_tasks_of_an_array_run_their_own_command(template, tmp_path):
     commands = tuple(("python", "train.py", f"--point={index}", "$x") for index in range(3))
     more = {"max_requeues": 0} if template == "pbs-mpiexec" else {}

@@ -8,23 +8,14 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.submit.kinds import TEMPLATES
 from hpctrain.submit.places import JOBS, user_sites
-from hpctrain.submit.plan import make_plan
 from hpctrain.submit.request import AFTER_KINDS, SIGNALS, Request
 from hpctrain.submit.site import Site, load_site
 from hpctrain.submit.units import parse_duration, parse_memory
 
-__all__ = [
-    "add_job_options",
-    "command_of",
-    "request_from",
-    "site_folders",
-    "site_from",
-    "warn_of_queue",
-]
+__all__ = ["add_job_options", "command_of", "request_from", "site_folders", "site_from"]
 
 
 def site_folders() -> list[Path]:
@@ -35,16 +26,6 @@ def site_folders() -> list[Path]:
 def site_from(args: argparse.Namespace) -> Site:
     """The site that was asked for."""
     return load_site(args.site, site_folders())
-
-
-def warn_of_queue(request: Request, site: Site) -> None:
-    """Say that the limits of a queue are not known: its name may be misspelt."""
-    queue = make_plan(request, site).queue
-    if site.queues and queue and queue not in site.queues:
-        log.warn(
-            f"the profile of {site.name} knows no limits of {site.queue_by} {queue}, only of "
-            f"{', '.join(site.queues)}; nodes and walltime are not checked"
-        )
 
 
 def command_of(words: Sequence[str]) -> tuple[str, ...]:

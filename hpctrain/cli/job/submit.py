@@ -10,13 +10,7 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.job.options import (
-    add_job_options,
-    command_of,
-    request_from,
-    site_from,
-    warn_of_queue,
-)
+from hpctrain.cli.job.options import add_job_options, command_of, request_from, site_from
 from hpctrain.errors import ConfigError
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
@@ -46,7 +40,6 @@ def main(args: argparse.Namespace) -> int:
     request, site = request_from(args, (command_of(args.command),)), site_from(args)
     if args.chain > 1:  # what is wrong with the second is said before the first is handed over
         make_plan(dataclasses.replace(request, after=("1",), script="to be named"), site)
-    warn_of_queue(dataclasses.replace(request, script="to be named"), site)
     _warn_of_absent(request)
     ledger = Ledger(state_home(os.environ))
     jobs: list[str] = []

@@ -21,11 +21,6 @@ def find_system(name: str) -> BatchSystem:
     Raises:
         ConfigError: there is none of that name.
     """
-    if name == "kubernetes":
-        raise ConfigError(
-            "hpctrain hands nothing to Kubernetes; write the manifest with `hpctrain job render -o "
-            "job.yaml`, and start it with `kubectl create -f job.yaml`"
-        )
     if name not in _SYSTEMS:
         raise ConfigError(f"no batch system {name!r}; there are {', '.join(_SYSTEMS)}")
     return _SYSTEMS[name]
