@@ -152,6 +152,12 @@ def test_broken_variables_are_named(environ, word):
         detect(environ)
 
 
+def test_a_node_is_named_by_its_address_on_the_fast_network():
+    assert detect({}).network_name("jwb0001.juwels") == "jwb0001.juwels"
+    fast = detect({"HPCTRAIN_HOST_SUFFIX": "i"})
+    assert fast.network_name("jwb0001.juwels") == fast.network_name("jwb0001") == "jwb0001i"
+
+
 def test_threads_are_the_first_of_openmps_levels():
     assert detect({"OMP_NUM_THREADS": "4,2"}).num_threads == 4
     assert detect({}).num_threads is None
@@ -196,9 +202,3 @@ def test_trouble_in_mpi_init_is_foreseen():
     assert "belongs to another MPI" in foresee_trouble(detect(OPENMPI), "mpich")
     assert foresee_trouble(detect(HYDRA), "intel") is None
     assert foresee_trouble(detect(SRUN), "cray") is None
-
-
-def test_a_node_is_named_by_its_address_on_the_fast_network():
-    assert detect({}).network_name("jwb0001.juwels") == "jwb0001.juwels"
-    fast = detect({"HPCTRAIN_HOST_SUFFIX": "i"})
-    assert fast.network_name("jwb0001.juwels") == fast.network_name("jwb0001") == "jwb0001i"

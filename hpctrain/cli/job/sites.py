@@ -51,13 +51,21 @@ def _load(names: list[str], folders: list[Path]) -> tuple[list[Site], list[Confi
     return sites, broken
 
 
+def _known(site: Site) -> str:
+    if not site.source:
+        return "never run; it does not say"
+    how = "run on" if site.ever_run else "never run; written from"
+    assumed = f"; assumed: {', '.join(site.assumed)}" if site.assumed else ""
+    return f"{how} {site.source} ({site.as_of}){assumed}"
+
+
 def _describe(site: Site) -> str:
     """One profile: each key and variable with its value, and where that is from."""
     pages = list(site.sources)
     origin = {key: f"[{1 + pages.index(page)}]" for page in pages for key in site.sources[page]}
     origin |= dict.fromkeys(site.assumed, "assumed")
     tables = ("environment", "multi_node_environment", "job_folders", "queues", "sources")
-    rows = []
+    rows = [("known", _known(site), "")]
     for entry in dataclasses.fields(site):
         value = getattr(site, entry.name)
         if entry.name not in tables and value not in ("", (), None):
@@ -70,11 +78,3 @@ def _describe(site: Site) -> str:
         rows.append((f"queue {key}", queue.describe(), origin.get("queues", "")))
     drawn = log.table(("key", "value", "from"), rows, width=100)
     return "\n".join([drawn, *(f"[{n}] {page}" for n, page in enumerate(pages, start=1))])
-
-
-def _known(site: Site) -> str:
-    if not site.source:
-        return "never run; it does not say"
-    how = "run on" if site.ever_run else "never run; written from"
-    assumed = f"; assumed: {', '.join(site.assumed)}" if site.assumed else ""
-    return f"{how} {site.source} ({site.as_of}){assumed}"
