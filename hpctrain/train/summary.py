@@ -18,10 +18,14 @@ def make_summary(
     *,
     state: str,
     failure: str | None,
-    seconds: float,
+    earlier_s: float,
+    job_s: float,
     num_steps: int | None,
 ) -> dict[str, Any]:
     """Put the summary together.
+
+    `steps`, `epochs`, `samples` and `seconds` are those of the whole run, over all its jobs; what
+    is called `job_`, and `samples_per_s`, are of this one.
 
     Args:
         replica: What was trained.
@@ -29,7 +33,8 @@ def make_summary(
         monitor: What was best.
         state: `running`, `finished`, `stopped` (to be run again) or `failed`.
         failure: The rank and its exception.
-        seconds: Of this job.
+        earlier_s: Seconds of earlier jobs, up to where the run was resumed.
+        job_s: Seconds of this job.
         num_steps: The goal, where it is known.
     """
     world = replica.world
@@ -41,8 +46,11 @@ def make_summary(
         "num_steps": num_steps,
         "epochs": progress.epochs_done,
         "samples": progress.samples,
-        "seconds": seconds,
-        "samples_per_s": progress.job_samples / seconds if seconds > 0 else 0.0,
+        "seconds": earlier_s + job_s,
+        "job_steps": progress.job_steps,
+        "job_samples": progress.job_samples,
+        "job_seconds": job_s,
+        "samples_per_s": progress.job_samples / job_s if job_s > 0 else 0.0,
         "ranks": world.size,
         "nodes": world.num_nodes,
         "engine": replica.engine.name,

@@ -386,13 +386,14 @@ class Trainer:
         return self._recorder
 
     def _summary(self, state: str, failure: str | None) -> dict[str, Any]:
-        seconds = time.perf_counter() - self._began
+        recorder = self._recorder
         return make_summary(
             self.replica,
             self.progress,
             self.monitor,
             state=state,
             failure=failure,
-            seconds=seconds,
+            earlier_s=0.0 if recorder is None else recorder.earlier_s,
+            job_s=time.perf_counter() - self._began,
             num_steps=self.num_steps,
         )

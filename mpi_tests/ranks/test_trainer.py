@@ -149,11 +149,19 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(world, engines, shared):
     wanted, whole, _ = trained("whole")
     _, _, stopped = trained("cut", stop_at=4)
     assert 4 <= stopped.step <= 6
-    if world.rank == 0:
-        assert read_summary(shared / "cut")["state"] == "stopped"
+    first = world.comm.bcast(read_summary(shared / "cut") if world.rank == 0 else None)
+    assert first["state"] == "stopped"
     world.comm.Barrier()
     got, summary, _ = trained("cut")
     assert same(got, wanted)
+    # What is divided by what: steps and seconds of the run, or steps and seconds of this job.
+    assert (first["job_steps"], first["seconds"]) == (first["steps"], first["job_seconds"])
+    assert summary["job_steps"] == summary["steps"] - first["steps"]
+    assert summary["job_samples"] == summary["samples"] - first["samples"]
+    assert 0 < summary["job_seconds"] < summary["seconds"]
+    assert summary["seconds"] - summary["job_seconds"] >= 0.5 * first["seconds"]
+    rate = summary["job_samples"] / summary["job_seconds"]
+    assert summary["samples_per_s"] == pytest.approx(rate)
     for name in ("metrics", "monitor", "steps", "epochs", "samples"):
         assert summary[name] == whole[name], name
     if world.rank == 0:
