@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.replica import Replica
@@ -21,6 +22,7 @@ def make_summary(
     earlier_s: float,
     job_s: float,
     num_steps: int | None,
+    used: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Put the summary together.
 
@@ -36,6 +38,7 @@ def make_summary(
         earlier_s: Seconds of earlier jobs, up to where the run was resumed.
         job_s: Seconds of this job.
         num_steps: The goal, where it is known.
+        used: What this job used of what it had; None before its end.
     """
     world = replica.world
     return {
@@ -57,4 +60,5 @@ def make_summary(
         "job_id": world.launch.job_id,
         "stop_reason": progress.stop_reason,
         "failure": failure,
+        "used": None if used is None else dict(used),
     }

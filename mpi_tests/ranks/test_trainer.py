@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -61,6 +62,10 @@ def test_a_trainer_does_what_a_loop_of_ones_own_does(world, engines, shared):
         replica.model.eval()
         expected = mse_loss(replica.model(x), y).item()
     assert summary["metrics"]["loss"] == pytest.approx(expected, rel=1e-5)
+    used = summary["used"]
+    assert used["busy_cores"] > 0
+    assert used["cores"] == len(set().union(*world.comm.allgather(os.sched_getaffinity(0))))
+    assert 0 < used["used_memory_bytes"] < used["memory_bytes"]
     if world.rank == 0:
         assert read_summary(shared / "run") == json.loads(json.dumps(summary))
         lines = list(read_lines(shared / "run" / "metrics.jsonl"))
