@@ -34,10 +34,9 @@ def summarize(ranks: Sequence[RankTimes]) -> dict[str, object]:
     The last batches of an epoch may be smaller than the others. Their steps do not count: neither
     the time nor the samples of a step would be those of any batch that was asked for.
     """
-    count = min(len(rank.steps) for rank in ranks)
-    steps = [[rank.steps[i] for rank in ranks] for i in range(count)]  # by step, then by rank
-    steps = _full_batches(steps)
-    count = len(steps)
+    seen = min(len(rank.steps) for rank in ranks)
+    steps = _full_batches([[rank.steps[i] for rank in ranks] for i in range(seen)])
+    count = len(steps)  # each has one time a rank
     lengths = [max(each.step_s for each in step) for step in steps]
     middle = sorted(range(count), key=lengths.__getitem__)[count // 4 : count - count // 4]
     late = [_late([sum(each.split_s[phase] for phase in _BUSY) for each in s]) for s in steps]
@@ -57,14 +56,14 @@ def summarize(ranks: Sequence[RankTimes]) -> dict[str, object]:
     }
 
 
-def _full_batches(steps: Sequence[Sequence[StepTime]]) -> list[Sequence[StepTime]]:
+def _full_batches(steps: list[list[StepTime]]) -> list[list[StepTime]]:
     """The steps on the largest batch; all of them where batches have all kinds of sizes."""
     samples = [_total([each.num_samples for each in step]) for step in steps]
     if not samples or None in samples:
-        return list(steps)
+        return steps
     largest = max(_known(samples))
     full = [step for step, number in zip(steps, samples, strict=True) if number == largest]
-    return full if len(full) >= _FULL_SHARE * len(steps) else list(steps)
+    return full if len(full) >= _FULL_SHARE * len(steps) else steps
 
 
 def _late(busy: Sequence[float]) -> float:
