@@ -45,8 +45,9 @@ def describe_scaling(study: Study) -> str:
         if efficiency.is_repeated
         else "measured once, so without an interval"
     )
+    rate = f", {best.samples_per_s:.0f} samples/s" if best.samples_per_s else ""
     text = (
-        f"The fastest point is {best.engine} on {_ranks(best)}: {speed_up.median:.2f} "
+        f"The fastest point is {best.engine} on {_ranks(best)}{rate}: {speed_up.median:.2f} "
         f"times the speed of {_base_words(study, best)}, an efficiency of "
         f"{percent(efficiency.median)} ({sure})."
     )
