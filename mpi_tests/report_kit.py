@@ -125,7 +125,10 @@ def swept(rows, *, mode="weak", laws=(), notes=(), benchmark="scale"):
     good = [one for one in rows if one["state"] == "ok"]
     made = result(
         benchmark,
-        [series(one["kind"], one["num_ranks"], spread(one["step_s"])) for one in good],
+        [
+            series(one["kind"], one["num_ranks"], spread(one["step_s"]), variant=one["name"])
+            for one in good
+        ],
     )
     made["scale"] = {
         "program": "transformer",

@@ -33,6 +33,8 @@ class Journal:
         self._path = None if directory is None else directory / NAME
         self._file: TextIO | None = None
         self._began = time.monotonic()
+        self.earlier_s = 0.0
+        """Seconds that earlier jobs took for the lines that are kept."""
 
     def open(self) -> None:
         """Begin after the lines that are counted; later ones are dropped."""
@@ -47,7 +49,8 @@ class Journal:
             os.fsync(file.fileno())
         draft.replace(self._path)
         if kept:
-            self._began -= float(kept[-1].get("time_s", 0.0))
+            self.earlier_s = float(kept[-1].get("time_s", 0.0))
+            self._began -= self.earlier_s
         self._file = self._path.open("a", buffering=1)
 
     def measure(self, kind: str, numbers: Mapping[str, Any]) -> dict[str, Any]:

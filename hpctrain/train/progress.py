@@ -23,11 +23,18 @@ class Progress:
         self.stop_reason: str | None = None
         self.began_with = 0
         """Samples before this job."""
+        self.began_at = 0
+        """Steps before this job."""
 
     @property
     def job_samples(self) -> int:
         """Samples of this job."""
         return self.samples - self.began_with
+
+    @property
+    def job_steps(self) -> int:
+        """Steps of this job."""
+        return self.step - self.began_at
 
     @property
     def fresh_results(self) -> dict[str, float]:
@@ -55,7 +62,8 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved values."""
-        self.step, self.epochs_done = int(state["step"]), int(state["epochs_done"])
+        self.step = self.began_at = int(state["step"])
+        self.epochs_done = int(state["epochs_done"])
         self.samples = self.began_with = int(state["samples"])
         self.seq = int(state["seq"])
         self.results = {str(name): float(value) for name, value in state["results"].items()}

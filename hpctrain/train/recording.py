@@ -14,7 +14,7 @@ from hpctrain.train.figures import Figures
 from hpctrain.train.journal import Journal
 from hpctrain.train.lock import Lock
 from hpctrain.train.progress import Progress
-from hpctrain.train.showing import Standing, duration, evaluation_line
+from hpctrain.train.showing import Standing, ending_line, evaluation_line
 from hpctrain.world import World, agree
 
 __all__ = ["Recorder", "open_directory"]
@@ -66,6 +66,9 @@ class Recorder:
     ) -> None:
         writes = directory is not None and world.rank == 0
         self.directory = directory
+        self.earlier_s = 0.0
+        """Seconds that earlier jobs of this run took, up to where it was resumed."""
+        self._world = world
         self.journal = Journal(
             directory.path if directory is not None and writes else None, progress
         )
@@ -78,8 +81,9 @@ class Recorder:
         self._options = options
 
     def open(self) -> None:
-        """Begin to write after what was restored: what comes again replaces what was there."""
+        """Collective: begin to write after what was restored; what comes again replaces it."""
         self.journal.open()
+        self.earlier_s = self._world.comm.bcast(self.journal.earlier_s, root=0)
         if self._options.tensorboard and self._folder is not None:
             self._events = _open_events(self._folder, after=self._progress.step)
 
@@ -129,8 +133,7 @@ class Recorder:
     def close(self, summary: Mapping[str, Any]) -> None:
         """Write the last word, and close everything."""
         if summary.get("state") != "failed":
-            seconds = duration(float(summary["seconds"]))
-            self._display.say(f"{summary['state']} after {summary['steps']} steps in {seconds}")
+            self._display.say(ending_line(summary))
         self._display.close()
         self._display = Silent()
         self.journal.close()

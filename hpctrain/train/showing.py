@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Standing", "Ticker", "duration", "evaluation_line", "status_line"]
+__all__ = ["Standing", "Ticker", "duration", "ending_line", "evaluation_line", "status_line"]
 
 _FIRST_S = 5.0
 _LONGEST_S = 600.0
@@ -66,6 +66,15 @@ def evaluation_line(line: Mapping[str, Any]) -> str:
     )
     best = " (best so far)" if line.get("best") else ""
     return f"evaluation at step {line['step']}: {numbers}{best}"
+
+
+def ending_line(summary: Mapping[str, Any]) -> str:
+    """How a run ended: its steps and its time over all jobs, and those of a job that resumed it."""
+    steps, job_steps = int(summary["steps"]), int(summary["job_steps"])
+    text = f"{summary['state']} after {steps} steps in {duration(float(summary['seconds']))}"
+    if steps != job_steps:
+        text += f", of which {job_steps} in this job's {duration(float(summary['job_seconds']))}"
+    return text
 
 
 class Ticker:

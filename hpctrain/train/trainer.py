@@ -27,6 +27,7 @@ from hpctrain.train.state import RunState
 from hpctrain.train.stepping import supervised
 from hpctrain.train.summary import make_summary
 from hpctrain.train.timing import StepTimer
+from hpctrain.train.used import cpu_seconds, measure_use
 from hpctrain.world import World
 from hpctrain.world.guard import exit_code_of
 
@@ -143,6 +144,8 @@ class Trainer:
         self._saved_step: int | None = None
         self._due = False
         self._mark = self._began = time.perf_counter()
+        self._cpu_s = 0.0
+        self._used: dict[str, Any] | None = None
 
     def on(self, event: str, function: Listener) -> None:
         """Call `function(trainer, facts)` on all ranks at every such event.
@@ -211,6 +214,11 @@ class Trainer:
             self._open()
             self._train()
             self._finish()
+            self._used = measure_use(
+                self.world,
+                cpu_s=cpu_seconds() - self._cpu_s,
+                seconds=time.perf_counter() - self._began,
+            )
             state = "finished"
         except BaseException as error:
             if exit_code_of(error) == REQUEUE:
@@ -253,6 +261,7 @@ class Trainer:
             self._give_up()
         recorder.summarise(self._summary("running", None))
         self._mark = self._began = time.perf_counter()
+        self._cpu_s, self._used = cpu_seconds(), None
         self._tell("start", {"step": self.step, "resumed": restored is not None})
 
     def _named_schedules(self) -> dict[str, Any]:
@@ -386,13 +395,15 @@ class Trainer:
         return self._recorder
 
     def _summary(self, state: str, failure: str | None) -> dict[str, Any]:
-        seconds = time.perf_counter() - self._began
+        recorder = self._recorder
         return make_summary(
             self.replica,
             self.progress,
             self.monitor,
             state=state,
             failure=failure,
-            seconds=seconds,
+            earlier_s=0.0 if recorder is None else recorder.earlier_s,
+            job_s=time.perf_counter() - self._began,
             num_steps=self.num_steps,
+            used=self._used,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -61,6 +62,10 @@ def test_a_trainer_does_what_a_loop_of_ones_own_does(world, engines, shared):
         replica.model.eval()
         expected = mse_loss(replica.model(x), y).item()
     assert summary["metrics"]["loss"] == pytest.approx(expected, rel=1e-5)
+    used = summary["used"]
+    assert used["busy_cores"] > 0
+    assert used["cores"] == len(set().union(*world.comm.allgather(os.sched_getaffinity(0))))
+    assert 0 < used["used_memory_bytes"] < used["memory_bytes"]
     if world.rank == 0:
         assert read_summary(shared / "run") == json.loads(json.dumps(summary))
         lines = list(read_lines(shared / "run" / "metrics.jsonl"))
@@ -149,11 +154,19 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(world, engines, shared):
     wanted, whole, _ = trained("whole")
     _, _, stopped = trained("cut", stop_at=4)
     assert 4 <= stopped.step <= 6
-    if world.rank == 0:
-        assert read_summary(shared / "cut")["state"] == "stopped"
+    first = world.comm.bcast(read_summary(shared / "cut") if world.rank == 0 else None)
+    assert first["state"] == "stopped"
     world.comm.Barrier()
     got, summary, _ = trained("cut")
     assert same(got, wanted)
+    # What is divided by what: steps and seconds of the run, or steps and seconds of this job.
+    assert (first["job_steps"], first["seconds"]) == (first["steps"], first["job_seconds"])
+    assert summary["job_steps"] == summary["steps"] - first["steps"]
+    assert summary["job_samples"] == summary["samples"] - first["samples"]
+    assert 0 < summary["job_seconds"] < summary["seconds"]
+    assert summary["seconds"] - summary["job_seconds"] >= 0.5 * first["seconds"]
+    rate = summary["job_samples"] / summary["job_seconds"]
+    assert summary["samples_per_s"] == pytest.approx(rate)
     for name in ("metrics", "monitor", "steps", "epochs", "samples"):
         assert summary[name] == whole[name], name
     if world.rank == 0:

@@ -250,14 +250,21 @@ def test_advice():
     slow = replace(MACHINE, engines={}, costs=costs, contention=((1, 1.0),))
     predictions = [predict(PROFILE, slow, n, engine="torch") for n in (1, 8, 64)]
     advice = advise(PROFILE, slow, predictions, efficiency=0.8, num_samples=10**6)
-    assert advice.ranks_to_ask == 1
+    assert advice.efficient_ranks == 1
+    asked = next(cost for cost in advice.costs if cost.num_ranks == advice.ranks_to_ask)
+    assert not [
+        cost
+        for cost in advice.costs
+        if cost.hours < asked.hours and cost.node_hours <= asked.node_hours
+    ]
     assert advice.num_ranks == 64
     assert advice.compression_gain > 0.1
     assert advice.accumulate is not None
     assert advice.accumulate > 1
     text = "\n".join(advice.lines(0.8))
     assert "communication that backward does not hide" in text
-    assert "ask for 1 (1 ranks)" in text
+    assert f"ask for {advice.nodes_to_ask} ({advice.ranks_to_ask} ranks), faster for no" in text
+    assert "than 1 rank, the most of these that keep 80%" in text
     costs = advice.costs
     assert costs[2].hours < costs[0].hours
     assert costs[2].node_hours == pytest.approx(16 * costs[2].hours)

@@ -90,6 +90,7 @@ ACTIONS = {
     ("job", "status"): "--help --json -h",
     ("job", "logs"): "--follow --help --lines --task -f -h -n",
     ("job", "cancel"): "--help -h",
+    ("job", "efficiency"): "--help --json --run -h",
     ("job", "sites"): "--help --json -h",
     ("job", "lint"): "--help --json -h",
     ("trace", "merge"): "--help --json -h",

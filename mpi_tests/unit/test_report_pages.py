@@ -17,6 +17,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.scaling.report import FORMATS, Wish, write_report
 from hpctrain.scaling.report.charts import Bars, Line, LineChart, Mark
 from hpctrain.scaling.report.run_charts import run_charts, thin
+from hpctrain.scaling.report.run_section import run_figures
 from hpctrain.scaling.report.runs import parse_metrics, read_run
 from hpctrain.scaling.report.svg import draw
 from mpi_tests.report_kit import (
@@ -312,3 +313,15 @@ def test_the_verb_names_what_it_wrote(inputs, tmp_path, capsys):
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out) == [str(out)]
     assert "--samples 1e+06" in out.read_text()
+
+
+def test_the_time_of_a_resumed_run_is_said_for_what_it_is(tmp_path):
+    folder = write_run(tmp_path / "resumed")  # with two restarts
+    whole = dict(map(reversed, run_figures(read_run(folder))))
+    assert whole["resumed: time of the last job"] == "5.5 min"  # a summary of an older version
+    assert whole["resumed: samples a second in the last job"] == "931"
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(
+        json.dumps({**summary, "seconds": 990.0, "job_seconds": 330.0})
+    )
+    assert ("16.5 min", "resumed: training time") in run_figures(read_run(folder))

@@ -68,7 +68,7 @@ def test_one_process_is_called_fused_where_it_was_and_everyone_is_compared_with_
     sweep = make_sweep(repeats=2)
     found = measure(sweep, lambda p: 20.0 if p.role == "node" else 5.0)
     (study,) = understand(result_of(sweep, found), "x").studies
-    assert study.whole_node.engine == "node, fused"
+    assert study.whole_nodes[0].engine == "node, fused"
     speed, ratios = study_sections(study, "k", None)[0].tables
     assert speed.rows[1][:2] == ("node, fused", "1 x 8")
     assert speed.rows[1][speed.headers.index("ms a step")] == "20010 [20000, 20020]"
@@ -77,7 +77,7 @@ def test_one_process_is_called_fused_where_it_was_and_everyone_is_compared_with_
     for launch in found.values():
         launch.report["is_fused"] = False
     (study,) = understand(result_of(sweep, found), "x").studies
-    assert study.whole_node.engine == "node"
+    assert study.whole_nodes[0].engine == "node"
 
 
 def test_settings_are_curves_of_their_own_and_failed_points_rows(tmp_path):

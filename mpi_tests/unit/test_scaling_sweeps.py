@@ -161,8 +161,11 @@ def test_strong_scaling_finds_amdahl_and_where_efficiency_falls():
     assert (law["kind"], law["best"], law["is_clear"]) == ("mpi", "Amdahl", True)
     assert law["falls_below"] == pytest.approx(3.5, rel=0.02)
     assert [each["num_ranks"] for each in law["karp_flatt"]] == [2, 4]
-    said = describe_laws(result_of(sweep, times))[0]
-    assert said.startswith("mpi: Amdahl's law explains the data best, with a serial fraction of 0.")
+    reach, said, _ = describe_laws(result_of(sweep, times))
+    assert reach == "mpi: efficiency is 80 % or more up to 2 ranks and below beyond (76.9 % at 4)."
+    assert said.startswith(
+        "mpi: Amdahl's law describes the data best, with a serial fraction of 0.1"
+    )
 
 
 def test_the_command_that_repeats_a_sweep_makes_the_same_one():
@@ -189,11 +192,11 @@ def test_too_few_points_are_not_fitted_and_one_repeat_shows_no_trend():
     result = result_of(two, measure(two, lambda p: 1.0 / p.num_ranks))
     (law,) = result["scale"]["laws"]
     assert (law["best"], law["fits"], law["falls_below"]) == (None, [], None)
-    (said,) = describe_laws(result)
-    assert said.startswith("mpi: too few points to fit a law of scaling; measure at least three")
+    _, said = describe_laws(result)
+    assert said.startswith("mpi: too few points to fit a law of scaling; measure at least two")
     once = make_sweep(mode="strong", repeats=1)
     result = result_of(once, measure(once, lambda p: 0.1 * p.num_ranks + 0.9 / p.num_ranks))
-    first, second = describe_laws(result)
+    _, first, second = describe_laws(result)
     assert "too few points" in first
     assert second.endswith("measured once, so a trend cannot be told from noise.")
 

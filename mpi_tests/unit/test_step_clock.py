@@ -112,3 +112,29 @@ def test_no_steps_and_no_samples_are_told_as_such():
     assert (nothing["step_s"], nothing["split_s"], nothing["samples_per_step"]) == ([], {}, None)
     uncounted = RankTimes(steps=(taken(1, 1, samples=None),), memory_bytes=1, num_threads=1)
     assert summarize([uncounted])["samples_per_step"] is None
+
+
+def timed(samples):
+    """One rank's steps, each as long as it has samples."""
+    steps = [
+        StepTime(
+            step_s=0.01 * n,
+            split_s=dict.fromkeys(PHASES, 0.002 * n),
+            num_samples=n,
+            sees_forward=True,
+        )
+        for n in samples
+    ]
+    return RankTimes(steps=tuple(steps), memory_bytes=1, num_threads=1)
+
+
+def test_smaller_last_batches_are_not_averaged_into_the_batch():
+    epoch = [128] * 5 + [88]
+    report = summarize([timed(epoch * 3), timed(epoch * 3)])
+    assert report["samples_per_step"] == 256  # was 242.7
+    assert report["step_s"] == [1.28] * 15
+    assert sum(report["split_s"].values()) == pytest.approx(1.28)
+    assert summarize([timed([64, 40, 40] * 4)])["samples_per_step"] == 64  # even_last
+    lengths = list(range(10, 30))  # batches by length have no usual size: all of them count
+    assert summarize([timed(lengths)])["samples_per_step"] == pytest.approx(19.5)
+    assert len(summarize([timed(lengths)])["step_s"]) == 20

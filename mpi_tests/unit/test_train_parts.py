@@ -26,7 +26,7 @@ from hpctrain.train.measuring import count_samples, plan_ahead
 from hpctrain.train.monitor import Monitor
 from hpctrain.train.progress import Progress
 from hpctrain.train.references import call, find_function, find_loss, find_metric, find_optimizer
-from hpctrain.train.showing import Standing, Ticker, duration, status_line
+from hpctrain.train.showing import Standing, Ticker, duration, ending_line, status_line
 from hpctrain.train.watching import follow
 
 CONFIG = """
@@ -305,6 +305,15 @@ def test_lines_for_people():
     )
     assert status_line(Standing(step=1, epoch=1)) == "epoch 1, step 1"
     assert [duration(s) for s in (0, 59.6, 3599, 3600)] == ["0s", "1m00s", "59m59s", "1h00m"]
+
+
+def test_the_steps_of_a_run_are_not_told_with_the_seconds_of_a_job():
+    once = {"state": "finished", "steps": 400, "job_steps": 400, "seconds": 90, "job_seconds": 90}
+    assert ending_line(once) == "finished after 400 steps in 1m30s"
+    resumed = {**once, "job_steps": 100, "job_seconds": 21}
+    assert ending_line(resumed) == (
+        "finished after 400 steps in 1m30s, of which 100 in this job's 21s"
+    )
 
 
 def test_a_plain_log_speaks_ever_more_rarely():

@@ -14,6 +14,7 @@ ACTIONS = {
     "status": "say how jobs are doing",
     "logs": "show the log of a job, also while it grows",
     "cancel": "end jobs",
+    "efficiency": "show what a job used of what it asked for, and what to ask for next time",
     "sites": "list the site profiles, or show one",
     "lint": "name the mistakes in a job script that cost node-hours",
 }

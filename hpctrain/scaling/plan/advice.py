@@ -43,8 +43,10 @@ class Advice:
     """The fewest backward passes a step that reach the wanted efficiency; None: none do."""
     compression_gain: float
     """By how much 16 bits on the wire instead of 32 shorten a step, relative."""
-    ranks_to_ask: int | None
+    efficient_ranks: int | None
     """The most ranks, of those asked for, that are still efficient; None: none are."""
+    ranks_to_ask: int | None
+    """The same, or more ranks that are faster for no more node-hours, as on the same nodes."""
     nodes_to_ask: int | None
     limit: str
     """What limits scaling, in words."""
@@ -76,10 +78,11 @@ class Advice:
         if self.ranks_to_ask is None:
             lines.append(f"nodes: none of these numbers of ranks reaches {efficiency:.0%}")
         else:
-            lines.append(
-                f"nodes: ask for {self.nodes_to_ask} ({self.ranks_to_ask} ranks), the most of "
-                f"these that keep {efficiency:.0%}"
-            )
+            told = f"the most of these that keep {efficiency:.0%}"
+            if self.ranks_to_ask != self.efficient_ranks:
+                few = f"{self.efficient_ranks} rank{'s' * (self.efficient_ranks != 1)}"
+                told = f"faster for no more node-hours than {few}, {told}"
+            lines.append(f"nodes: ask for {self.nodes_to_ask} ({self.ranks_to_ask} ranks), {told}")
         lines += [
             f"cost: {cost.num_nodes} nodes, {cost.hours:.3g} h, {cost.node_hours:.3g} node-hours"
             for cost in self.costs
@@ -127,7 +130,8 @@ def advise(
     last = max(predictions, key=lambda each: each.num_ranks)
     profile = profile.at_batch(last.batch)
     good = [each for each in predictions if each.efficiency.value >= efficiency]
-    chosen = max(good, key=lambda each: each.num_ranks, default=None)
+    efficient = max(good, key=lambda each: each.num_ranks, default=None)
+    chosen = None if efficient is None else _undominated(efficient, predictions)
     size, gain = _best_size(profile, machine, last)
     return Advice(
         num_ranks=last.num_ranks,
@@ -135,11 +139,24 @@ def advise(
         bucket_gain=gain,
         accumulate=_least_accumulation(profile, machine, last, efficiency),
         compression_gain=_gain(profile, machine, last, wire_ratio=0.5),
+        efficient_ranks=efficient.num_ranks if efficient else None,
         ranks_to_ask=chosen.num_ranks if chosen else None,
         nodes_to_ask=chosen.num_nodes if chosen else None,
         limit=_limit(last),
         costs=tuple(cost_of(each, num_samples) for each in predictions) if num_samples else (),
     )
+
+
+def _undominated(chosen: Prediction, predictions: Sequence[Prediction]) -> Prediction:
+    """The fastest of what is faster for no more node-hours than the choice, or the choice."""
+    price = chosen.num_nodes / chosen.samples_per_s
+    better = [
+        each
+        for each in predictions
+        if each.samples_per_s > chosen.samples_per_s
+        and each.num_nodes / each.samples_per_s <= price
+    ]
+    return max(better, key=lambda each: each.samples_per_s, default=chosen)
 
 
 def _again(profile: Profile, machine: Machine, like: Prediction, **changes: object) -> Prediction:

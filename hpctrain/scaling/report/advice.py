@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpctrain.scaling.report.points import Estimate, Point, Study
+from hpctrain.scaling.sweeps.table import describe_reach, percent
 
 __all__ = ["Finding", "advise", "describe_scaling"]
 
-_GOOD = 0.8
 _COMPUTE = ("forward", "backward")
 
 
@@ -32,7 +32,7 @@ def advise(study: Study) -> list[Finding]:
 
 
 def describe_scaling(study: Study) -> str:
-    """One sentence on how far it scales."""
+    """The fastest point, and how far each engine scales."""
     best = study.best()
     if best is None:
         return "No point of this sweep was measured."
@@ -41,21 +41,21 @@ def describe_scaling(study: Study) -> str:
     if speed_up is None or efficiency is None or most == 1:
         return "Only one number of ranks was measured: there is no scaling to speak of yet."
     sure = (
-        f"interval {_percent(efficiency.low)} to {_percent(efficiency.high)}"
+        f"interval {percent(efficiency.low)} to {percent(efficiency.high)}"
         if efficiency.is_repeated
         else "measured once, so without an interval"
     )
+    rate = f", {best.samples_per_s:.0f} samples/s" if best.samples_per_s else ""
     text = (
-        f"The fastest point is {best.engine} on {_ranks(best)}: {speed_up.median:.2f} "
+        f"The fastest point is {best.engine} on {_ranks(best)}{rate}: {speed_up.median:.2f} "
         f"times the speed of {_base_words(study, best)}, an efficiency of "
-        f"{_percent(efficiency.median)} ({sure})."
+        f"{percent(efficiency.median)} ({sure})."
     )
-    good = study.last_good(_GOOD)
-    if good is None:
-        return f"{text} No number of ranks keeps an efficiency of 80 %."
-    if good.num_ranks == most:
-        return f"{text} Efficiency stays above 80 % up to the {most} ranks that were measured."
-    return f"{text} Efficiency falls below 80 % beyond {_ranks(good)}."
+    for engine in study.engines:
+        reach = study.reach(engine)
+        if reach["kept_at"] or reach["missed_at"]:
+            text += f" {engine}: {describe_reach(reach)}."
+    return text
 
 
 def _ranks(point: Point) -> str:
@@ -63,8 +63,8 @@ def _ranks(point: Point) -> str:
 
 
 def _base_words(study: Study, point: Point) -> str:
-    base = study.base_of(point.engine)
-    if base is None or base is study.baseline:
+    base = study.base_of(point)
+    if base is None or base in study.baselines:
         return "one process without distribution"
     return f"its {_ranks(base)}"
 
@@ -192,7 +192,8 @@ def _compute_per_sample(study: Study, point: Point) -> float:
 
 
 def _whole_node(study: Study) -> Iterator[Finding]:
-    one, best = study.whole_node, study.best()
+    best = study.best()
+    one = None if best is None else study.node_of(best)
     if one is None or best is None or best.num_nodes > 1:
         return
     slower = _times_as_fast(one, best)
@@ -224,38 +225,39 @@ def _times_as_fast(one: Point, other: Point) -> Estimate | None:
 
 
 def _serial(study: Study) -> Iterator[Finding]:
+    if study.mode != "strong":
+        return
     for engine in study.engines:
-        fractions = [
-            (point.num_ranks, fraction)
-            for point in study.of_engine(engine)
-            if (fraction := study.serial_fraction(point)) is not None
-        ]
-        if len(fractions) >= 2 and study.mode == "strong":
-            (_, first), (ranks, last) = fractions[0], fractions[-1]
-            if last > 0.02 and last > 1.25 * first:
-                yield Finding(
-                    rule="growing overhead",
-                    weight=last / 10,
-                    what=f"The serial fraction (Karp-Flatt) of {engine} rises from {first:.3f} to "
-                    f"{last:.3f} at {ranks} ranks: overhead grows with the ranks.",
-                    attempt="Look at exchange and straggling in the breakdown; fewer, larger "
-                    "messages (bucket_bytes) help where latency is what grows.",
-                )
-            elif last > 0.02 and last >= 0.8 * first:
-                yield Finding(
-                    rule="serial part",
-                    weight=last / 10,
-                    what=f"The serial fraction (Karp-Flatt) of {engine} stays near {last:.3f}: a "
-                    "part of the step is not divided among the ranks.",
-                    attempt="Find work that every rank repeats: augmentation, the optimizer "
-                    '(update="sharded"), logging or evaluation in the loop.',
-                )
+        series, trend = study.serial_trend(engine)
+        last = series[-1].fraction if series else 0.0
+        if last <= 0.02:
+            continue
+        ranks = study.of_engine(engine)[-1].num_ranks
+        if trend == "rises":
+            yield Finding(
+                rule="growing overhead",
+                weight=last / 10,
+                what=f"The serial fraction (Karp-Flatt) of {engine} rises from "
+                f"{series[0].fraction:.3f} to {last:.3f} at {ranks} ranks: overhead grows with the "
+                "ranks.",
+                attempt="Look at exchange and straggling in the breakdown; fewer, larger "
+                "messages (bucket_bytes) help where latency is what grows.",
+            )
+        elif trend == "level":
+            yield Finding(
+                rule="serial part",
+                weight=last / 10,
+                what=f"The serial fraction (Karp-Flatt) of {engine} is level, {last:.3f} at {ranks}"
+                " ranks: a part of the step is not divided among the ranks.",
+                attempt="Find work that every rank repeats: augmentation, the optimizer "
+                '(update="sharded"), logging or evaluation in the loop.',
+            )
 
 
 def _superlinear(study: Study) -> Iterator[Finding]:
     for point in study.measured:
         efficiency = study.efficiency(point)
-        base = study.base_of(point.engine)
+        base = study.base_of(point)
         if efficiency is None or point is base or efficiency.low <= 1.02:
             continue
         if not efficiency.is_repeated:

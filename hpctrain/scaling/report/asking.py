@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.report.points import Point, Study
+from hpctrain.scaling.sweeps.curves import LIMIT
 
-__all__ = ["Ask", "Wish", "hours_text", "price"]
+__all__ = ["Ask", "Wish", "choose_ask", "hours_text", "price"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +48,14 @@ class Ask:
 
 
 def price(study: Study, wish: Wish) -> list[Ask]:
-    """Every measured point of a study, priced; the largest efficient one is proposed.
+    """Every measured point of a study, priced, one process on a node among them; one is proposed.
 
     Only what was measured is priced: `hpctrain plan` predicts the rest.
     """
-    proposed = study.last_good() or study.best()
+    alone = [point for point in study.asides if point.step_s is not None]
+    every = [*alone, *sorted(study.measured, key=lambda p: (p.num_ranks, p.engine))]
     asks = []
-    for point in sorted(study.measured, key=lambda p: (p.num_ranks, p.engine)):
+    for point in every:
         speed = point.samples_per_s
         if speed is None:
             continue
@@ -64,10 +67,24 @@ def price(study: Study, wish: Wish) -> list[Ask]:
                 hours=hours,
                 node_hours=total * point.num_nodes,
                 core_hours=total * point.num_ranks * point.num_threads,
-                is_proposed=point is proposed,
             )
         )
-    return asks
+    chosen = choose_ask([(ask.hours, ask.node_hours) for ask in asks])
+    return [replace(ask, is_proposed=place == chosen) for place, ask in enumerate(asks)]
+
+
+def choose_ask(costs: Sequence[tuple[float, float]]) -> int | None:
+    """Which of several (hours, node-hours) to ask for: the fastest that is not much dearer.
+
+    Efficiency counts against what is paid for, and that is nodes: up to 1 / 0.8 times the fewest
+    node-hours are accepted for a shorter training. So nothing that is both faster and cheaper than
+    the choice is left aside.
+    """
+    if not costs:
+        return None
+    most = min(node_hours for _, node_hours in costs) / LIMIT
+    good = [place for place, (_, node_hours) in enumerate(costs) if node_hours <= most]
+    return min(good, key=lambda place: costs[place])
 
 
 def hours_text(hours: float) -> str:

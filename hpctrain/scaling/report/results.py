@@ -14,7 +14,8 @@ from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness.ratios import interval_ranks
 from hpctrain.scaling.harness.schema import upgrade, validate
 from hpctrain.scaling.report.points import PARTS, Estimate, Point, Study
-from hpctrain.scaling.sweeps.table import describe_laws
+from hpctrain.scaling.sweeps.curves import curve_names
+from hpctrain.scaling.sweeps.table import conclude_result, describe_law, describe_settings
 
 __all__ = ["Bandwidth", "Result", "doubts_of", "estimate", "read_result", "understand"]
 
@@ -91,18 +92,26 @@ def understand(raw: Mapping[str, Any], name: str) -> Result:
 def _swept(raw: Mapping[str, Any]) -> Study:
     """What `hpctrain bench scale` and `bench layout` write, under the key `scale`."""
     scale = raw["scale"]
-    points = [(row.get("role"), _swept_point(row)) for row in scale["points"]]
+    names = curve_names(scale["points"])
+    points = [(row.get("role"), _swept_point(row, names[row["name"]])) for row in scale["points"]]
     return Study(
         title=str(scale.get("program") or raw["benchmark"]),
         mode="layout" if raw["benchmark"] == "layout" else str(scale.get("mode", "weak")),
         points=tuple(point for role, point in points if role not in (_ALONE, _NODE)),
-        baseline=_first(points, _ALONE),
-        whole_node=_first(points, _NODE),
-        fits=tuple(describe_laws(raw)) if scale.get("laws") is not None else (),
+        baselines=_of_role(points, _ALONE),
+        whole_nodes=_of_role(points, _NODE),
+        fits=tuple(_fits(raw)),
         doubts=tuple(doubts_of(raw)),
         notes=tuple(map(str, scale.get("notes", ()))),
         unit="launch" if scale.get("measured") == "launches" else "step",
     )
+
+
+def _fits(raw: Mapping[str, Any]) -> Iterator[str]:
+    """What laws describe the curves, and what the settings make of speed."""
+    for curve in conclude_result(raw):
+        yield from describe_law(curve)
+    yield from describe_settings(raw)
 
 
 def doubts_of(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -117,11 +126,11 @@ def doubts_of(raw: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _swept_point(row: Mapping[str, Any]) -> Point:
+def _swept_point(row: Mapping[str, Any], curve: str) -> Point:
     counts = row.get("counts") or {}
     samples = row.get("samples_per_step")
     return Point(
-        engine=_name_of(row),
+        engine=_name_of(row, curve),
         num_ranks=row["num_ranks"],
         num_threads=row.get("num_threads", 1),
         num_nodes=row.get("num_nodes", 1),
@@ -129,19 +138,20 @@ def _swept_point(row: Mapping[str, Any]) -> Point:
         global_batch=None if samples is None else round(samples),
         rate=row.get("samples_per_s"),
         efficiency=_read_interval(row, "efficiency"),
+        speedup=_read_interval(row, "speedup"),
         over_node=_read_interval(row, "over_node"),
         split_s=_split(row),
         per_sequential_s=row.get("speedup_per_sequential_s"),
         per_million_parameters=row.get("speedup_per_million_parameters"),
         bytes_sent=counts.get("bytes"),
         memory_bytes=row.get("memory_bytes"),
+        values=row.get("values") or {},
         failure=str(row.get("why") or ""),
     )
 
 
-def _name_of(row: Mapping[str, Any]) -> str:
+def _name_of(row: Mapping[str, Any], name: str) -> str:
     """What a point is called; whether its optimizer is fused as it was, not as it was asked for."""
-    name = str(row.get("kind") or row.get("engine") or row.get("name"))
     if row.get("role") == _NODE:
         return name.replace(" fused=on", ", fused" if row.get("is_fused") else "")
     return name
@@ -190,12 +200,12 @@ def _layouts(raw: Mapping[str, Any], case: str) -> Study:
         mode="layout",
         doubts=tuple(doubts_of(raw)),
         points=tuple(point for kind, point in points if kind != _ONE_PROCESS),
-        whole_node=_first(points, _ONE_PROCESS),
+        whole_nodes=_of_role(points, _ONE_PROCESS),
     )
 
 
-def _first(points: Iterable[tuple[Any, Point]], role: str) -> Point | None:
-    return next((point for kind, point in points if kind == role), None)
+def _of_role(points: Iterable[tuple[Any, Point]], role: str) -> tuple[Point, ...]:
+    return tuple(point for kind, point in points if kind == role)
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -66,14 +66,26 @@ def run_figures(run: Run) -> list[tuple[str, str]]:
     found = []
     summary = run.summary
     if isinstance(summary.get("samples_per_s"), int | float):
-        found.append((number_text(summary["samples_per_s"]), f"{run.name}: samples a second"))
+        where = " in the last job" * _was_resumed(run)
+        rate = number_text(summary["samples_per_s"])
+        found.append((rate, f"{run.name}: samples a second{where}"))
     if isinstance(summary.get("seconds"), int | float):
-        found.append((hours_text(summary["seconds"] / 3600), f"{run.name}: training time"))
+        what = "training time" if _covers_all_jobs(run) else "time of the last job"
+        found.append((hours_text(summary["seconds"] / 3600), f"{run.name}: {what}"))
     metrics = summary.get("metrics")
     for name, value in (metrics if isinstance(metrics, Mapping) else {}).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             found.append((number_text(value), f"{run.name}: {name}"))
     return found[:4]
+
+
+def _covers_all_jobs(run: Run) -> bool:
+    """Whether the summary's time is that of its steps: older ones have that of the last job."""
+    return "job_seconds" in run.summary or not _was_resumed(run)
+
+
+def _was_resumed(run: Run) -> bool:
+    return any(event_name(line) == "restart" for line in run.of_kind("event"))
 
 
 def _outcome(run: Run) -> str:

@@ -17,7 +17,7 @@ def scaling_charts(study: Study, key: str) -> list[Chart]:
     if len(ranks) < 2:
         return []
     span = tuple(float(n) for n in ranks)
-    base = min(b.num_ranks for e in study.engines if (b := study.base_of(e)) is not None)
+    base = min(b.num_ranks for p in study.measured if (b := study.base_of(p)) is not None)
     flat = Line(label="ideal", x=span, y=(1.0,) * len(span), is_ideal=True)
     slope = Line(label="ideal", x=span, y=tuple(n / base for n in span), is_ideal=True)
     return [
@@ -86,7 +86,7 @@ def _tell(
 
 def breakdown_chart(study: Study, key: str) -> Bars | None:
     """Where the time of a step goes, a bar for every point whose parts were timed."""
-    every = [p for p in (study.baseline, study.whole_node, *study.points) if p is not None]
+    every = (*study.asides, *study.points)
     timed = [point for point in every if point.split_s and point.step_s is not None]
     if not timed:
         return None
@@ -148,8 +148,9 @@ def layout_chart(study: Study, key: str) -> LineChart | None:
     if not any(line.x for line in lines):
         return None
     span = tuple(float(n) for n in _ranks(study))
-    one = study.whole_node
-    if one is not None and one.step_s is not None:
+    for one in study.whole_nodes:
+        if one.step_s is None:
+            continue
         label = f"one process, {one.num_threads} threads"
         flat = (1000 * one.step_s.median,) * len(span)
         lines.append(Line(label=label, x=span, y=flat, is_ideal=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.scaling.report.advice import advise, describe_scaling
-from hpctrain.scaling.report.asking import Wish, hours_text, price
+from hpctrain.scaling.report.asking import Ask, Wish, hours_text, price
 from hpctrain.scaling.report.axes import bytes_text, number_text
 from hpctrain.scaling.report.document import Section, Table
 from hpctrain.scaling.report.points import PARTS, Estimate, Point, Study
@@ -55,7 +55,7 @@ def _gaps(study: Study) -> list[str]:
         elif without:
             names = ", ".join(f"{p.engine} on {p.num_ranks}" for p in without)
             said.append(f"No breakdown of {names}: the parts of a step were not timed there.")
-        if study.baseline is None:
+        if not study.baselines:
             said.append(
                 "There is no undistributed baseline: efficiency is relative to each engine's "
                 "fewest ranks, and hides what distributing costs at all."
@@ -64,11 +64,11 @@ def _gaps(study: Study) -> list[str]:
 
 
 def _best_layout(study: Study) -> str:
-    one = study.whole_node
     timed = [(p.step_s.median, p) for p in study.measured if p.step_s]
     if not timed:
         return "No layout was measured."
     seconds, best = min(timed, key=lambda pair: pair[0])
+    one = study.node_of(best)
     text = (
         f"The fastest layout is {best.engine} with {best.layout} (ranks x threads): "
         f"{1000 * seconds:.1f} ms a step"
@@ -89,7 +89,7 @@ def _best_layout(study: Study) -> str:
 
 def _tables(study: Study, key: str) -> tuple[Table, ...]:
     """Speed in one table, what follows and what it needs in another: neither is too wide."""
-    every = [p for p in (study.baseline, study.whole_node, *study.points) if p is not None]
+    every = [*study.asides, *study.points]
     names = [
         ("engine", [p.engine for p in every]),
         ("ranks x threads", [p.layout for p in every]),
@@ -218,7 +218,7 @@ def _fraction(study: Study, point: Point) -> str:
 
 
 def _is_aside(study: Study, point: Point) -> bool:
-    return point is study.baseline or point is study.whole_node
+    return any(point is one for one in study.asides)
 
 
 def _cost_section(study: Study, key: str, wish: Wish | None) -> Section | None:
@@ -255,22 +255,32 @@ def _cost_section(study: Study, key: str, wish: Wish | None) -> Section | None:
             "for the whole training, and --runs for as many of them."
         )
     elif chosen is not None:
-        nodes = f"{chosen.point.num_nodes} node{'s' * (chosen.point.num_nodes > 1)}"
+        words.append(_ask_words(study, chosen, wish))
+        others = sum(ask.hours < chosen.hours for ask in asks)
         words.append(
-            f"Ask for {chosen.node_hours:.3g} node-hours: {wish.runs} training"
-            f"{'s' * (wish.runs > 1)} of {number_text(wish.num_samples)} samples, "
-            f"{hours_text(chosen.hours)} each on {nodes} ({chosen.point.num_ranks} "
-            f"rank{'s' * (chosen.point.num_ranks > 1)} of "
-            f"{chosen.point.engine}), and {100 * wish.reserve:.0f} % in reserve for queues, "
-            "restarts and mistakes. It is the largest number of ranks whose efficiency is "
-            "80 % or more."
-            if study.last_good() is not None
-            else f"No point reaches an efficiency of 80 %; the fastest needs "
-            f"{chosen.node_hours:.3g} node-hours, reserve included."
+            "It is the fastest of all measured points, and its node-hours are within 1.25 times "
+            "the fewest."
+            if not others
+            else f"It is the fastest point within 1.25 times the fewest node-hours: {others} "
+            f"point{'s' * (others > 1)} would be faster and cost more than that."
         )
     words.append(
         "Only what was measured is priced; for numbers of ranks beyond, `hpctrain plan` predicts."
     )
     return Section(
         title=f"{study.title}: time to solution", paragraphs=tuple(words), tables=(table,)
+    )
+
+
+def _ask_words(study: Study, chosen: Ask, wish: Wish) -> str:
+    point = chosen.point
+    nodes = f"{point.num_nodes} node{'s' * (point.num_nodes > 1)}"
+    ranks = f"{point.num_ranks} rank{'s' * (point.num_ranks > 1)} of {point.engine}"
+    if _is_aside(study, point):
+        ranks = f"one process with {point.num_threads} thread{'s' * (point.num_threads > 1)}"
+    return (
+        f"Ask for {chosen.node_hours:.3g} node-hours: {wish.runs} training"
+        f"{'s' * (wish.runs > 1)} of {number_text(wish.num_samples)} samples, "
+        f"{hours_text(chosen.hours)} each on {nodes} ({ranks}), and {100 * wish.reserve:.0f} % in "
+        "reserve for queues, restarts and mistakes."
     )

@@ -8,30 +8,45 @@ Speed-up is throughput over that of one undistributed process, in weak and stron
 | Amdahl | 1 / (s + (1 - s) / n): a fixed part of a fixed work does not divide |
 | Gustafson | s + (1 - s) n: work grows with n, and a part of each rank's time is lost |
 
-Fits are least squares of the logarithms with a free factor, for the baseline is measured too; the
-interval of s comes from bootstrapped residuals. Which law explains the data is decided by AICc.
+Fits are least squares of the logarithms. Every law is 1 at one rank, as the baseline is by
+definition: there is no free factor that would let a law have the right slope at the wrong height.
+The interval of s comes from bootstrapped residuals, the order of the laws from AICc. The least bad
+of three laws may still be wrong, so a law describes a curve only if it comes close to every point.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness.ratios import interval_ranks
 
-__all__ = ["LAWS", "KarpFlatt", "Law", "best_law", "fall_below", "fit_laws", "karp_flatt", "trend"]
+__all__ = [
+    "CLOSE_ENOUGH",
+    "LAWS",
+    "KarpFlatt",
+    "Law",
+    "choose_law",
+    "fall_below",
+    "fit_laws",
+    "karp_flatt",
+    "largest_miss",
+    "serial_fraction",
+    "trend",
+]
 
 _GRID = np.concatenate([[0.0], np.logspace(-6, -2, 201), np.linspace(0.011, 1.0, 990)])
 _DRAWS = 400
 _MATERIAL = 0.01  # serial fractions that differ by less are the same, however sure
 _CONFIDENCE = 0.95
-_CLOSE = 2.0  # laws whose AICc differs by less cannot be told apart
+_ALIKE = 2.0  # laws whose AICc differs by less cannot be told apart
+CLOSE_ENOUGH = 0.1
+"""A law describes a curve if it misses no measured speed-up by more than this."""
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 LAWS: dict[str, Callable[[Array, Array], Array]] = {
@@ -51,8 +66,6 @@ class Law:
     low: float
     high: float
     """A 95 % interval of s; with fewer than four data the whole range that is possible."""
-    factor: float
-    """What the fitted curve is at one rank; 1 but for the noise of the baseline."""
     aicc: float | None
     """None where the data are too few for it."""
     error: float
@@ -67,46 +80,64 @@ def fit_laws(ranks: Sequence[int], speedups: Sequence[float], *, seed: int = 0) 
     """Fit every law; the one that explains the data best comes first.
 
     Args:
-        ranks: Of each datum; those of the baseline are 1.
+        ranks: Of each datum, above 1: at 1 all laws are 1.
         speedups: Of each datum, above 0.
         seed: Of the bootstrap.
 
     Raises:
         ConfigError: the data are not of at least two numbers of ranks, or not above 0.
     """
-    if len(ranks) != len(speedups) or len(set(ranks)) < 2 or min(ranks) < 1:
-        raise ConfigError("a law needs speed-ups at two numbers of ranks or more")
+    if len(ranks) != len(speedups) or len(set(ranks)) < 2 or min(ranks) <= 1:
+        raise ConfigError("a law needs speed-ups at two numbers of ranks or more, all above 1")
     if min(speedups) <= 0 or not all(map(math.isfinite, speedups)):
         raise ConfigError("speed-ups must be above 0")
     n = np.asarray(ranks, dtype=float)
     y = np.log(np.asarray(speedups, dtype=float))
     found = [_fit(name, n, y, seed) for name in LAWS]
-    # AICc where there is one; otherwise the smaller error, and the simpler law where equal.
-    return sorted(found, key=lambda law: law.aicc if law.aicc is not None else law.error)
+    # AICc where all have one; otherwise the smaller error, and the simpler law where equal.
+    if any(law.aicc is None for law in found):
+        return sorted(found, key=lambda law: law.error)
+    return sorted(found, key=lambda law: law.aicc or 0.0)
 
 
-def best_law(laws: Sequence[Law]) -> tuple[Law, bool]:
-    """The best of fitted laws, and whether it is clearly better than the next."""
-    best = laws[0]
-    if len(laws) < 2 or best.aicc is None or laws[1].aicc is None:
-        return best, False
-    return best, laws[1].aicc - best.aicc >= _CLOSE
+def largest_miss(law: Law, curve: Mapping[int, float]) -> tuple[int, float]:
+    """Where a law is furthest from measured speed-ups, and by how much relative to them."""
+    misses = {n: abs(law.speedup(n) / speedup - 1) for n, speedup in curve.items()}
+    worst = max(misses, key=lambda n: misses[n])
+    return worst, misses[worst]
+
+
+def choose_law(laws: Sequence[Law], curve: Mapping[int, float]) -> tuple[Law | None, bool]:
+    """The best law that describes a curve, and whether it is clearly better than the next.
+
+    Args:
+        laws: Fitted ones, the best first.
+        curve: The median speed-up at each number of ranks above 1.
+
+    Returns:
+        None where no law describes the curve.
+    """
+    right = [law for law in laws if largest_miss(law, curve)[1] <= CLOSE_ENOUGH]
+    if not right:
+        return None, False
+    if len(right) == 1:
+        return right[0], True
+    best, following = (law.aicc for law in right[:2])
+    return right[0], best is not None and following is not None and following - best >= _ALIKE
 
 
 def _fit(name: str, n: Array, y: Array, seed: int) -> Law:
     free = name != "ideal"
     grid = _GRID if free else np.zeros(1)
     curves = np.log(LAWS[name](n[None, :], grid[:, None]))
-    centred = curves - curves.mean(axis=1, keepdims=True)
-    index = int(_closest(centred, y[None, :])[0])
-    factor = float(y.mean() - curves[index].mean())
-    residuals = y - curves[index] - factor
-    count, num_free = len(y), 1 + free
+    index = int(_closest(curves, y[None, :])[0])
+    residuals = y - curves[index]
+    count = len(y)
     low, high = (0.0, 1.0) if free else (0.0, 0.0)
     if free and count >= 4:
         draws = np.random.default_rng(seed).choice(residuals, (_DRAWS, count))
-        draws *= math.sqrt(count / max(1, count - num_free))
-        chosen = grid[_closest(centred, curves[index] + draws)]
+        draws *= math.sqrt(count / (count - 1))
+        chosen = grid[_closest(curves, curves[index] + draws)]
         tails = (1 - _CONFIDENCE) / 2
         low, high = (float(q) for q in np.quantile(chosen, [tails, 1 - tails]))
     mean_square = float(np.mean(residuals**2))
@@ -115,16 +146,14 @@ def _fit(name: str, n: Array, y: Array, seed: int) -> Law:
         serial=float(grid[index]),
         low=min(low, float(grid[index])),
         high=max(high, float(grid[index])),
-        factor=math.exp(factor),
-        aicc=_aicc(count, mean_square, num_free + 1),
+        aicc=_aicc(count, mean_square, 1 + free),
         error=math.sqrt(mean_square),
     )
 
 
-def _closest(centred: Array, ys: Array) -> Any:
-    """For each row of ys the curve with the least squares, whatever the common factor."""
-    y = ys - ys.mean(axis=1, keepdims=True)
-    squares = (centred**2).sum(axis=1)[None, :] - 2 * y @ centred.T
+def _closest(curves: Array, ys: Array) -> Any:
+    """For each row of ys the curve with the least squares."""
+    squares = (curves**2).sum(axis=1)[None, :] - 2 * ys @ curves.T
     return squares.argmin(axis=1)
 
 
@@ -146,30 +175,52 @@ class KarpFlatt:
     high: float
 
 
-def karp_flatt(ranks: Sequence[int], speedups: Sequence[float]) -> list[KarpFlatt]:
-    """The series of (1/S - 1/n) / (1 - 1/n) for n above 1; rising, it is overhead that grows."""
-    by_ranks: dict[int, list[float]] = {}
-    for n, speedup in zip(ranks, speedups, strict=True):
-        if n > 1:
-            by_ranks.setdefault(n, []).append((1 / speedup - 1 / n) / (1 - 1 / n))
-    series = []
-    for n, fractions in sorted(by_ranks.items()):
-        ordered = sorted(fractions)
-        first, last, _ = interval_ranks(len(ordered), _CONFIDENCE)
-        series.append(
-            KarpFlatt(num_ranks=n, fraction=median(ordered), low=ordered[first], high=ordered[last])
+def serial_fraction(speedup: float, num_ranks: float) -> float:
+    """Karp and Flatt's (1/S - 1/n) / (1 - 1/n), for n above 1; below 0 it is more than ideal."""
+    return (1 / speedup - 1 / num_ranks) / (1 - 1 / num_ranks)
+
+
+def karp_flatt(curve: Mapping[int, tuple[float, float, float]]) -> list[KarpFlatt]:
+    """The serial fraction at every n above 1; rising, it is overhead that grows.
+
+    Args:
+        curve: Speed-up and the ends of its interval, by number of ranks.
+    """
+    return [
+        KarpFlatt(
+            num_ranks=n,
+            fraction=serial_fraction(speedup, n),
+            low=serial_fraction(high, n),
+            high=serial_fraction(low, n),
         )
-    return series
+        for n, (speedup, low, high) in sorted(curve.items())
+        if n > 1
+    ]
 
 
-def trend(series: Sequence[KarpFlatt]) -> str:
-    """Whether a Karp-Flatt series rises, falls, or is level within its intervals."""
+def trend(series: Sequence[KarpFlatt], *, is_repeated: bool = True) -> str:
+    """What a Karp-Flatt series does, beyond its intervals.
+
+    Args:
+        series: By number of ranks.
+        is_repeated: Whether there are intervals at all.
+
+    Returns:
+        `negative` (more than ideal everywhere), `rises`, `falls`, `mixed` (up and down), `zero`
+        (nothing to see), `level`, `unrepeated` (no intervals to judge by) or `unknown` (too short).
+    """
     if len(series) < 2:
         return "unknown"
-    first, last = series[0], series[-1]
-    if last.low > first.high + _MATERIAL:
-        return "rises"
-    return "falls" if last.high < first.low - _MATERIAL else "level"
+    if not is_repeated:
+        return "unrepeated"
+    if all(each.high < 0 for each in series):
+        return "negative"
+    pairs = list(itertools.combinations(series, 2))
+    up = any(later.low > earlier.high + _MATERIAL for earlier, later in pairs)
+    down = any(later.high < earlier.low - _MATERIAL for earlier, later in pairs)
+    if up or down:
+        return "mixed" if up and down else "rises" if up else "falls"
+    return "zero" if all(abs(each.fraction) <= _MATERIAL for each in series) else "level"
 
 
 def fall_below(law: Law, efficiency: float = 0.8, *, serial: float | None = None) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.scaling.harness.ratios import interval_ranks
 from hpctrain.scaling.harness.schema import SCHEMA
-from hpctrain.scaling.sweeps.curves import find_baseline, fit_curves, make_ratios
+from hpctrain.scaling.sweeps.curves import conclude_curves, find_baseline, make_ratios
 from hpctrain.scaling.sweeps.folder import Measured, Sweep, fill_arguments
 from hpctrain.scaling.sweeps.points import ALONE, NODE, Point
 
@@ -64,7 +64,7 @@ def make_result(
             "measured": "steps" if by_steps else "launches",
             "command": command,
             "points": rows,
-            "laws": fit_curves(good, rates),
+            "laws": conclude_curves(rows, seconds),
             "notes": _notes(sweep, good, whole, by_steps=by_steps),
         },
     }

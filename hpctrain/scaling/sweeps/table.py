@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Table", "describe_laws", "point_rows", "split_rows"]
+from hpctrain.scaling.sweeps.curves import conclude_curves, point_names
+
+__all__ = [
+    "Table",
+    "conclude_result",
+    "describe_law",
+    "describe_laws",
+    "describe_reach",
+    "describe_settings",
+    "percent",
+    "point_rows",
+    "split_rows",
+]
 
 Table = tuple[list[str], list[list[str]]]
 _PHASES = ("input", "forward", "backward", "exchange", "update")
@@ -22,14 +34,16 @@ def point_rows(result: Mapping[str, Any]) -> Table:
         ("S / M parameters", "speedup_per_million_parameters"),
     ]
     rows = []
+    names = point_names(scale["points"])
     for row in scale["points"]:
+        name = names[row["name"]]
         if row["state"] != "ok":
             reason = row["why"].splitlines()[0]
-            rows.append([row["name"], f"failed: {reason}", *[""] * (len(headers) + len(extra) - 2)])
+            rows.append([name, f"failed: {reason}", *[""] * (len(headers) + len(extra) - 2)])
             continue
         rows.append(
             [
-                row["name"],
+                name,
                 _with_interval(row, time, 1000.0),
                 _with_interval(row, "samples_per_s", 1.0),
                 _with_interval(row, "speedup", 1.0),
@@ -45,12 +59,13 @@ def split_rows(result: Mapping[str, Any]) -> Table:
     """One row a point: where the time of a step goes, in milliseconds, and what it needs."""
     headers = ["point", *_PHASES, "straggling", "messages", "MB exchanged", "MiB a rank"]
     rows = []
+    names = point_names(result["scale"]["points"])
     for row in result["scale"]["points"]:
         if "split_s" in row:
             counts = row["counts"]
             rows.append(
                 [
-                    row["name"],
+                    names[row["name"]],
                     *(_short(1000 * row["split_s"].get(phase, 0.0)) for phase in _PHASES),
                     _short(1000 * row["straggling_s"]),
                     f"{counts['messages']:g}" if "messages" in counts else "",
@@ -62,58 +77,128 @@ def split_rows(result: Mapping[str, Any]) -> Table:
 
 
 def describe_laws(result: Mapping[str, Any]) -> list[str]:
-    """What the fits say, a sentence or two for each curve; and the speed-ups of settings."""
+    """What follows from every curve, a sentence or two each; and the speed-ups of settings."""
     lines = []
-    for law in result["scale"]["laws"]:
-        few = law["best"] is None or len(law["karp_flatt"]) < 2
-        lines.append(f"{law['kind']}: {_TOO_FEW if few else _explain(law)}.")
-        if len(law["karp_flatt"]) > 1:
-            series = ", ".join(
-                f"{k['fraction']:.3f} at {k['num_ranks']}" for k in law["karp_flatt"]
-            )
-            lines.append(f"{law['kind']}: Karp-Flatt {series}: {_MEANING[law['trend']]}.")
-    return lines + _settings(result)
+    for curve in conclude_result(result):
+        lines.append(f"{curve['kind']}: {describe_reach(curve)}.")
+        lines += describe_law(curve)
+    return lines + describe_settings(result)
+
+
+def conclude_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conclusions on every curve of a result, whichever version wrote it."""
+    seconds = {item["variant"]: item["seconds"] for item in result["series"]}
+    return conclude_curves(result["scale"]["points"], seconds)
+
+
+def describe_reach(curve: Mapping[str, Any]) -> str:
+    """Where efficiency is at the limit or above, and where below: as measured."""
+    limit = f"{100 * curve['efficiency_limit']:.0f} %"
+    kept, missed = curve["kept_at"], curve["missed_at"]
+    below = ", ".join(f"{percent(value)} at {n}" for n, value in missed)
+    if not missed:
+        return f"efficiency is {limit} or more at {_all_of(kept)}"
+    if not kept:
+        return f"efficiency is below {limit} at {_all_of([n for n, _ in missed])} ({below})"
+    if max(kept) < missed[0][0]:
+        return f"efficiency is {limit} or more up to {_ranks(max(kept))} and below beyond ({below})"
+    return f"efficiency is {limit} or more at {_listed(kept)} and below elsewhere ({below})"
+
+
+def describe_law(curve: Mapping[str, Any]) -> list[str]:
+    """Which law describes a curve and what follows from it; the Karp-Flatt fractions."""
+    kind, series = curve["kind"], curve["karp_flatt"]
+    lines = [f"{kind}: {_explain(curve) if curve['fits'] else _TOO_FEW}."]
+    if len(series) > 1:
+        told = ", ".join(f"{k['fraction']:.3f} at {k['num_ranks']}" for k in series)
+        lines.append(f"{kind}: Karp-Flatt {told}: {_MEANING[curve['trend']]}.")
+    return lines
+
+
+def percent(share: float) -> str:
+    """As precise as tables are, so that a text and a table show the same."""
+    return f"{100 * share:.1f} %"
 
 
 _MEANING = {
     "rises": "it rises, so overhead grows with the ranks",
     "falls": "it falls: what is lost does not grow as fast as the ranks",
     "level": "level within its intervals, as a fixed serial part would be",
-    "unknown": "one number of ranks shows no trend",
+    "zero": "no serial part can be seen",
+    "negative": "below 0, so more than ideal: there is no serial part to see",
+    "mixed": "it goes up and down beyond its intervals, as no serial part does",
     "unrepeated": "measured once, so a trend cannot be told from noise",
 }
 _TOO_FEW = (
-    "too few points to fit a law of scaling; measure at least three numbers of ranks, each at "
-    "least twice"
+    "too few points to fit a law of scaling; measure at least two numbers of ranks above 1, each "
+    "at least twice"
 )
 
 
-def _explain(law: Mapping[str, Any]) -> str:
-    """Which law explains a curve, and what follows from it."""
-    best = next(fit for fit in law["fits"] if fit["name"] == law["best"])
-    name = "ideal scaling" if best["name"] == "ideal" else f"{best['name']}'s law"
-    text = f"{name} explains the data best"
+def _explain(curve: Mapping[str, Any]) -> str:
+    """Which law describes a curve, and what follows from it."""
+    if curve["best"] is None:
+        return _explain_none(curve)
+    best = next(fit for fit in curve["fits"] if fit["name"] == curve["best"])
+    text = f"{_law_name(best)} describes the data"
+    if curve["is_clear"]:
+        text += " best"
     if best["name"] != "ideal":
         interval = f"[{best['low']:.3f}, {best['high']:.3f}]"
         text += f", with a serial fraction of {best['serial']:.3f} {interval}"
-    if not law["is_clear"]:
-        text += ", though not clearly better than the others"
-    return f"{text}; {_threshold(law)}"
+    text += f" (at most {percent(best['largest_miss'])} off a measured speed-up)"
+    if not curve["is_clear"]:
+        text += ", though not clearly better than other laws"
+    return text + _threshold(curve)
 
 
-def _threshold(law: Mapping[str, Any]) -> str:
-    limit, where = law["efficiency_limit"], law["falls_below"]
+def _explain_none(curve: Mapping[str, Any]) -> str:
+    nearest = min(curve["fits"], key=lambda fit: fit["largest_miss"])
+    text = (
+        f"no law of scaling describes the data: the nearest, {_law_name(nearest)}, is "
+        f"{percent(nearest['largest_miss'])} off at {_ranks(nearest['largest_miss_at'])}"
+    )
+    if curve["trend"] == "negative":
+        text += "; the ranks are faster than ideal, which none of the laws knows"
+    return text
+
+
+def _threshold(curve: Mapping[str, Any]) -> str:
+    """Where efficiency falls below the limit by the law, unless a measured point contradicts."""
+    limit, where = f"{100 * curve['efficiency_limit']:.0f} %", curve["falls_below"]
     if where is None:
-        return f"by it, efficiency does not fall below {limit:.0%}"
-    low, high = (law[f"falls_below_{end}"] for end in ("low", "high"))
+        never = curve["never_falls"]
+        return f"; by it, efficiency does not fall below {limit}" if never else ""
+    low, high = (curve[f"falls_below_{end}"] for end in ("low", "high"))
     upper = "no limit" if high is None else f"{high:.1f}"
     lower = f"{low:.1f}" if low is not None else "1"
-    return f"by it, efficiency falls below {limit:.0%} at {where:.1f} ranks [{lower}, {upper}]"
+    return f"; by it, efficiency falls below {limit} at {where:.1f} ranks [{lower}, {upper}]"
 
 
-def _settings(result: Mapping[str, Any]) -> list[str]:
+def _law_name(fit: Mapping[str, Any]) -> str:
+    return "ideal scaling" if fit["name"] == "ideal" else f"{fit['name']}'s law"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *first, last = (str(number) for number in numbers)
+    words = f"{', '.join(first)} and {last}" if first else last
+    return f"{words} rank{'s' * (len(numbers) > 1 or numbers[0] != 1)}"
+
+
+def _all_of(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return _ranks(numbers[0])
+    return f"every measured number of ranks, {', '.join(map(str, numbers))}"
+
+
+def describe_settings(result: Mapping[str, Any]) -> list[str]:
     """Speed-up of a setting over the first of its axis, such as mixed precision over without."""
     rows = {row["name"]: row for row in result["scale"]["points"]}
+    names = point_names(result["scale"]["points"])
     lines = []
     for ratio in result["ratios"]:
         mine, theirs = rows[ratio["variant"]], rows[ratio["baseline"]]
@@ -125,7 +210,7 @@ def _settings(result: Mapping[str, Any]) -> list[str]:
             text = "{:.2f} [{:.2f}, {:.2f}]".format(*times)
             if ratio["num_blocks"] == 1:
                 text = f"{times[0]:.2f} (measured once)"
-            lines.append(f"{mine['name']}: {what} is {text} times as fast as {than}.")
+            lines.append(f"{names[mine['name']]}: {what} is {text} times as fast as {than}.")
     return lines
 
 
