@@ -162,7 +162,7 @@ def test_every_value_of_a_centre_has_its_source_or_is_called_assumed(name):
     sourced = {key for keys in site(name).sources.values() for key in keys}
     assert keys == (sourced | set(site(name).assumed)) - {"job_folders"}
     for page in site(name).sources:
-        assert re.search(r"\bread 2026-\d\d-\d\d\b", page), page
+        assert re.search(r"\bas of 2026-\d\d-\d\d\b", page), page
 
 
 def test_sources_are_shown(capsys):
@@ -171,7 +171,7 @@ def test_sources_are_shown(capsys):
     assert re.search(r"FI_MR_CACHE_MONITOR +kdreg2 +\[2\]", shown), shown
     assert re.search(r"^ mpi +cray_shasta +assumed", shown, re.MULTILINE), shown
     assert re.search(r"queue extended +1 to 64 nodes, 24:00:00 +\[1\]", shown), shown
-    assert "[2] docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html, read" in shown
+    assert "[2] docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html, as of" in shown
     assert main(["job", "sites", "frontier", "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["queues"]["extended"]["max_nodes"] == 64
