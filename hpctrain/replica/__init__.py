@@ -56,6 +56,7 @@ def distribute(
     scaling: LossScaling | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    nonfinite: str = "stop",
 ) -> Replica:
     """Collective: train a model on all ranks as one; every rank passes the same arguments.
 
@@ -86,6 +87,9 @@ def distribute(
         clip_norm: Limit of the norm of all gradients together, over all ranks.
         clip_value: Limit of the size of each element of the gradients. A parameter group with
             `clip=False` is left out of both.
+        nonfinite: `stop`: a loss that is inf or NaN ends the training on all ranks before the sum
+            spreads it, with the rank and the step; `ignore`: go on as torch does. `fp16` has its
+            own rule: such steps are skipped.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
@@ -105,6 +109,7 @@ def distribute(
         "scaling": scaling,
         "clip_norm": clip_norm,
         "clip_value": clip_value,
+        "nonfinite": nonfinite,
         "timeout_s": timeout_s,
         "horovod": horovod,
         "engine": describe_engine(engine),
@@ -117,6 +122,7 @@ def distribute(
         overlap=overlap,
         bucket_bytes=bucket_bytes,
         engine=engine,
+        nonfinite=nonfinite,
     )
     if trouble is None:
         try:
@@ -202,6 +208,7 @@ def distribute(
         reason=connection.reason,
         rebuild=lay_out,
         release=(lambda: None) if given else connection.close,
+        stops_at_nonfinite=nonfinite == "stop",
     )
     world.at_exit(_let_go(weakref.ref(replica)))
     if isinstance(replica, TimedReplica) and asked is not None:

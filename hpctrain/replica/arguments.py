@@ -23,7 +23,6 @@ __all__ = [
 
 _REFUSED = {
     "SparseAdam": "it needs sparse gradients, and gradients travel dense; use Adam or AdamW",
-    "LBFGS": "it evaluates the loss several times a step; use a first-order optimizer",
 }
 _ORDER = "call distribute(world, model, optimizer)"
 
@@ -54,6 +53,7 @@ def find_trouble(
     overlap: object,
     bucket_bytes: object,
     engine: object,
+    nonfinite: object,
 ) -> str | None:
     """What is wrong with this rank's arguments, or None. Pure."""
     for name, value, kind in (
@@ -72,6 +72,8 @@ def find_trouble(
         return f"bucket_bytes={bucket_bytes!r} must be a whole number, at least 1, or None"
     if not (overlap is None or isinstance(overlap, bool)):
         return f"overlap={overlap!r} must be True, False or None"
+    if nonfinite not in ("stop", "ignore"):
+        return f"nonfinite={nonfinite!r} is unknown; choose 'stop' or 'ignore'"
     if not isinstance(engine, str | Engine):
         return f"engine={engine!r} must be a name such as 'auto', or an engine"
     return None

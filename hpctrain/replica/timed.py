@@ -78,9 +78,26 @@ class TimedReplica(ObservedReplica):
         )
         self._clock.pause()
 
-    def _exchange(self, taking_part: float) -> Arrived:
+    def _begin_plain(self) -> None:
+        if not self._passes.is_open:
+            self._clock.begin("backward")
+            self._clock.count(None)
+        super()._begin_plain()
+
+    def _end_plain(self) -> None:
+        super()._end_plain()
+        self._clock.pause()
+
+    def _begin_update(self) -> None:
+        self._clock.begin("update")
+
+    def _count_step(self) -> None:
+        super()._count_step()
+        self._note(self._clock.finish())
+
+    def _exchange(self, *, present: bool = True) -> Arrived:
         around = self._clock.begin("exchange")
-        arrived = super()._exchange(taking_part)
+        arrived = super()._exchange(present=present)
         self._clock.pause()
         if around is not None:
             self._clock.begin(around)
