@@ -303,13 +303,17 @@ class Arena:
         self._launched += 1
         self.num_messages += 1
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
         """Collective if a bucket has left: end an exchange whose backward pass was interrupted.
 
         The other ranks wait for the buckets that have not left. They are sent, and the last one
         says that they are worth nothing. Nothing here may be written to while it travels.
+
+        Returns:
+            Whether a bucket had left.
         """
-        if self._launched:
+        has_begun = self._launched > 0
+        if has_begun:
             for lane in self._lanes[self._launched :]:
                 if lane.control is not None:
                     lane.control[-1] = 1.0
@@ -323,6 +327,7 @@ class Arena:
         self._launched = 0
         self._late = []
         self.forget()
+        return has_begun
 
     def finish(self) -> Arrived:
         """Collective: send the buckets that have not left yet, and wait for all."""

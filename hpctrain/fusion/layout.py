@@ -5,7 +5,7 @@ A bucket is a contiguous piece of one dtype's buffer and travels as one message:
     [ gradient | gradient | ... | one flag per parameter | control words (one bucket only) ]
 
 The flags say which parameters a rank has used, so that "unused everywhere" can be told from "zero";
-the control words carry sample counts and the number of the step. Neither needs a message of its own.
+the control words carry sample counts and the number of the step. Neither needs its own message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpctrain.errors import ConfigError
 __all__ = ["CONTROL_WORDS", "Bucket", "ParameterSpec", "cut_into_runs", "plan"]
 
 CONTROL_WORDS = 9
-"""See `hpctrain.replica.words`: sample counts, the number of the step, what went wrong on a rank."""
+"""See `hpctrain.replica.words`: sample counts, the number of the step, what a rank has found."""
 
 _ALIGN_BYTES = 64
 # Exact for the counts that control words carry; half precisions are not.

@@ -143,12 +143,12 @@ class ArenaMode(OnParameters):
         for run in self.arena.runs(excluded)[0]:
             run.clamp_(-limit, limit)
 
-    def zero(self) -> None:
+    def zero(self) -> bool:
         """Forget all gradients. Collective after an interrupted pass that sent some of them."""
-        if self._armed:
-            self._armed = False
-            self.arena.abandon()
+        exchanged = self._armed and self.arena.abandon()
+        self._armed = False
         self.arena.zero()
+        return exchanged
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""

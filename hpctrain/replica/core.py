@@ -16,6 +16,7 @@ from hpctrain import log
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.fusion.arena import Arrived
+from hpctrain.optim.several import label_of, members_of
 from hpctrain.precision import Precision
 from hpctrain.replica.arguments import check_loss
 from hpctrain.replica.finite import FiniteCheck
@@ -86,6 +87,8 @@ class Replica:
         """Averages of earlier backward calls, while later ones of the same step are collected."""
         self._seen: tuple[torch.nn.Parameter, weakref.ref[Tensor]] | None = None
         """A parameter and its gradient, as the last exchange or step has left it."""
+        self._nonfinite: Words | None = None
+        """The sums of an exchange in which a rank said that something is not finite."""
         self._num_exchanges = 0
         self._late: list[LateSums] = []
         self._said: set[str] = set()
@@ -96,13 +99,13 @@ class Replica:
         )
         self._passes = PlainPasses(self._begin_plain, self._end_plain)
         self._passes.watch(self._mode.parameters)
-        self._step_hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-        # Before a divided update, which must be the last, and before a closure is evaluated by it.
-        hooks: OrderedDict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
-        hooks.move_to_end(self._step_hooks[0].id, last=False)
+        self._step_hooks = []
+        for member in members_of(optimizer):
+            before = member.register_step_pre_hook(self._before_step)
+            # Before a divided update, which must be last, and before it evaluates a closure.
+            hooks: OrderedDict[int, Any] = member._optimizer_step_pre_hooks  # type: ignore[assignment]
+            hooks.move_to_end(before.id, last=False)
+            self._step_hooks += [before, member.register_step_post_hook(self._after_step)]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the model forward, in the precision that was chosen.
@@ -189,7 +192,8 @@ class Replica:
     def _begin_anew(self) -> None:
         self._window.clear()
         self._treatment.forget()
-        self._aside = None
+        self._aside = self._nonfinite = None
+        self._finite.forget()
 
     # Backward passes of a loop that knows only torch
 
@@ -337,24 +341,33 @@ class Replica:
         return arrived
 
     def _check_totals(self, mine: Words, totals: Words) -> None:
-        """Refuse what ranks did differently; collective where something is not finite."""
+        """Refuse what ranks did differently, and keep what all must know at the step."""
         try:
             check_sums(mine, totals, size=self.engine.size, step=self.num_steps)
         except HpcTrainError:
             self._drop()
             raise
-        if totals.nonfinite:
-            self._drop()
-            if self.engine.size == self.world.size:
-                self._finite.stop(totals)
-            self._finite.stop_alone(totals)
+        self._nonfinite = totals if totals.nonfinite else None
 
     def _drop(self) -> None:
         """Forget gradients that are worth nothing, so that a caught error leaves none behind."""
         self._mode.begin(fresh=True)
-        self._window.clear()
-        self._treatment.forget()
-        self._aside = None
+        self._begin_anew()
+
+    def _stop_at_nonfinite(self) -> None:
+        """Collective if a rank has found something: stop before it gets into the weights.
+
+        Not before the step: a GradScaler of the user's leaves out a step that has overflowed.
+        """
+        sums = self._nonfinite
+        if sums is None:
+            return
+        try:
+            if self.engine.size == self.world.size:
+                self._finite.stop(sums)
+            self._finite.stop_alone(sums)
+        finally:
+            self._drop()
 
     def _read_late(self, mine: Words, control: Tensor) -> None:
         """On a GPU: check sums of earlier exchanges that have arrived meanwhile."""
@@ -454,6 +467,7 @@ class Replica:
         if self._empty:
             self._window.clear()
             return Step(due=False, note="no samples")
+        self._stop_at_nonfinite()
         rates = tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
         self._stepping += 1
         try:
@@ -474,7 +488,7 @@ class Replica:
     # Steps of a loop that calls the optimizer itself
 
     def _before_step(
-        self, _optimizer: object, arguments: tuple[Any, ...], named: dict[str, Any]
+        self, optimizer: object, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Refuse gradients that were never exchanged; let a closure's loss be the mean of all."""
         self._stepping += 1
@@ -484,7 +498,7 @@ class Replica:
             self._begin_update()
             closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
             if closure is None:
-                self._check_exchanged()
+                self._check_exchanged(optimizer)
                 return None
             averaged = partial(self._evaluate, closure)
             if "closure" in named:
@@ -494,11 +508,13 @@ class Replica:
             self._stepping = 0
             raise
 
-    def _check_exchanged(self) -> None:
+    def _check_exchanged(self, optimizer: object = None) -> None:
         check_finished(self._window, is_open=self._passes.is_open)
         if self._mode.foreign():
             self._check_habits()
         check_stepped(self._window, by_hand=self._is_by_hand())
+        if getattr(optimizer, "found_inf", None) is None:  # else a GradScaler's fused step skips
+            self._stop_at_nonfinite()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Collective: a closure's loss as the mean over all ranks, or they would part over it."""
@@ -519,9 +535,10 @@ class Replica:
     def _after_step(self, *_arguments: Any) -> None:
         self._stepping = max(0, self._stepping - 1)
         if not self._stepping:
-            self._window.stepped = self._window.exchanged
             self._note_seen()
-            self._count_step()
+            if self._window.exchanged and not self._window.stepped:
+                self._window.stepped = True
+                self._count_step()
 
     def _begin_update(self) -> None:
         """The loop has called `optimizer.step()` by itself."""
@@ -537,11 +554,9 @@ class Replica:
         """
         if self._mode.foreign() and not self._passes.watches:
             self._passes.watch(self._mode.parameters)  # the loop has begun to use plain torch
-        self._mode.zero()
+        self._num_exchanges += self._mode.zero()
         self._passes.forget()
-        self._window.clear()
-        self._treatment.forget()
-        self._aside = None
+        self._begin_anew()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
@@ -627,7 +642,7 @@ class Replica:
             *self._mode.describe(),
             ("accumulate", str(self._window.accumulate)),
             *self._precision.describe(),
-            ("optimizer", f"{type(self.optimizer).__name__}, {len(self._identity)} parameters"),
+            ("optimizer", f"{label_of(self.optimizer)}, {len(self._identity)} parameters"),
             *([("freed memory", keep_freed_memory())] if self.world.device.type == "cpu" else []),
             *own_statistics(self.model, self.engine.size),
         ]

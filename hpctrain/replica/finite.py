@@ -64,7 +64,8 @@ class FiniteCheck:
         self._late.append((step, host, event))
         while self._late and self._late[0][2].query():  # type: ignore[no-untyped-call]
             number, value, _ = self._late.pop(0)
-            self._judge(value.item(), number)
+            if number < step:  # its step was made; a GradScaler of the user's leaves some out
+                self._judge(value.item(), number)
 
     def _judge(self, value: complex, step: int) -> None:
         finite = math.isfinite(value.real) and math.isfinite(value.imag)
@@ -95,6 +96,10 @@ class FiniteCheck:
                     f"step {step}: the gradient of {name} has {num_bad} of {gradient.numel()} "
                     "elements that are inf or NaN"
                 )
+
+    def forget(self) -> None:
+        """Gradients were dropped, and with them what was found."""
+        self.finding = None
 
     def stop(self, sums: Words) -> NoReturn:
         """Collective: some rank has found something.

@@ -256,11 +256,13 @@ class HorovodMode(OnParameters):
                 found[index in excluded].append(parameter.grad)
         return found
 
-    def zero(self) -> None:
+    def zero(self) -> bool:
         """Forget all gradients. Collective after an interrupted backward pass that sent some."""
-        if self._armed:
+        exchanged = self._armed
+        if exchanged:
             self._travel(_NOTHING._replace(interrupted=1.0))
         self.begin(fresh=True)
+        return exchanged
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients that were set aside."""

@@ -44,8 +44,12 @@ class Mode(Gradients, Protocol):
     def exchange(self, control: Words) -> Arrived:
         """Collective: sum all gradients over all ranks."""
 
-    def zero(self) -> None:
-        """Forget all gradients. Collective after an interrupted pass that sent some of them."""
+    def zero(self) -> bool:
+        """Forget all gradients. Collective after an interrupted pass that sent some of them.
+
+        Returns:
+            Whether that was an exchange.
+        """
 
     def hide_unused(self, used: frozenset[int] | None) -> None:
         """Give parameters that no rank used no gradient; None: all were used."""

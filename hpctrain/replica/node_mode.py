@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,7 +60,7 @@ class NodeMode(OnTorchsOwn):
         take = self._take if total >= _TAKE_FROM_BYTES else None
         self.sums = NodeSums(group, self.memory.rooms)
         self.usage = Usage(self.names, self.parameters, take)
-        self.update: ShardedUpdate | None = None
+        self.updates: list[ShardedUpdate] = []
         self.why_update = ""
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self._slots: list[Tensor] = list(self.views)
@@ -90,14 +90,14 @@ class NodeMode(OnTorchsOwn):
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass: where a new window begins, there are no gradients."""
         super().begin(fresh=fresh)
-        if self.update is not None:
-            self.update.go_between()
+        for update in self.updates:
+            update.go_between()
 
     def take_all(self) -> None:
         """Gradients are where torch has put them: an exchange takes them from there."""
         super().take_all()
-        if self.update is not None:
-            self.update.go_between()
+        for update in self.updates:
+            update.go_between()
 
     def exchange(self, control: Words) -> Arrived:
         """Collective: sum all gradients over all ranks."""
@@ -219,9 +219,13 @@ class NodeMode(OnTorchsOwn):
         self.norms.clamp(limit, excluded)
         self._look()
 
-    def each_alone(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def each_alone(self) -> Iterator[None]:
         """A block in which every rank that steps updates everything by itself."""
-        return super().each_alone() if self.update is None else self.update.suspended()
+        with ExitStack() as stack:
+            for update in self.updates:
+                stack.enter_context(update.suspended())
+            yield
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""
@@ -238,9 +242,10 @@ class NodeMode(OnTorchsOwn):
         ]
         if self.group.num_nodes > 1:
             rows.append((f"between {where}s", f"{self.group.num_lanes} slices at once"))
-        if self.update is None:
+        if not self.updates:
             return [*rows, ("update", f"replicated: {self.why_update}")]
-        return [*rows, *self.update.describe(), ("", self.why_update)]
+        shares = [row for update in self.updates for row in update.describe()]
+        return [*rows, *shares, ("", self.why_update)]
 
     def counts(self) -> dict[str, int]:
         """Exchanges so far and Python hooks called so far, and bytes in one exchange."""
@@ -250,8 +255,8 @@ class NodeMode(OnTorchsOwn):
     def close(self) -> None:
         """Take the hooks away; gradients stay what they are."""
         self.usage.close()
-        if self.update is not None:
-            self.update.close()
+        for update in self.updates:
+            update.close()
         self.norms.close()
         self.memory.close()
 

@@ -85,10 +85,11 @@ class OnTorchsOwn(OnParameters):
         self.usage.settle()
         self._strays = None
 
-    def zero(self) -> None:
+    def zero(self) -> bool:
         """Forget all gradients."""
         self.usage.settle()
         self._strays = None
+        return False
 
     def _fingerprint(self) -> list[tuple[int, int]]:
         return [(id(g), -1 if g is None else g._version) for g in (p.grad for p in self.parameters)]

@@ -1,9 +1,10 @@
 """Backward passes that nobody announced: `loss.backward()` in a loop that knows only torch.
 
 The first gradient of such a pass tells the replica; a callback of the autograd engine, which runs
-before `backward` returns, exchanges what the pass has made. (Hooks on the gradients' way to `p.grad`
-would come earlier, and in `torch.autograd.grad` as well, which adds to no gradient.) A replica that is trained by `replica.backward(loss)` takes these hooks away: they cost a
-Python call for each parameter.
+before `backward` returns, exchanges what the pass has made. (Hooks on a gradient's way to `p.grad`
+would come earlier, and in `torch.autograd.grad` as well, which adds to no gradient.) A replica that
+is trained by `replica.backward(loss)` takes these hooks away: they cost a Python call for each
+parameter.
 """
 
 from __future__ import annotations

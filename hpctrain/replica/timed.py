@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hpctrain.optim.several import label_of
 from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.step_clock import StepClock, StepTime
@@ -155,7 +156,7 @@ class TimedReplica(ObservedReplica):
             "global_batch": world.bench.batch,
             "counts": {**gained, "bytes": counts["bytes"]},
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": label_of(self.optimizer),
             "is_fused": any(group.get("fused") for group in self.optimizer.param_groups),
             "replica": self._mode.describe(),
         }
