@@ -293,13 +293,22 @@ class Replica:
         """Whether gradients are looked at before they travel. Not in `join`: not all step there."""
         return self._treatment.examines and not self._joining
 
-    def _words(self, weight: float, calls: int, *, counted: float, present: bool = True) -> Words:
+    def _words(
+        self,
+        weight: float,
+        calls: int,
+        *,
+        counted: float,
+        plain: bool = False,
+        present: bool = True,
+    ) -> Words:
         return say(
             rank=self.world.rank,
             weight=weight,
             calls=float(calls),
             present=present,
             counted=counted,
+            plain=plain,
             sequence=self._num_exchanges + self.num_steps,
             finding=self._finite.finding,
         )
@@ -311,26 +320,32 @@ class Replica:
             self._treatment.examine(*self._named())
         groups = self.optimizer.param_groups
         words = self._words(
-            window.weight, window.calls, counted=float(window.counted), present=present
+            window.weight,
+            window.calls,
+            counted=float(window.counted),
+            plain=window.plain,
+            present=present,
         )
         self._num_exchanges += 1
         arrived = self._mode.exchange(words)
         self._empty = False
+        plain = window.plain
         alone = self.engine.size == 1  # then this rank knows the totals without asking a GPU
         on_cpu = alone or arrived.control.device.type == "cpu"
         if on_cpu or window.weight == 0 or self._joining:
             totals = words if alone else Words(*arrived.control.tolist())
             self._check_totals(words, totals)
             self._empty = totals.weight == 0
+            plain = totals.plain > 0  # a rank that ran out of data does as the others do
         else:
             self._read_late(words, arrived.control)
         if not self._empty:
             # On a GPU the device divides on all ranks, also where the totals were read: same bits.
             given = totals[:3] if on_cpu else arrived.control[:3].unbind()
             divisor = window.divisor(*given)
-            seeded = 1.0 if window.plain else self._scale or 1.0
+            seeded = 1.0 if plain else self._scale or 1.0
             self._treatment.average(self._mode, divisor / seeded, groups)
-            if on_cpu and not window.plain:
+            if on_cpu and not plain:
                 self._scale = float(divisor)
         self._mode.hide_unused(frozenset() if self._empty else arrived.used())
         if self._aside is not None:

@@ -43,7 +43,7 @@ class FiniteCheck:
     def __init__(self, world: World, *, watches: bool) -> None:
         self._world = world
         self._watches = watches
-        self._late: list[tuple[int, Tensor, torch.cuda.Event]] = []
+        self._late: list[_OnItsWay] = []
         self._num_looks = 0
         self.finding: str | None = None
 
@@ -52,25 +52,23 @@ class FiniteCheck:
         if not self._watches:
             return
         if loss.is_cuda:
-            self._look_late(loss, step)
-        elif self.finding is None:
-            self._judge(loss.item(), step)
+            self._look_late(["the loss"], loss.detach().reshape(1), step)
+        else:
+            self._judge("the loss", loss.item(), step)
 
-    def _look_late(self, loss: Tensor, step: int) -> None:
-        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        host.copy_(loss.detach().reshape(()), non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._late.append((step, host, event))
-        while self._late and self._late[0][2].query():  # type: ignore[no-untyped-call]
-            number, value, _ = self._late.pop(0)
-            if number < step:  # its step was made; a GradScaler of the user's leaves some out
-                self._judge(value.item(), number)
+    def _look_late(self, texts: list[str], values: Tensor, step: int) -> None:
+        """On a GPU: send these to the host, and judge what has arrived meanwhile."""
+        self._late.append(_OnItsWay(step, texts, values))
+        while self._late and self._late[0].has_arrived():
+            there = self._late.pop(0)
+            if there.step < step:  # its step was made; a GradScaler of the user's leaves some out
+                for text, value in there.read():
+                    self._judge(text, value, there.step)
 
-    def _judge(self, value: complex, step: int) -> None:
+    def _judge(self, text: str, value: complex, step: int) -> None:
         finite = math.isfinite(value.real) and math.isfinite(value.imag)
         if not finite and self.finding is None:
-            self.finding = f"step {step}: the loss is {value}"
+            self.finding = f"step {step}: {text} is {value}"
 
     def look_at_gradients(
         self, names: Sequence[str], parameters: Sequence[Tensor], *, step: int
@@ -78,7 +76,7 @@ class FiniteCheck:
         """Look at gradients whose loss nobody showed us, before they are summed.
 
         A NaN loss makes nearly every gradient NaN, so the smallest are looked at each time, and all
-        of them now and then. On a GPU this waits for the device, now and then only.
+        of them now and then; that waits for a GPU.
         """
         if not self._watches:
             return
@@ -86,9 +84,12 @@ class FiniteCheck:
         self._num_looks += 1
         pairs = [(n, p.grad) for n, p in zip(names, parameters, strict=True) if p.grad is not None]
         if not look_at_all:
-            if pairs and pairs[0][1].is_cuda:
-                return
             pairs = sorted(pairs, key=lambda pair: pair[1].numel())[:_MOST_SMALL]
+            if pairs and pairs[0][1].is_cuda:
+                norms = [norm.float() for norm in torch._foreach_norm([g for _, g in pairs])]
+                texts = [f"the norm of the gradient of {name}" for name, _ in pairs]
+                self._look_late(texts, torch.stack(norms), step)
+                return
         for name, gradient in pairs:
             num_bad = _count_nonfinite(gradient)
             if num_bad and self.finding is None:
@@ -123,6 +124,24 @@ class FiniteCheck:
         """
         mine = f" ({self.finding})" if self.finding else ""
         raise NonFiniteError(f"{_who(sums)}: a loss is inf or NaN{mine}; {_CURE}")
+
+
+class _OnItsWay:
+    """Numbers on their way from a GPU."""
+
+    def __init__(self, step: int, texts: list[str], values: Tensor) -> None:
+        self.step = step
+        self._texts = texts
+        self._host = torch.empty(len(texts), dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def has_arrived(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[tuple[str, complex]]:
+        return list(zip(self._texts, self._host.tolist(), strict=True))
 
 
 def _who(sums: Words) -> str:

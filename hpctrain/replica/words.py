@@ -30,6 +30,8 @@ class Words(NamedTuple):
     """1 for a rank that takes part, 0 for one that ran out of data (`join`)."""
     counted: float
     """Backward calls that came with sample counts."""
+    plain: float
+    """1 for a rank whose gradients came by `loss.backward()`: they are not weighed yet."""
     sequence: float
     """Exchanges and steps so far, modulo a small number."""
     sequence_squared: float
@@ -53,6 +55,7 @@ def say(
     calls: float,
     present: bool,
     counted: float,
+    plain: bool,
     sequence: int,
     finding: str | None,
 ) -> Words:
@@ -63,6 +66,7 @@ def say(
         calls=calls,
         present=float(present),
         counted=counted,
+        plain=float(plain),
         sequence=number,
         sequence_squared=number * number,
         nonfinite=float(finding is not None),
@@ -91,6 +95,11 @@ def check_sums(mine: Words, sums: Words, *, size: int, step: int) -> None:
         )
     check_counted(sums.calls, sums.counted, here=mine.counted > 0)
     ranks = sums.present
+    if 0 < sums.plain < ranks:
+        raise ConfigError(
+            f"loss.backward() was called on {sums.plain:.0f} of {ranks:.0f} ranks and "
+            "replica.backward(loss) on the others; call the same on every rank"
+        )
     same = (
         sums.sequence == mine.sequence * ranks
         and sums.sequence_squared == mine.sequence_squared * ranks

@@ -443,3 +443,33 @@ def test_compiled_models(world, engines):
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-11)
     replica.close()
+
+
+def test_ranks_that_run_out_of_data_stay_in_join(world, plain):
+    p = plain(optimizer=lambda m: torch.optim.AdamW(m.parameters(), 0.01))
+    lengths = [2 + rank for rank in range(world.size)]
+    with p.replica.join():
+        for step in range(lengths[world.rank]):
+            p.optimizer.zero_grad()
+            p.loss(step).backward()
+            p.optimizer.step()
+    for step in range(max(lengths)):
+        p.own.zero_grad()
+        there = [rank for rank in range(world.size) if step < lengths[rank]]
+        chunks = batch(step, [3] * world.size)
+        for rank in there:
+            x, y = chunks[rank]
+            (cross_entropy(p.alone(x, rank), y) / len(there)).backward()
+        p.own.step()
+    p.check()
+
+
+def test_both_kinds_of_backward_at_once_are_refused(world, plain):
+    if world.size == 1:
+        pytest.skip("one rank does the same as itself")
+    p = plain()
+    p.loss(0).backward()
+    p.optimizer.step()
+    p.optimizer.zero_grad()
+    with pytest.raises(hpc.ConfigError, match="call the same on every rank"):
+        p.replica.backward(p.loss(1)) if world.rank else p.loss(1).backward()
