@@ -623,6 +623,15 @@ class Replica:
         """Whether gradients of an unfinished step are waiting: no place for a checkpoint."""
         return self._window.calls > 0 and not self._window.stepped
 
+    @property
+    def stops_at_nonfinite(self) -> bool:
+        """Whether a loss that is inf or NaN on some rank stops all ranks at the step."""
+        return self._finite.watches
+
+    @stops_at_nonfinite.setter
+    def stops_at_nonfinite(self, stops: bool) -> None:
+        self._finite.watches = stops and self._treatment.scaler is None
+
     def counters(self) -> dict[str, Any]:
         """What a replica has counted and learned beside the optimizer's state, as plain data.
 

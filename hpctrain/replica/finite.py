@@ -42,14 +42,14 @@ class FiniteCheck:
 
     def __init__(self, world: World, *, watches: bool) -> None:
         self._world = world
-        self._watches = watches
+        self.watches = watches
         self._late: list[_OnItsWay] = []
         self._num_looks = 0
         self.finding: str | None = None
 
     def look_at_loss(self, loss: Tensor, *, step: int) -> None:
         """Look at a loss before it is differentiated; on a GPU at those that have arrived."""
-        if not self._watches:
+        if not self.watches:
             return
         if loss.is_cuda:
             self._look_late(["the loss"], loss.detach().reshape(1), step)
@@ -78,7 +78,7 @@ class FiniteCheck:
         A NaN loss makes nearly every gradient NaN, so the smallest are looked at each time, and all
         of them now and then; that waits for a GPU.
         """
-        if not self._watches:
+        if not self.watches:
             return
         look_at_all = self._num_looks % _LOOK_ALL_EVERY == 0
         self._num_looks += 1

@@ -234,7 +234,6 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
             scaling=scaling,
             clip_norm=config.optimizer.clip_norm,
             clip_value=config.optimizer.clip_value,
-            nonfinite="ignore",  # the trainer looks at all its figures; see `Guard`
         )
         replicas[name].reason = connection.reason
     return replicas
