@@ -34,7 +34,7 @@ _PAIRWISE = (
 )
 LEFT_OUT = {
     3: (*_PAIRWISE, "horovod_mode", "precision", "sentinel", "trainer", "watchdog"),
-    4: _PAIRWISE,
+    4: (*_PAIRWISE, "several_optimizers", "plain_loops"),
 }
 """Suites in which so many ranks show nothing that two do not: for MPI_TESTS_FULL=1."""
 TEST_LIMIT_S = float(os.environ.get("MPI_TESTS_LIMIT_S", "120"))

@@ -193,7 +193,16 @@ class Loader:
             self._part = part
             self._total += part.global_samples
             self._consumed = part.stop
+            if torch.is_grad_enabled():  # an evaluation's batches are nobody's gradients
+                self.world.shares.note(
+                    id(self),
+                    num_samples=part.num_samples,
+                    global_samples=part.global_samples,
+                    size=self.world.size,
+                )
             yield batch
+        if torch.is_grad_enabled():
+            self.world.shares.forget()
         if number != self._loops:
             raise ConfigError(
                 "another loop over this loader has begun, or a state was loaded; one loop at a "

@@ -217,6 +217,22 @@ class Arena:
                 self.views[index].copy_(stray.detach())
         lane.ready.clear()
 
+    def take_all(self) -> None:
+        """Take every gradient as it lies on its parameter, whoever has put it there."""
+        self.hook()
+        self.forget()
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters):
+                gradient = parameter.grad
+                if gradient is None:
+                    self.views[index].zero_()
+                    continue
+                self._slot_of[index][0].used.add(index)
+                if not self._is_home(index):
+                    self._bring_home(index)
+                    strided = gradient.layout is torch.strided
+                    self.views[index].copy_(gradient if strided else gradient.to_dense())
+
     def versions(self) -> tuple[int, ...]:
         """Counters that move whenever anybody writes to a gradient."""
         return tuple(flat._version for flat in self.flats.values())
@@ -286,6 +302,32 @@ class Arena:
         lane.work = self._carry(lane.message, lane.text)
         self._launched += 1
         self.num_messages += 1
+
+    def abandon(self) -> bool:
+        """Collective if a bucket has left: end an exchange whose backward pass was interrupted.
+
+        The other ranks wait for the buckets that have not left. They are sent, and the last one
+        says that they are worth nothing. Nothing here may be written to while it travels.
+
+        Returns:
+            Whether a bucket had left.
+        """
+        has_begun = self._launched > 0
+        if has_begun:
+            for lane in self._lanes[self._launched :]:
+                if lane.control is not None:
+                    lane.control[-1] = 1.0
+            while self._launched < len(self._lanes):
+                self._launch(self._lanes[self._launched])
+            for lane in self._lanes:
+                if lane.work is not None:
+                    lane.work.wait()
+                lane.work = None
+        self._carry = None
+        self._launched = 0
+        self._late = []
+        self.forget()
+        return has_begun
 
     def finish(self) -> Arrived:
         """Collective: send the buckets that have not left yet, and wait for all."""

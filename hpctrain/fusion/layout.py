@@ -5,7 +5,7 @@ A bucket is a contiguous piece of one dtype's buffer and travels as one message:
     [ gradient | gradient | ... | one flag per parameter | control words (one bucket only) ]
 
 The flags say which parameters a rank has used, so that "unused everywhere" can be told from "zero";
-the control words carry sample counts. Neither needs a message of its own.
+the control words carry sample counts and the number of the step. Neither needs its own message.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hpctrain.errors import ConfigError
 
 __all__ = ["CONTROL_WORDS", "Bucket", "ParameterSpec", "cut_into_runs", "plan"]
 
-CONTROL_WORDS = 4
-"""Total weight, backward calls, ranks that took part, and calls that came with sample counts."""
+CONTROL_WORDS = 10
+"""See `hpctrain.replica.words`: sample counts, the number of the step, what a rank has found."""
 
 _ALIGN_BYTES = 64
 # Exact for the counts that control words carry; half precisions are not.
@@ -88,10 +88,12 @@ def plan(
 def _place(
     specs: Sequence[ParameterSpec], groups: list[tuple[str, str, list[int]]]
 ) -> list[Bucket]:
-    counting = next((i for i, group in enumerate(groups) if group[0] in _EXACT), None)
-    if counting is None:
+    exact = [i for i, group in enumerate(groups) if group[0] in _EXACT]
+    if exact:  # the last to leave: it can still say that the pass was interrupted
+        groups = [*groups[: exact[-1]], *groups[exact[-1] + 1 :], groups[exact[-1]]]
+    else:
         groups = [*groups, ("float64", groups[0][1] if groups else "cpu", [])]
-        counting = len(groups) - 1
+    counting = len(groups) - 1
     ends: dict[tuple[str, str], int] = {}
     buckets = []
     for number, (dtype, device, members) in enumerate(groups):

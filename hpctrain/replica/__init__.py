@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from hpctrain import log
 from hpctrain.connection import Connection, connect
 from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
+from hpctrain.optim.several import combine, spans_of
 from hpctrain.precision import LossScaling, PrecisionName
 from hpctrain.replica.alone_mode import AloneMode
 from hpctrain.replica.arena_mode import ArenaMode
@@ -42,7 +43,7 @@ __all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
 def distribute(
     world: World,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     engine: str | Engine = "auto",
     accumulate: int = 1,
@@ -56,6 +57,7 @@ def distribute(
     scaling: LossScaling | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    nonfinite: str = "stop",
 ) -> Replica:
     """Collective: train a model on all ranks as one; every rank passes the same arguments.
 
@@ -65,7 +67,9 @@ def distribute(
     Args:
         world: The ranks.
         model: Built alike on every rank, on `world.device`.
-        optimizer: Over the parameters to train; it stays the user's own.
+        optimizer: Over the parameters to train; it stays the user's own. A list where some
+            parameters want another one (Muon for matrices, AdamW for the rest): all of them step
+            together, and `replica.optimizer` stands for them.
         engine: `auto`, a name (`local`, `mpi`, `horovod`, `torch`), or an engine to share.
         accumulate: Backward calls that make one step.
         overlap: Whether buckets travel while backward still runs; None: where there is something to
@@ -86,12 +90,16 @@ def distribute(
         clip_norm: Limit of the norm of all gradients together, over all ranks.
         clip_value: Limit of the size of each element of the gradients. A parameter group with
             `clip=False` is left out of both.
+        nonfinite: `stop`: a loss that is inf or NaN ends the training on all ranks before the sum
+            spreads it, with the rank and the step; `ignore`: go on as torch does. `fp16` has its
+            own rule: such steps are skipped.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
             between ranks.
     """
     check_world(world)
+    trained = combine(optimizer)
     asked = world.bench.asked
     if asked is not None and asked.engine is not None and engine == "auto":
         engine = asked.engine
@@ -105,18 +113,20 @@ def distribute(
         "scaling": scaling,
         "clip_norm": clip_norm,
         "clip_value": clip_value,
+        "nonfinite": nonfinite,
         "timeout_s": timeout_s,
         "horovod": horovod,
         "engine": describe_engine(engine),
-        "optimizer": describe_optimizer(optimizer),
+        "optimizer": describe_optimizer(trained),
     }
     trouble = find_trouble(
         model,
-        optimizer,
+        trained,
         accumulate=accumulate,
         overlap=overlap,
         bucket_bytes=bucket_bytes,
         engine=engine,
+        nonfinite=nonfinite,
     )
     if trouble is None:
         try:
@@ -135,11 +145,11 @@ def distribute(
     by_horovod = horovod is not None and horovod.fusion == "horovod"
 
     def lay_out(broadcast: bool) -> Mode:
-        check_trained(model, optimizer, precision=precision, clip_value=clip_value)
+        check_trained(model, trained, precision=precision, clip_value=clip_value)
         with numerics.full():
-            make_equal(world, link, model, optimizer, broadcast=broadcast)
+            make_equal(world, link, model, trained, broadcast=broadcast)
         numerics.adopt()
-        names, parameters = named_parameters(model, optimizer)
+        names, parameters = named_parameters(model, trained)
         total = sum(p.numel() * p.element_size() for p in parameters)
         hides = by_horovod and link.size > 1  # it sends while backward runs in any case
         overlapping = hides or can_hide(world, link, total) if overlap is None else overlap
@@ -148,22 +158,27 @@ def distribute(
 
             return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)
         shared = shares_memory(world, link, overlap=overlap, bucket_bytes=bucket_bytes)
-        chosen = choose_update(
-            optimizer,
-            names,
-            parameters,
-            update=update,
-            shared=shared,
-            masters=precision == "bf16-pure",
-            alone=link.size == 1,
-        )
-        if share_parameters and chosen.by is None and link.size > 1:
+        chosen = [
+            choose_update(
+                member,
+                names[span],
+                parameters[span],
+                update=update,
+                shared=shared,
+                masters=precision == "bf16-pure",
+                alone=link.size == 1,
+            )
+            for member, span in spans_of(trained)
+        ]
+        whole = [one for one in chosen if one.by is None]
+        if share_parameters and whole and link.size > 1:
             raise ConfigError(
-                f"share_parameters=True needs a sharded update, and it is replicated: {chosen.why}"
+                "share_parameters=True needs a sharded update, and it is replicated: "
+                f"{whole[0].why}"
             )
         if shared:
             return make_node_mode(
-                link, optimizer, names, parameters, chosen, share_parameters=share_parameters
+                link, trained, names, parameters, chosen, share_parameters=share_parameters
             )
         if link.size == 1 and bucket_bytes is None and not overlap:
             return AloneMode(names, parameters)
@@ -176,7 +191,7 @@ def distribute(
         world,
         link,
         model,
-        optimizer,
+        trained,
         precision=precision,
         scaling=scaling,
         clip_norm=clip_norm,
@@ -185,7 +200,7 @@ def distribute(
     if world.device.type == "cpu":
         keep_freed_memory()
     mode = lay_out(True)
-    make_equal_state(world, link, model, optimizer)
+    make_equal_state(world, link, model, trained)
     world.streams.bind_own()
     for what, text in own_statistics(model, link.size) if world.rank == 0 else ():
         log.notice(f"{what}: {text}")
@@ -194,7 +209,7 @@ def distribute(
     replica = kind(
         world,
         model,
-        optimizer,
+        trained,
         link,
         mode,
         accumulate=accumulate,
@@ -202,6 +217,7 @@ def distribute(
         reason=connection.reason,
         rebuild=lay_out,
         release=(lambda: None) if given else connection.close,
+        stops_at_nonfinite=nonfinite == "stop",
     )
     world.at_exit(_let_go(weakref.ref(replica)))
     if isinstance(replica, TimedReplica) and asked is not None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.usage import Usage
 from hpctrain.precision.arithmetic import sum_of_squares
-from hpctrain.replica.mode import Control
 from hpctrain.replica.on_parameters import OnTorchsOwn
+from hpctrain.replica.words import Words
 
 __all__ = ["AloneMode"]
 
@@ -31,7 +31,7 @@ class AloneMode(OnTorchsOwn):
             for p, kind in zip(self.parameters, self._kinds, strict=True)
         )
 
-    def exchange(self, control: Control) -> Arrived:
+    def exchange(self, control: Words) -> Arrived:
         """Nothing: this rank's sum is everybody's."""
         self._strays = None
         self.usage.settle()

@@ -13,8 +13,8 @@ from hpctrain.fusion import Arena
 from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.order import Watcher, complete
 from hpctrain.precision.arithmetic import multiply, sum_of_squares
-from hpctrain.replica.mode import Control
 from hpctrain.replica.on_parameters import OnParameters
+from hpctrain.replica.words import Words
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine, Work
@@ -41,6 +41,7 @@ class ArenaMode(OnParameters):
         self._bucket_bytes = bucket_bytes
         self._versions = self.arena.versions()
         self._armed = False
+        self._taken = False
         # Where buckets leave during backward, they are laid out once more in its order.
         learns = overlap and engine.size > 1 and len(self.arena.buckets) > 1
         self._watcher = Watcher(parameters) if learns else None
@@ -68,7 +69,7 @@ class ArenaMode(OnParameters):
         """Parameters that a backward pass of somebody else's has written to."""
         return self.arena.unsettled()
 
-    def arm(self, control: Control) -> None:
+    def arm(self, control: Words) -> None:
         """Before the last backward pass of a window: let buckets leave while it runs."""
         if self.overlap:
             self.arena.arm(self._carry, control, overlap=True)
@@ -79,12 +80,23 @@ class ArenaMode(OnParameters):
         self.arena.settle()
         self._versions = self.arena.versions()
 
-    def exchange(self, control: Control) -> Arrived:
+    def take_all(self) -> None:
+        """Bring gradients into the arena from wherever they are."""
+        if self._order is not None:
+            self._lay_out(self._order)
+        self.arena.take_all()
+        self._versions = self.arena.versions()
+        self._taken = True
+
+    def exchange(self, control: Words) -> Arrived:
         """Collective: sum all gradients over all ranks."""
         if not self._armed:
             self.arena.arm(self._carry, control, overlap=False)
         self._armed = False
         arrived = self.arena.finish()
+        if self._taken:  # what this rank has not used gets the others' gradient
+            self.arena.attach()
+            self._taken = False
         if self._watcher is not None:
             self._agree_on_order(self._watcher)
         return arrived
@@ -131,9 +143,12 @@ class ArenaMode(OnParameters):
         for run in self.arena.runs(excluded)[0]:
             run.clamp_(-limit, limit)
 
-    def zero(self) -> None:
-        """Forget all gradients."""
+    def zero(self) -> bool:
+        """Forget all gradients. Collective after an interrupted pass that sent some of them."""
+        exchanged = self._armed and self.arena.abandon()
+        self._armed = False
         self.arena.zero()
+        return exchanged
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
+from hpctrain.optim.several import Several, members_of
 from hpctrain.world import World, agree
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
 
 _REFUSED = {
     "SparseAdam": "it needs sparse gradients, and gradients travel dense; use Adam or AdamW",
-    "LBFGS": "it evaluates the loss several times a step; use a first-order optimizer",
 }
 _ORDER = "call distribute(world, model, optimizer)"
 
@@ -54,6 +54,7 @@ def find_trouble(
     overlap: object,
     bucket_bytes: object,
     engine: object,
+    nonfinite: object,
 ) -> str | None:
     """What is wrong with this rank's arguments, or None. Pure."""
     for name, value, kind in (
@@ -63,15 +64,27 @@ def find_trouble(
         if not isinstance(value, kind):
             wanted = f"torch.{'nn' if name == 'model' else 'optim'}.{kind.__name__}"
             return f"the {name} is a {type(value).__name__}, and must be a {wanted}; {_ORDER}"
-    refused = _REFUSED.get(type(optimizer).__name__)
-    if refused:
-        return f"{type(optimizer).__name__} cannot be distributed: {refused}"
+    members: tuple[object, ...] = members_of(optimizer)  # type: ignore[arg-type]
+    for member in members:
+        if not isinstance(member, torch.optim.Optimizer):
+            return f"the list of optimizers has a {type(member).__name__} in it; {_ORDER}"
+        refused = _REFUSED.get(type(member).__name__)
+        if refused:
+            return f"{type(member).__name__} cannot be distributed: {refused}"
+    if isinstance(optimizer, Several):
+        if not optimizer.members:
+            return f"the list of optimizers is empty; {_ORDER}"
+        for member in optimizer.members:
+            if type(member).__name__ == "LBFGS":
+                return "LBFGS evaluates the loss several times a step; it cannot be one of several"
     if not _is_count(accumulate):
         return f"accumulate={accumulate!r} must be a whole number, at least 1"
     if not (bucket_bytes is None or _is_count(bucket_bytes)):
         return f"bucket_bytes={bucket_bytes!r} must be a whole number, at least 1, or None"
     if not (overlap is None or isinstance(overlap, bool)):
         return f"overlap={overlap!r} must be True, False or None"
+    if nonfinite not in ("stop", "ignore"):
+        return f"nonfinite={nonfinite!r} is unknown; choose 'stop' or 'ignore'"
     if not isinstance(engine, str | Engine):
         return f"engine={engine!r} must be a name such as 'auto', or an engine"
     return None
@@ -88,9 +101,11 @@ def describe_engine(engine: object) -> str:
 
 def describe_optimizer(optimizer: object) -> str:
     """What must be the same of optimizers on all ranks, in words. Pure."""
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    sizes = [str(len(group["params"])) for group in groups]
-    return f"{type(optimizer).__name__} (parameters in its groups: {', '.join(sizes)})"
+    members: tuple[object, ...] = members_of(optimizer)  # type: ignore[arg-type]
+    known = [member for member in members if isinstance(member, torch.optim.Optimizer)]
+    sizes = [str(len(group["params"])) for member in known for group in member.param_groups]
+    name = " + ".join(type(member).__name__ for member in members)
+    return f"{name} (parameters in its groups: {', '.join(sizes)})"
 
 
 def agree_on_arguments(world: World, trouble: str | None, given: Mapping[str, object]) -> None:

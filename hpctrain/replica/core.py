@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -11,17 +14,27 @@ from torch import Tensor
 
 from hpctrain import log
 from hpctrain.engines.base import Engine, Op
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.fusion.arena import Arrived
+from hpctrain.optim.several import label_of, members_of
 from hpctrain.precision import Precision
 from hpctrain.replica.arguments import check_loss
-from hpctrain.replica.habits import check_finished, check_gradients, check_unchanged
+from hpctrain.replica.finite import FiniteCheck
+from hpctrain.replica.habits import (
+    check_finished,
+    check_gradients,
+    check_plain,
+    check_stepped,
+    check_unchanged,
+)
 from hpctrain.replica.hints import explain_missing, own_statistics
 from hpctrain.replica.joining import Joining
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import identity, named_parameters
 from hpctrain.replica.outcome import Step
-from hpctrain.replica.window import Window, check_counted
+from hpctrain.replica.passes import PlainPasses, own_pass
+from hpctrain.replica.window import Window
+from hpctrain.replica.words import LateSums, Words, check_counted, check_sums, say
 from hpctrain.world import World
 from hpctrain.world.allocator import keep_freed_memory
 
@@ -48,6 +61,7 @@ class Replica:
         reason: str,
         rebuild: Callable[[bool], Mode],
         release: Callable[[], None] = lambda: None,
+        stops_at_nonfinite: bool = True,
     ) -> None:
         self.world = world
         self.model = model
@@ -69,6 +83,29 @@ class Replica:
         self._identity = identity(optimizer)
         self._rebuild = rebuild
         self._release = release
+        self._aside: list[Tensor | None] | None = None
+        """Averages of earlier backward calls, while later ones of the same step are collected."""
+        self._seen: tuple[torch.nn.Parameter, weakref.ref[Tensor]] | None = None
+        """A parameter and its gradient, as the last exchange or step has left it."""
+        self._nonfinite: Words | None = None
+        """The sums of an exchange in which a rank said that something is not finite."""
+        self._num_exchanges = 0
+        self._late: list[LateSums] = []
+        self._said: set[str] = set()
+        self._forwarded = False
+        self._stepping = 0
+        self._finite = FiniteCheck(
+            world, watches=stops_at_nonfinite and precision.treatment.scaler is None
+        )
+        self._passes = PlainPasses(self._begin_plain, self._end_plain)
+        self._passes.watch(self._mode.parameters)
+        self._step_hooks = []
+        for member in members_of(optimizer):
+            before = member.register_step_pre_hook(self._before_step)
+            # Before a divided update, which must be last, and before it evaluates a closure.
+            hooks: OrderedDict[int, Any] = member._optimizer_step_pre_hooks  # type: ignore[assignment]
+            hooks.move_to_end(before.id, last=False)
+            self._step_hooks += [before, member.register_step_post_hook(self._after_step)]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the model forward, in the precision that was chosen.
@@ -79,8 +116,9 @@ class Replica:
         self._precision.settle()
         if not self._window.calls and self._is_outgrown():
             self._rebuild_mode(broadcast=True)
-        if torch.is_grad_enabled() and self._mode.foreign():
-            self._check_habits()  # loss.backward() instead of replica.backward(loss)
+        if torch.is_grad_enabled() and self._mode.foreign() and not self._passes.is_open:
+            self._check_habits()  # another replica's loss, or a plain one that nobody watched
+        self._forwarded = True
         return self._precision.casting.forward(self.model, arguments, named)
 
     def _is_outgrown(self) -> bool:
@@ -91,6 +129,8 @@ class Replica:
         self._mode.close()
         self._mode = self._rebuild(broadcast)
         self._identity = identity(self.optimizer)
+        if self._passes.watches:
+            self._passes.watch(self._mode.parameters)
 
     def backward(
         self,
@@ -117,15 +157,18 @@ class Replica:
             ConfigError: the call does not fit what came before; the message says what to do.
         """
         self._precision.settle()
+        self._stepping = 0  # of a step that raised
+        self._passes.stop()  # they cost a call for each parameter, and are not needed here
+        self.world.shares.forget()
         if self._window.exchanged and self._mode.has_none():  # somebody's zero_grad(): begin anew
-            self._window.clear()
-            self._treatment.forget()
+            self._begin_anew()
         weight = self._window.admit(num_samples)
         self._treatment.admit(exchanged=self._window.exchanged)
         if weight > 0:
             check_loss(loss)
         self._check_habits()
-        aside = self._mode.gradients() if self._window.exchanged else None
+        if self._window.exchanged:
+            self._aside = self._mode.gradients()
         fresh = self._window.calls == 0 or self._window.exchanged
         self._mode.begin(fresh=fresh)
         calls = 1 if fresh else self._window.calls + 1
@@ -133,18 +176,86 @@ class Replica:
         if closing and fresh and weight > 0 and self.engine.size == 1:
             weight = 1.0  # nothing to be weighed against: bit for bit what torch does
         self._agree_on_scale(weight, counted=num_samples is not None)
+        if weight > 0:
+            self._finite.look_at_loss(loss, step=self.num_steps)
         if closing and not self._examines():
             so_far = 0.0 if fresh else self._window.weight
             counted = 0.0 if num_samples is None else float(calls)
-            self._mode.arm((so_far + weight, float(calls), 1.0, counted))
+            self._mode.arm(self._words(so_far + weight, calls, counted=counted))
         if weight > 0:
             self._differentiate(loss, weight, retain_graph, create_graph)
         self._mode.settle()
         self._window.add(weight, weighted=num_samples is not None)
         if closing:
-            self._exchange(1.0)
-            if aside is not None:
-                self._mode.add(aside)
+            self._exchange()
+
+    def _begin_anew(self) -> None:
+        self._window.clear()
+        self._treatment.forget()
+        self._aside = self._nonfinite = None
+        self._finite.forget()
+
+    # Backward passes of a loop that knows only torch
+
+    def _begin_plain(self) -> None:
+        """`loss.backward()` has added its first gradient; called once or more in one pass."""
+        check_plain(
+            self._window,
+            scales=self._treatment.scaler is not None,
+            watched=not self._passes.is_open,
+        )
+        self._precision.settle()
+        self._stepping = 0  # of a step that raised
+        if not self._passes.is_open:
+            if self._window.exchanged and not self._is_seen():  # somebody's zero_grad()
+                self._begin_anew()
+            self._treatment.admit(exchanged=self._window.exchanged)
+            if self._window.exchanged and not self._window.stepped:
+                self._say_once(
+                    "every loss.backward() exchanges gradients, and this is not the first since "
+                    "the last step: the result is right, and costs an exchange each time; make "
+                    "all but the last call under `with replica.no_sync():`"
+                )
+            if self._precision.casting.precision == "bf16" and not self._forwarded:
+                self._say_once(
+                    "precision='bf16' applies to replica(x) and inside `with replica.autocast():`; "
+                    "this loss was computed by neither, so in float32"
+                )
+
+    def _end_plain(self) -> None:
+        """Collective unless under `no_sync()`: average what `loss.backward()` has made."""
+        if self._is_outgrown():
+            check_unchanged(self._window)
+            self._rebuild_mode(broadcast=False)
+        self._forwarded = False
+        self._window.add_plain(self.world.shares.take())
+        self._mode.take_all()
+        if not self._no_sync:
+            self._exchange_plain()
+
+    def _exchange_plain(self) -> None:
+        """Collective: average gradients as they lie on the parameters, each rank by its share.
+
+        Averages of earlier calls are in them. They are equal on all ranks and shares add up to the
+        number of ranks, so that averaging leaves them as they are.
+        """
+        window = self._window
+        self._agree_on_scale(1.0, counted=None)
+        self._finite.look_at_gradients(*self._named(), step=self.num_steps)
+        gradients = [p.grad for p in self._mode.parameters if p.grad is not None]
+        if window.share == 0.0 and gradients:  # a mean over no samples is NaN
+            torch._foreach_zero_(gradients)
+        elif window.share != 1.0 and gradients:
+            torch._foreach_mul_(gradients, window.share)
+        self._exchange()
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said and self.world.rank == 0:
+            log.notice(text)
+        self._said.add(text)
+
+    def _named(self) -> tuple[list[str], list[torch.nn.Parameter]]:
+        return named_parameters(self.model, self.optimizer)
 
     def _agree_on_scale(self, weight: float, *, counted: bool | None) -> None:
         """Collective, once: a first guess of what sums are divided by, and do all count samples?"""
@@ -153,7 +264,7 @@ class Replica:
         largest = torch.tensor([weight, counted is True, counted is False], dtype=torch.float64)
         self.engine.allreduce_(largest, Op.MAX, what="the largest batch")
         most, some_count, some_do_not = largest.tolist()
-        check_counted(some_count + some_do_not, some_count, here=counted)
+        check_counted(some_count + some_do_not, some_count, here=counted is True)
         self._scale = max(1.0, most * self.engine.size * self._window.accumulate)
 
     def _differentiate(
@@ -162,9 +273,10 @@ class Replica:
         share = weight / (self._scale or 1.0)
         seed = self._treatment.seed(loss, share)
         try:
-            torch.autograd.backward(
-                loss, seed, retain_graph=retain_graph, create_graph=create_graph
-            )
+            with own_pass():
+                torch.autograd.backward(
+                    loss, seed, retain_graph=retain_graph, create_graph=create_graph
+                )
         except BaseException as error:
             self._window.broken = type(error).__name__
             self._window.calls += 1
@@ -181,39 +293,140 @@ class Replica:
         """Whether gradients are looked at before they travel. Not in `join`: not all step there."""
         return self._treatment.examines and not self._joining
 
-    def _exchange(self, taking_part: float) -> Arrived:
+    def _words(
+        self,
+        weight: float,
+        calls: int,
+        *,
+        counted: float,
+        plain: bool = False,
+        present: bool = True,
+    ) -> Words:
+        return say(
+            rank=self.world.rank,
+            weight=weight,
+            calls=float(calls),
+            present=present,
+            counted=counted,
+            plain=plain,
+            sequence=self._num_exchanges + self.num_steps,
+            finding=self._finite.finding,
+        )
+
+    def _exchange(self, *, present: bool = True) -> Arrived:
         """Collective: average the window's gradients over all ranks, unscaled and clipped."""
         window = self._window
         if self._examines():
-            self._treatment.examine(*named_parameters(self.model, self.optimizer))
+            self._treatment.examine(*self._named())
         groups = self.optimizer.param_groups
-        words = (window.weight, float(window.calls), taking_part, float(window.counted))
+        words = self._words(
+            window.weight,
+            window.calls,
+            counted=float(window.counted),
+            plain=window.plain,
+            present=present,
+        )
+        self._num_exchanges += 1
         arrived = self._mode.exchange(words)
         self._empty = False
+        plain = window.plain
         alone = self.engine.size == 1  # then this rank knows the totals without asking a GPU
         on_cpu = alone or arrived.control.device.type == "cpu"
         if on_cpu or window.weight == 0 or self._joining:
-            totals = words if alone else tuple(arrived.control.tolist())
-            check_counted(totals[1], totals[3], here=window.weighted)
-            self._empty = totals[0] == 0
+            totals = words if alone else Words(*arrived.control.tolist())
+            self._check_totals(words, totals)
+            self._empty = totals.weight == 0
+            plain = totals.plain > 0  # a rank that ran out of data does as the others do
+        else:
+            self._read_late(words, arrived.control)
         if not self._empty:
             # On a GPU the device divides on all ranks, also where the totals were read: same bits.
             given = totals[:3] if on_cpu else arrived.control[:3].unbind()
             divisor = window.divisor(*given)
-            self._treatment.average(self._mode, divisor / (self._scale or 1.0), groups)
-            self._scale = float(divisor) if on_cpu else self._scale
+            seeded = 1.0 if plain else self._scale or 1.0
+            self._treatment.average(self._mode, divisor / seeded, groups)
+            if on_cpu and not plain:
+                self._scale = float(divisor)
         self._mode.hide_unused(frozenset() if self._empty else arrived.used())
+        if self._aside is not None:
+            self._mode.add(self._aside)
+            self._aside = None
         window.mark_exchanged()
+        self._note_seen()
         return arrived
+
+    def _check_totals(self, mine: Words, totals: Words) -> None:
+        """Refuse what ranks did differently, and keep what all must know at the step."""
+        try:
+            check_sums(mine, totals, size=self.engine.size, step=self.num_steps)
+        except HpcTrainError:
+            self._drop()
+            raise
+        self._nonfinite = totals if totals.nonfinite else None
+
+    def _drop(self) -> None:
+        """Forget gradients that are worth nothing, so that a caught error leaves none behind."""
+        self._mode.begin(fresh=True)
+        self._begin_anew()
+
+    def _stop_at_nonfinite(self) -> None:
+        """Collective if a rank has found something: stop before it gets into the weights.
+
+        Not before the step: a GradScaler of the user's leaves out a step that has overflowed.
+        """
+        sums = self._nonfinite
+        if sums is None:
+            return
+        try:
+            if self.engine.size == self.world.size:
+                self._finite.stop(sums)
+            self._finite.stop_alone(sums)
+        finally:
+            self._drop()
+
+    def _read_late(self, mine: Words, control: Tensor) -> None:
+        """On a GPU: check sums of earlier exchanges that have arrived meanwhile."""
+        self._late.append(LateSums(control, mine, self.num_steps))
+        while self._late and (sums := self._late[0].read()) is not None:
+            late = self._late.pop(0)
+            check_sums(late.mine, sums, size=self.engine.size, step=late.step)
+            if sums.nonfinite:
+                self._finite.stop_alone(sums)
 
     def synchronize(self) -> None:
         """Collective: average what there is now, in the middle of a window too.
 
-        Every rank must have made at least one backward call since the last step, or none.
+        Every rank must have made at least one backward call since the last step, or none. Gradients
+        that were put on the parameters by hand are averaged as well.
         """
         self._check_habits()
-        if self._window.calls and not self._window.exchanged:
-            self._exchange(1.0)
+        window = self._window
+        if window.calls and not window.exchanged:
+            if window.plain:
+                self._exchange_plain()
+            else:
+                self._exchange()
+        elif self._is_by_hand():
+            window.clear()
+            self._end_plain()
+
+    def _is_by_hand(self) -> bool:
+        """Whether gradients are on the parameters that no exchange has seen."""
+        if self.engine.size == 1 or (self._window.exchanged and not self._window.stepped):
+            return False
+        return not (self._mode.has_none() or self._is_seen())
+
+    def _is_seen(self) -> bool:
+        """Whether gradients are still those that the last exchange or step has left."""
+        if self._seen is None:
+            return False
+        parameter, gradient = self._seen
+        return parameter.grad is not None and parameter.grad is gradient()
+
+    def _note_seen(self) -> None:
+        pairs = ((p, p.grad) for p in self._mode.parameters)
+        found = next(((p, g) for p, g in pairs if g is not None), None)
+        self._seen = None if found is None else (found[0], weakref.ref(found[1]))
 
     def exchange_leftovers(self) -> int:
         """Collective: exchange what is left of a window, or nothing; how many ranks had something.
@@ -225,7 +438,7 @@ class Replica:
         if not leftover:
             self._window.clear()
             self._mode.begin(fresh=True)
-        arrived = self._exchange(1.0 if leftover else 0.0)
+        arrived = self._exchange(present=leftover)
         num_taking_part = int(arrived.control[2].item())
         if leftover:
             self.step()
@@ -257,7 +470,7 @@ class Replica:
         Raises:
             NonFiniteError: on all ranks; too many steps in a row were skipped.
         """
-        check_finished(self._window)
+        check_finished(self._window, is_open=self._passes.is_open)
         if self._mode.foreign():
             self._check_habits()
         if flush:
@@ -269,19 +482,96 @@ class Replica:
         if self._empty:
             self._window.clear()
             return Step(due=False, note="no samples")
+        self._stop_at_nonfinite()
         rates = tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
-        done = self._precision.step(self.optimizer.step)
+        self._stepping += 1
+        try:
+            done = self._precision.step(self.optimizer.step)
+        finally:
+            self._stepping = 0
         self._window.clear()
+        if self._passes.watches:  # the next loss.backward() adds to whatever is there
+            self._mode.zero()
+            for parameter in self._mode.parameters:
+                parameter.grad = None
+        self._note_seen()
         self.num_steps += 1
         if not self._joining:  # not all ranks step there, so not all could raise
             self._treatment.check_collapse(done, number=self.num_steps)
         return Step(due=True, note="stepped", learning_rates=rates, done=done)
 
+    # Steps of a loop that calls the optimizer itself
+
+    def _before_step(
+        self, optimizer: object, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Refuse gradients that were never exchanged; let a closure's loss be the mean of all."""
+        self._stepping += 1
+        if self._stepping > 1:  # by `step()`, or of a class whose step calls that of its base
+            return None
+        try:
+            self._begin_update()
+            closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+            if closure is None:
+                self._check_exchanged(optimizer)
+                return None
+            averaged = partial(self._evaluate, closure)
+            if "closure" in named:
+                return arguments, {**named, "closure": averaged}
+            return (arguments[0], averaged, *arguments[2:]), named
+        except BaseException:
+            self._stepping = 0
+            raise
+
+    def _check_exchanged(self, optimizer: object = None) -> None:
+        check_finished(self._window, is_open=self._passes.is_open)
+        if self._mode.foreign():
+            self._check_habits()
+        check_stepped(self._window, by_hand=self._is_by_hand())
+        if getattr(optimizer, "found_inf", None) is None:  # else a GradScaler's fused step skips
+            self._stop_at_nonfinite()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Collective: a closure's loss as the mean over all ranks, or they would part over it."""
+        depth = self._stepping
+        with torch.enable_grad():
+            loss = closure()
+        self._stepping = depth
+        self._check_exchanged()
+        if loss is None or self.engine.size == 1:
+            return loss
+        weight = self._window.share if self._window.plain else self._window.weight
+        value = loss.item() if isinstance(loss, Tensor) else float(loss)
+        sums = torch.tensor([value * weight if weight else 0.0, weight], dtype=torch.float64)
+        self.engine.allreduce_(sums, Op.SUM, what="the closure's loss")
+        mean = sums[0] / sums[1]
+        return mean.to(loss.device, loss.dtype) if isinstance(loss, Tensor) else mean.item()
+
+    def _after_step(self, *_arguments: Any) -> None:
+        self._stepping = max(0, self._stepping - 1)
+        if not self._stepping:
+            self._note_seen()
+            if self._window.exchanged and not self._window.stepped:
+                self._window.stepped = True
+                self._count_step()
+
+    def _begin_update(self) -> None:
+        """The loop has called `optimizer.step()` by itself."""
+
+    def _count_step(self) -> None:
+        """The loop has made a step by itself."""
+        self.num_steps += 1
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients and begin the window anew; `set_to_none` as in torch."""
-        self._mode.zero()
-        self._window.clear()
-        self._treatment.forget()
+        """Forget all gradients and begin the window anew; `set_to_none` as in torch.
+
+        Collective after an interrupted backward pass that had sent some of its gradients.
+        """
+        if self._mode.foreign() and not self._passes.watches:
+            self._passes.watch(self._mode.parameters)  # the loop has begun to use plain torch
+        self._num_exchanges += self._mode.zero()
+        self._passes.forget()
+        self._begin_anew()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
@@ -331,7 +621,16 @@ class Replica:
     @property
     def is_mid_step(self) -> bool:
         """Whether gradients of an unfinished step are waiting: no place for a checkpoint."""
-        return self._window.calls > 0
+        return self._window.calls > 0 and not self._window.stepped
+
+    @property
+    def stops_at_nonfinite(self) -> bool:
+        """Whether a loss that is inf or NaN on some rank stops all ranks at the step."""
+        return self._finite.watches
+
+    @stops_at_nonfinite.setter
+    def stops_at_nonfinite(self, stops: bool) -> None:
+        self._finite.watches = stops and self._treatment.scaler is None
 
     def counters(self) -> dict[str, Any]:
         """What a replica has counted and learned beside the optimizer's state, as plain data.
@@ -352,6 +651,7 @@ class Replica:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What `replica(x)` runs under, for parts of a model that are called on their own."""
+        self._forwarded = True
         return self._precision.casting.autocast()
 
     def full_precision(self) -> AbstractContextManager[None]:
@@ -366,7 +666,7 @@ class Replica:
             *self._mode.describe(),
             ("accumulate", str(self._window.accumulate)),
             *self._precision.describe(),
-            ("optimizer", f"{type(self.optimizer).__name__}, {len(self._identity)} parameters"),
+            ("optimizer", f"{label_of(self.optimizer)}, {len(self._identity)} parameters"),
             *([("freed memory", keep_freed_memory())] if self.world.device.type == "cpu" else []),
             *own_statistics(self.model, self.engine.size),
         ]
@@ -387,6 +687,9 @@ class Replica:
 
     def let_go(self) -> None:
         """Take the hooks away; weights that the node shared become each rank's own."""
+        self._passes.stop()
+        for hook in self._step_hooks:
+            hook.remove()
         self._mode.close()
 
     if not TYPE_CHECKING:  # for type checkers, what is not there stays unknown

@@ -6,7 +6,13 @@ from hpctrain.errors import ConfigError
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.window import Window
 
-__all__ = ["check_finished", "check_gradients", "check_unchanged"]
+__all__ = [
+    "check_finished",
+    "check_gradients",
+    "check_plain",
+    "check_stepped",
+    "check_unchanged",
+]
 
 
 def check_unchanged(window: Window) -> None:
@@ -26,9 +32,10 @@ def check_gradients(mode: Mode, window: Window) -> None:
     foreign = mode.foreign()
     if foreign:
         raise ConfigError(
-            f"{', '.join(foreign[:3])} got gradients from a backward call that this replica did "
-            "not make; call replica.backward(loss) instead of loss.backward(), or "
-            "replica.zero_grad() to forget them (another model's loss that went through here)"
+            f"{', '.join(foreign[:3])} got gradients that were not exchanged: from "
+            "another replica's loss, which went through this model, or from loss.backward() in a "
+            "loop that has called replica.backward(loss) before; call replica.zero_grad() to drop "
+            "them, and then replica.backward(loss), or loss.backward() alone"
         )
     in_the_middle = window.calls > 0 and not window.exchanged
     if in_the_middle and mode.edited():
@@ -39,10 +46,71 @@ def check_gradients(mode: Mode, window: Window) -> None:
         )
 
 
-def check_finished(window: Window) -> None:
-    """Refuse to step with what an interrupted backward pass has left."""
+def check_finished(window: Window, *, is_open: bool = False) -> None:
+    """Refuse to step with what an unfinished backward pass has left.
+
+    Args:
+        window: Where a pass of `replica.backward` notes that it was interrupted.
+        is_open: Whether a `loss.backward()` has begun and not ended.
+
+    Raises:
+        ConfigError: with what to do.
+    """
     if window.broken:
         raise ConfigError(
             f"a backward pass was interrupted by {window.broken}; call replica.zero_grad() and go "
             "on with the next batch instead of stepping"
+        )
+    if is_open:
+        raise ConfigError(
+            "gradients of the last loss.backward() were not exchanged: an exception interrupted "
+            "it (call replica.zero_grad() and go on with the next batch), or the whole model is "
+            "inside a reentrant activation checkpoint (pass use_reentrant=False to "
+            "torch.utils.checkpoint, or call replica.backward(loss))"
+        )
+
+
+def check_plain(window: Window, *, scales: bool, watched: bool) -> None:
+    """Refuse `loss.backward()` where it cannot mean what was asked of `distribute`.
+
+    Args:
+        window: Since the last step.
+        scales: Whether losses are to be scaled.
+        watched: Whether the pass begins with this call.
+
+    Raises:
+        ConfigError: with what to call instead.
+    """
+    if scales:
+        raise ConfigError(
+            "precision='fp16' scales the loss in replica.backward(loss); call that instead of "
+            "loss.backward(), or leave precision out of distribute and use your own GradScaler"
+        )
+    if window.accumulate > 1:
+        raise ConfigError(
+            f"accumulate={window.accumulate} counts calls of replica.backward(loss); call that "
+            "instead of loss.backward(), or leave accumulate out of distribute and make all but "
+            "the last call of a step under `with replica.no_sync():`"
+        )
+    if watched and window.broken:
+        check_finished(window)
+
+
+def check_stepped(window: Window, *, by_hand: bool) -> None:
+    """Refuse `optimizer.step()` with gradients that are this rank's own.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if window.calls and not window.exchanged:
+        raise ConfigError(
+            f"optimizer.step() with gradients of {window.calls} backward calls that were never "
+            "exchanged (no_sync(), or a window of accumulate= that is not full); make the last "
+            "backward call of a step outside no_sync(), or call replica.synchronize() first"
+        )
+    if by_hand:
+        raise ConfigError(
+            "optimizer.step() with gradients that no backward call of this step has made "
+            "(assigned by hand, or left from before distribute): they were never averaged over "
+            "the ranks; call replica.synchronize() before the step, or zero_grad() to drop them"
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from hpctrain.engines.horovod import HorovodEngine
 from hpctrain.errors import ConfigError
 from hpctrain.replica.horovod_settings import HorovodTraining, cut_into_groups
 from hpctrain.replica.horovod_wire import Wire
+from hpctrain.replica.passes import unfrozen
 
-__all__ = ["Carrier", "unfrozen"]
+__all__ = ["Carrier"]
 
 _NEVER = 2**62  # backward passes until Horovod's own hooks send something
 _num_carriers = 0
@@ -123,16 +123,6 @@ class Carrier:
         if self._optimizer is not None:
             self.watch_backward(False)
             self._optimizer._grad_accs.clear()
-
-
-def unfrozen(parameters: Sequence[torch.nn.Parameter]) -> ExitStack:
-    """Let parameters be hooked that are frozen now, so that they may be unfrozen later."""
-    stack = ExitStack()
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            parameter.requires_grad_(True)
-            stack.callback(parameter.requires_grad_, False)
-    return stack
 
 
 def _prefix(engine: HorovodEngine) -> str:

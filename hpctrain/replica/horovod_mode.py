@@ -19,24 +19,25 @@ from torch import Tensor
 
 from hpctrain.engines.base import Op
 from hpctrain.engines.horovod import HorovodEngine
-from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.errors import ConfigError
 from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.layout import CONTROL_WORDS
 from hpctrain.precision.arithmetic import multiply, sum_of_squares
-from hpctrain.replica.horovod_carrier import Carrier, unfrozen
+from hpctrain.replica.horovod_carrier import Carrier
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.horovod_wire import Wire, check_parameters, near_power_of_two
 from hpctrain.replica.on_parameters import OnParameters
+from hpctrain.replica.passes import unfrozen
+from hpctrain.replica.words import Words
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from hpctrain.engines.base import Engine
-    from hpctrain.replica.mode import Control
 
 __all__ = ["HorovodMode"]
 
-_WORDS = CONTROL_WORDS + 1  # and ranks that were interrupted
+_NOTHING = Words(*[0.0] * CONTROL_WORDS)
 
 
 class HorovodMode(OnParameters):
@@ -116,7 +117,7 @@ class HorovodMode(OnParameters):
         """Parameters that a backward pass of somebody else's has written to."""
         return [self.names[index] for index in self._ready]
 
-    def arm(self, control: Control) -> None:
+    def arm(self, control: Words) -> None:
         """Before the last backward pass of a window: let gradients leave while it runs."""
         if self.overlap and self.engine.size > 1:
             self._prepare(control)
@@ -127,6 +128,12 @@ class HorovodMode(OnParameters):
         """After a backward pass."""
         self._used.update(self._ready)
         self._ready.clear()
+        self._seen = self._look()
+
+    def take_all(self) -> None:
+        """Gradients are where torch has put them: an exchange takes them from there."""
+        self._ready.clear()
+        self._used = {i for i, p in enumerate(self.parameters) if p.grad is not None}
         self._seen = self._look()
 
     def _note(self, parameter: Tensor) -> None:
@@ -158,39 +165,30 @@ class HorovodMode(OnParameters):
 
     # Exchange
 
-    def exchange(self, control: Control) -> Arrived:
+    def exchange(self, control: Words) -> Arrived:
         """Collective: sum all gradients over all ranks.
 
         Raises:
             ConfigError: on all ranks; Adasum cannot count samples.
-            CollectiveError: another rank's backward pass was interrupted.
         """
         totals = self._travel(control)
         num_used = len(self._used)
         self._forget()
-        interrupted, weighted = totals[4].item(), totals[3].item()
-        if interrupted or (weighted and self._adasum):
+        words = Words(*totals[:CONTROL_WORDS].tolist())
+        if words.counted and self._adasum:
             self.begin(fresh=True)
-        if interrupted:
-            raise CollectiveError(
-                f"a backward pass was interrupted on {interrupted:.0f} of {self.engine.size} ranks "
-                "while gradients were travelling; catch an exception on all ranks or on none, or "
-                "use overlap=False"
-            )
-        if weighted and self._adasum:
             raise ConfigError(
                 "op='adasum' has no weights, so num_samples means nothing to it; leave out "
                 "num_samples, or use op='average'"
             )
-        flags = (tuple(range(len(self.parameters))), totals[_WORDS:])
+        flags = (tuple(range(len(self.parameters))), totals[CONTROL_WORDS:])
         every = num_used == len(self.parameters)
         return Arrived(control=totals[:CONTROL_WORDS], flags=(flags,), all_used_here=every)
 
-    def _travel(self, control: Control, *, interrupted: bool = False) -> Tensor:
+    def _travel(self, control: Words) -> Tensor:
         """Collective: sum gradients and words over all ranks; returns the words."""
-        words = [*control, float(interrupted)]
         marks = [float(index in self._used) for index in range(len(self.parameters))]
-        totals = torch.tensor([*words, *marks], dtype=torch.float64)
+        totals = torch.tensor([*control, *marks], dtype=torch.float64)
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
@@ -205,7 +203,7 @@ class HorovodMode(OnParameters):
         self._weight = totals[0].item()
         return totals
 
-    def _prepare(self, control: Control) -> None:
+    def _prepare(self, control: Words) -> None:
         """Collective the first time: settle what gradients are divided by before they leave."""
         if self._adasum:
             self._wire.divisor = control[0] or 1.0  # each rank's own mean
@@ -258,11 +256,13 @@ class HorovodMode(OnParameters):
                 found[index in excluded].append(parameter.grad)
         return found
 
-    def zero(self) -> None:
+    def zero(self) -> bool:
         """Forget all gradients. Collective after an interrupted backward pass that sent some."""
-        if self._armed:
-            self._travel((0.0, 0.0, 0.0, 0.0), interrupted=True)
+        exchanged = self._armed
+        if exchanged:
+            self._travel(_NOTHING._replace(interrupted=1.0))
         self.begin(fresh=True)
+        return exchanged
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients that were set aside."""

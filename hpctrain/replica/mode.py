@@ -5,19 +5,20 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hpctrain.fusion.arena import Arrived
 from hpctrain.precision.treatment import Gradients
+from hpctrain.replica.words import Words
 
-__all__ = ["Control", "Mode"]
-
-Control = tuple[float, float, float, float]
-"""Weight, backward calls, 1 for a rank that takes part, and calls with sample counts."""
+__all__ = ["Mode"]
 
 
 class Mode(Gradients, Protocol):
     """How gradients travel, between the calls of a replica; see `ArenaMode`."""
+
+    parameters: tuple[torch.nn.Parameter, ...]
 
     def fits(self) -> bool:
         """Whether the parameters are still what they were laid out as."""
@@ -25,23 +26,30 @@ class Mode(Gradients, Protocol):
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass; `fresh` begins from zero."""
 
+    def take_all(self) -> None:
+        """After a pass that nobody announced: take gradients as they lie on the parameters."""
+
     def edited(self) -> bool:
         """Whether somebody has written to gradients since `settle`."""
 
     def foreign(self) -> list[str]:
         """Parameters that somebody else's backward pass has written to."""
 
-    def arm(self, control: Control) -> None:
+    def arm(self, control: Words) -> None:
         """Before the last backward pass of a window."""
 
     def settle(self) -> None:
         """After a backward pass."""
 
-    def exchange(self, control: Control) -> Arrived:
+    def exchange(self, control: Words) -> Arrived:
         """Collective: sum all gradients over all ranks."""
 
-    def zero(self) -> None:
-        """Forget all gradients."""
+    def zero(self) -> bool:
+        """Forget all gradients. Collective after an interrupted pass that sent some of them.
+
+        Returns:
+            Whether that was an exchange.
+        """
 
     def hide_unused(self, used: frozenset[int] | None) -> None:
         """Give parameters that no rank used no gradient; None: all were used."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.layout import plan
 from hpctrain.fusion.usage import Usage, specs_of
-from hpctrain.replica.mode import Control
-from hpctrain.replica.node_memory import NodeMemory, Room
+from hpctrain.replica.node_memory import NodeMemory
 from hpctrain.replica.node_norms import NodeNorms
 from hpctrain.replica.node_sums import NodeSums
 from hpctrain.replica.on_parameters import OnTorchsOwn
+from hpctrain.replica.words import Words
 from hpctrain.update.summary import some_names
 from hpctrain.world.shared_memory import describe_bytes
 
@@ -60,7 +60,7 @@ class NodeMode(OnTorchsOwn):
         take = self._take if total >= _TAKE_FROM_BYTES else None
         self.sums = NodeSums(group, self.memory.rooms)
         self.usage = Usage(self.names, self.parameters, take)
-        self.update: ShardedUpdate | None = None
+        self.updates: list[ShardedUpdate] = []
         self.why_update = ""
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self._slots: list[Tensor] = list(self.views)
@@ -69,8 +69,8 @@ class NodeMode(OnTorchsOwn):
                 self._slots[index], self.views[index] = slot, view
         self._written: set[int] = set()
         """Parameters whose place in this rank's part is not zero."""
-        self._told: tuple[frozenset[int], Control] | None = None
-        """The flags and control words in this rank's part."""
+        self._told: frozenset[int] | None = None
+        """The flags in this rank's part."""
         self._copies = False
         """Whether this rank writes to gradients: it then has them in pages of its own."""
         self._text = f"exchange of gradients ({some_names(self.names)})"
@@ -90,19 +90,27 @@ class NodeMode(OnTorchsOwn):
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass: where a new window begins, there are no gradients."""
         super().begin(fresh=fresh)
-        if self.update is not None:
-            self.update.go_between()
+        for update in self.updates:
+            update.go_between()
 
-    def exchange(self, control: Control) -> Arrived:
+    def take_all(self) -> None:
+        """Gradients are where torch has put them: an exchange takes them from there."""
+        super().take_all()
+        for update in self.updates:
+            update.go_between()
+
+    def exchange(self, control: Words) -> Arrived:
         """Collective: sum all gradients over all ranks."""
         gradients = [p.grad for p in self.parameters]
         used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
-        direct = self.sums.direct(gradients)
+        # A view of the last sum, which somebody has added to, lies where the new one goes.
+        apart = [
+            None if gradient is view else gradient
+            for gradient, view in zip(gradients, self.views, strict=True)
+        ]
+        direct = self.sums.direct(apart)
         self._write_gradients(gradients, used, direct.keys())
-        if (used, control) != self._told:
-            self._told = (used, control)
-            for room in self.memory.rooms:
-                self._write_tail(room, used, control)
+        self._write_words(used, control)
         self.engine.meet(lambda: self.sums.reduce(direct), self._text, "", None)
         self._num_exchanges += 1
         self._copies = self._copies or any(room.own.is_written() for room in self.memory.rooms)
@@ -159,13 +167,18 @@ class NodeMode(OnTorchsOwn):
                 torch._foreach_zero_([self._slots[index] for index in absent])
         self._written = (self._written & direct) | (used - direct)
 
-    def _write_tail(self, room: Room, used: frozenset[int], control: Control) -> None:
-        """Write flags and control words; they stay there for the next steps."""
-        tail = [1.0 if index in used else 0.0 for index in room.bucket.members]
-        if room.bucket.control is not None:
-            tail += control
-        part = room.parts[self.group.local_rank]
-        part[room.tail].copy_(torch.tensor(tail, dtype=torch.float64))
+    def _write_words(self, used: frozenset[int], control: Words) -> None:
+        """Write control words, and the flags where they have changed."""
+        for room in self.memory.rooms:
+            part = room.parts[self.group.local_rank]
+            if used != self._told:
+                flags = [1.0 if index in used else 0.0 for index in room.bucket.members]
+                start = room.bucket.flags
+                part[start : start + len(flags)].copy_(torch.tensor(flags, dtype=torch.float64))
+            if room.bucket.control is not None:
+                words = torch.tensor(control, dtype=torch.float64)
+                part[room.bucket.control : room.bucket.stop].copy_(words)
+        self._told = used
 
     def average(self, divisor: float | Tensor) -> None:
         """Collective unless the divisor is 1: turn the sums into averages."""
@@ -206,9 +219,13 @@ class NodeMode(OnTorchsOwn):
         self.norms.clamp(limit, excluded)
         self._look()
 
-    def each_alone(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def each_alone(self) -> Iterator[None]:
         """A block in which every rank that steps updates everything by itself."""
-        return super().each_alone() if self.update is None else self.update.suspended()
+        with ExitStack() as stack:
+            for update in self.updates:
+                stack.enter_context(update.suspended())
+            yield
 
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""
@@ -225,9 +242,10 @@ class NodeMode(OnTorchsOwn):
         ]
         if self.group.num_nodes > 1:
             rows.append((f"between {where}s", f"{self.group.num_lanes} slices at once"))
-        if self.update is None:
+        if not self.updates:
             return [*rows, ("update", f"replicated: {self.why_update}")]
-        return [*rows, *self.update.describe(), ("", self.why_update)]
+        shares = [row for update in self.updates for row in update.describe()]
+        return [*rows, *shares, ("", self.why_update)]
 
     def counts(self) -> dict[str, int]:
         """Exchanges so far and Python hooks called so far, and bytes in one exchange."""
@@ -237,8 +255,8 @@ class NodeMode(OnTorchsOwn):
     def close(self) -> None:
         """Take the hooks away; gradients stay what they are."""
         self.usage.close()
-        if self.update is not None:
-            self.update.close()
+        for update in self.updates:
+            update.close()
         self.norms.close()
         self.memory.close()
 

@@ -30,9 +30,9 @@ class ObservedReplica(Replica):
         with phase(self.world.observers, "backward"):
             super()._differentiate(loss, weight, retain_graph, create_graph)
 
-    def _exchange(self, taking_part: float) -> Arrived:
+    def _exchange(self, *, present: bool = True) -> Arrived:
         with phase(self.world.observers, "exchange"):
-            return super()._exchange(taking_part)
+            return super()._exchange(present=present)
 
     def step(self, *, flush: bool = False) -> Step:
         """Update the weights, as one phase, and count the step."""
@@ -42,3 +42,8 @@ class ObservedReplica(Replica):
             for observer in self.world.observers:
                 observer.stepped(self.num_steps)
         return done
+
+    def _count_step(self) -> None:
+        super()._count_step()
+        for observer in self.world.observers:
+            observer.stepped(self.num_steps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.fusion.usage import Usage
-from hpctrain.replica.mode import Control
+from hpctrain.replica.words import Words
 
 __all__ = ["OnParameters", "OnTorchsOwn"]
 
@@ -17,7 +17,7 @@ __all__ = ["OnParameters", "OnTorchsOwn"]
 class OnParameters:
     """Gradients of a list of parameters, wherever they are kept."""
 
-    parameters: Sequence[torch.nn.Parameter]
+    parameters: tuple[torch.nn.Parameter, ...]
 
     def hide_unused(self, used: frozenset[int] | None) -> None:
         """Give parameters that no rank used no gradient at all: None is not zero."""
@@ -70,7 +70,7 @@ class OnTorchsOwn(OnParameters):
         """Parameters that a backward pass of somebody else's has written to."""
         return self.usage.unsettled()
 
-    def arm(self, control: Control) -> None:
+    def arm(self, control: Words) -> None:
         """Before the last backward pass of a window."""
         self._closing = True
 
@@ -80,10 +80,16 @@ class OnTorchsOwn(OnParameters):
         self._strays = None if self._closing else self._fingerprint()
         self._closing = False
 
-    def zero(self) -> None:
+    def take_all(self) -> None:
+        """Gradients are where torch has put them: an exchange takes them from there."""
+        self.usage.settle()
+        self._strays = None
+
+    def zero(self) -> bool:
         """Forget all gradients."""
         self.usage.settle()
         self._strays = None
+        return False
 
     def _fingerprint(self) -> list[tuple[int, int]]:
         return [(id(g), -1 if g is None else g._version) for g in (p.grad for p in self.parameters)]

@@ -10,6 +10,7 @@ import torch
 
 from hpctrain.engines.mpi import MpiEngine
 from hpctrain.errors import ConfigError
+from hpctrain.optim.several import spans_of
 from hpctrain.replica.node_mode import NodeMode
 from hpctrain.update.kinds import shards_by
 from hpctrain.update.memory import is_dense
@@ -109,25 +110,28 @@ def make_node_mode(
     optimizer: torch.optim.Optimizer,
     names: Sequence[str],
     parameters: Sequence[torch.nn.Parameter],
-    chosen: ChosenUpdate,
+    chosen: Sequence[ChosenUpdate],
     *,
     share_parameters: bool,
 ) -> NodeMode:
-    """Collective: gradients in shared memory, and the update divided if so chosen."""
+    """Collective: gradients in shared memory, and the updates divided that are so chosen."""
     if not isinstance(engine, MpiEngine):
         raise ConfigError(f"the {engine.name} engine shares no memory; use mpi")
     group = engine.node_group()
     mode = NodeMode(engine, group, names, parameters)
-    if chosen.by is not None:
-        mode.update = ShardedUpdate(
-            engine,
-            group,
-            optimizer,
-            names,
-            parameters,
-            mode.views,
-            by=chosen.by,
-            share_weights=share_parameters,
-        )
-    mode.why_update = chosen.why
+    for (member, span), one in zip(spans_of(optimizer), chosen, strict=True):
+        if one.by is not None:
+            mode.updates.append(
+                ShardedUpdate(
+                    engine,
+                    group,
+                    member,
+                    names[span],
+                    parameters[span],
+                    mode.views[span],
+                    by=one.by,
+                    share_weights=share_parameters,
+                )
+            )
+    mode.why_update = "; ".join(one.why for one in chosen)
     return mode

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hpctrain.optim.several import label_of
 from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.step_clock import StepClock, StepTime
@@ -78,9 +79,26 @@ class TimedReplica(ObservedReplica):
         )
         self._clock.pause()
 
-    def _exchange(self, taking_part: float) -> Arrived:
+    def _begin_plain(self) -> None:
+        if not self._passes.is_open:
+            self._clock.begin("backward")
+            self._clock.count(None)
+        super()._begin_plain()
+
+    def _end_plain(self) -> None:
+        super()._end_plain()
+        self._clock.pause()
+
+    def _begin_update(self) -> None:
+        self._clock.begin("update")
+
+    def _count_step(self) -> None:
+        super()._count_step()
+        self._note(self._clock.finish())
+
+    def _exchange(self, *, present: bool = True) -> Arrived:
         around = self._clock.begin("exchange")
-        arrived = super()._exchange(taking_part)
+        arrived = super()._exchange(present=present)
         self._clock.pause()
         if around is not None:
             self._clock.begin(around)
@@ -138,7 +156,7 @@ class TimedReplica(ObservedReplica):
             "global_batch": world.bench.batch,
             "counts": {**gained, "bytes": counts["bytes"]},
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": label_of(self.optimizer),
             "is_fused": any(group.get("fused") for group in self.optimizer.param_groups),
             "replica": self._mode.describe(),
         }

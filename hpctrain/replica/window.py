@@ -16,7 +16,12 @@ from torch import Tensor
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["Window", "check_counted"]
+__all__ = ["Window"]
+
+_MIXED = (
+    "replica.backward(loss) and loss.backward() were both called before one exchange, and they "
+    "weigh samples in different ways; use one of them within a step"
+)
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -35,6 +40,12 @@ class Window:
     """How often it has been exchanged since the last step."""
     broken: str = ""
     """What interrupted a backward pass, while its half-made gradients are still there."""
+    plain: bool = False
+    """Whether its calls were `loss.backward()`: their gradients are not weighed yet."""
+    share: float = 1.0
+    """How much this rank counts in a plain window: its samples over the mean of all ranks."""
+    stepped: bool = False
+    """Whether `optimizer.step()` was called since the exchange."""
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -64,6 +75,8 @@ class Window:
             )
         weighted = num_samples is not None
         fresh = self.calls == 0 or self.exchanged
+        if not fresh and self.plain:
+            raise ConfigError(_MIXED)
         if not fresh and self.weighted is not None and self.weighted != weighted:
             raise ConfigError(
                 "some backward calls of this step were given num_samples and some were not; give "
@@ -74,10 +87,36 @@ class Window:
     def add(self, weight: float, *, weighted: bool) -> None:
         """Count a backward call."""
         if self.exchanged:  # a further call before the step begins a sum of its own
-            self.calls, self.weight, self.exchanged = 0, 0.0, False
+            self._reopen()
         self.calls += 1
         self.weight += weight
         self.weighted = weighted
+        self.plain = False
+
+    def add_plain(self, share: float) -> None:
+        """Count a `loss.backward()`.
+
+        Raises:
+            ConfigError: it cannot be added to what is there.
+        """
+        if self.exchanged:
+            self._reopen()
+        if self.calls and not self.plain:
+            raise ConfigError(_MIXED)
+        if self.calls and share != self.share:
+            raise ConfigError(
+                f"this rank's shares of the batches of one step differ ({self.share:g} and "
+                f"{share:g} of the mean over all ranks), and calls of loss.backward() under "
+                "no_sync() cannot be weighed one by one; call replica.backward(loss, "
+                "num_samples=...), or exchange after every call"
+            )
+        self.calls += 1
+        self.weight += 1.0
+        self.weighted = False
+        self.plain, self.share = True, share
+
+    def _reopen(self) -> None:
+        self.calls, self.weight, self.exchanged, self.stepped = 0, 0.0, False, False
 
     @property
     def is_full(self) -> bool:
@@ -98,6 +137,7 @@ class Window:
         """Begin a new window."""
         self.calls, self.weight, self.weighted = 0, 0.0, None
         self.exchanged, self.closed, self.broken = False, 0, ""
+        self.plain, self.share, self.stepped = False, 1.0, False
 
     def divisor(self, weight: Number, calls: Number, ranks: Number) -> Number:
         """What the sum over all ranks is divided by, from the totals over all ranks.
@@ -105,19 +145,6 @@ class Window:
         Numbers, or tensors of one element where reading them would wait for a GPU.
         """
         return weight if self.accumulate > 1 else weight * ranks / calls
-
-
-def check_counted(calls: float, counted: float, *, here: bool | None) -> None:
-    """Refuse sample counts on some ranks alone, from the totals over all ranks.
-
-    Raises:
-        ConfigError: on all ranks, since all have the same totals.
-    """
-    if 0 < counted < calls:
-        raise ConfigError(
-            "num_samples was given on some ranks and not on others (this rank "
-            f"{'gave' if here else 'did not give'} it); give it on every rank or on none"
-        )
 
 
 def _whole(num_samples: object) -> int:

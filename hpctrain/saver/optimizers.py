@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hpctrain.optim.several import label_of
+
 __all__ = ["changed_options", "identify", "trouble_with"]
 
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
@@ -21,7 +23,7 @@ _RECIPE = "rate_ratio"
 
 def identify(optimizer: torch.optim.Optimizer) -> str:
     """What an optimizer is called in checkpoints."""
-    return type(optimizer).__name__
+    return label_of(optimizer)
 
 
 def trouble_with(saved: str, optimizer: torch.optim.Optimizer) -> str | None:

@@ -29,6 +29,8 @@ class Guard:
         self._every = every
         self._sentinels = [Sentinel(world, r.model, every=every) for r in replicas if every]
         self._stops = faults.nonfinite == "stop"
+        for replica in replicas:  # what is logged is looked at here, the loss included
+            replica.stops_at_nonfinite = False
         self._size = world.size
 
     def step(self, step: int) -> None:

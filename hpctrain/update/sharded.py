@@ -183,14 +183,19 @@ class ShardedUpdate:
         before.move_to_end(self._last.id)
         after.move_to_end(self._first.id, last=False)
 
-    def _before(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._suspended:
-            return
+            return None
         self._depth += 1
         if self._depth > 1:  # a class whose step calls that of its base: torch hooks both
-            return
+            return None
+        instead = None
         try:
-            self._check(args, kwargs)
+            self._check()
+            if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
+                instead = self._evaluate(args, kwargs)
             self._step()
         except BaseException:
             self._depth = 0
@@ -200,14 +205,26 @@ class ShardedUpdate:
         self._optimizer.state = defaultdict(dict)
         for parameter in self._parameters:
             parameter.grad = None
+        return instead
 
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse what a divided update cannot do as torch does it."""
-        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
+    def _evaluate(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Evaluate a closure before the update, as torch's own optimizers do, and only once."""
+        kind = type(self._optimizer)
+        if not f"{kind.__module__}.".startswith("torch.optim."):
             raise ConfigError(
-                "optimizer.step(closure) evaluates the loss inside the update, which ranks share; "
-                'call backward before step, or pass update="replicated" to distribute'
+                f"{kind.__name__}.step(closure) may evaluate the closure anywhere in its update, "
+                "which is divided among the ranks; call backward before step, or pass "
+                'update="replicated" to distribute'
             )
+        closure = kwargs.get("closure") or args[1]
+        with torch.enable_grad():
+            loss = closure()
+        return (args[0],), {"closure": lambda: loss}
+
+    def _check(self) -> None:
+        """Refuse what a divided update cannot do as torch does it."""
         if next(reversed(self._optimizer._optimizer_step_pre_hooks)) != self._last.id:
             raise ConfigError(
                 "a step hook was registered between backward and step, too late to run before the "

@@ -17,6 +17,7 @@ from hpctrain.world.devices import DeviceInfo
 from hpctrain.world.launcher import Launch
 from hpctrain.world.observing import Observer
 from hpctrain.world.seeding import Streams
+from hpctrain.world.shares import Shares
 from hpctrain.world.topology import Place, Rooms
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class World:
     """What a sweep asks of this script; outside one, the script's own defaults."""
     observers: list[Observer] = field(default_factory=list, repr=False)
     """Who is told what this rank is doing, from `distribute` on; see `hpctrain.world.observing`."""
+    shares: Shares = field(default_factory=Shares, repr=False)
+    """How much of the batch in hand is this rank's, as loaders have told."""
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
     _ended: Event = field(default_factory=Event, repr=False)
 

@@ -377,3 +377,92 @@ def test_freezing_between_the_backward_calls_of_a_step(pair):
         p.alone.layers[0].weight.requires_grad_(True)
         p.own.step()
     p.check()
+
+
+class _Slope(nn.Module):
+    """Its gradient is whatever the loss is multiplied by."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2048, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 512}, {"overlap": True}])
+@pytest.mark.parametrize("end", ["backward", "synchronize", "flush"])
+def test_an_exchanged_gradient_survives_a_later_no_sync(world, engines, options, end):
+    model = _Slope()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"], **options)
+    for _ in range(2):
+        with torch.no_grad():
+            model.weight.zero_()
+        replica.backward(model.weight.sum())
+        with replica.no_sync():
+            replica.backward(10 * model.weight.sum())
+        if end == "backward":
+            replica.backward(100 * model.weight.sum())
+        elif end == "synchronize":
+            replica.synchronize()
+        total = 111.0 if end == "backward" else 11.0
+        if end != "flush":
+            assert model.weight.grad.tolist() == [total] * 2048
+        assert replica.step(flush=end == "flush")
+        assert model.weight.tolist() == [-total] * 2048
+    replica.close()
+
+
+def failing_loss(model, x, y):
+    """Its backward pass fails when gradients of the last layer have left already."""
+    hidden = model.layers[0](x)
+    hidden.register_hook(lambda _gradient: 1 / 0)
+    return cross_entropy(model.layers[2](model.layers[1](hidden)), y)
+
+
+@pytest.mark.parametrize("engine_name", ["mpi", "torch"])
+def test_a_caught_exception_leaves_nothing_under_way(world, engines, engine_name):
+    model, alone = build(), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.optim.SGD(alone.parameters(), lr=0.1)
+    replica = hpc.distribute(
+        world, model, optimizer, engine=engines[engine_name], overlap=True, bucket_bytes=256
+    )
+    for step in range(STEPS):
+        chunks = batch(step, [3] * world.size)
+        x, y = chunks[world.rank]
+        if step in (2, 3, 6):
+            with pytest.raises(ZeroDivisionError):
+                replica.backward(failing_loss(model, x, y))
+            replica.zero_grad()
+        replica.backward(cross_entropy(replica(x, 0), y))
+        own.zero_grad()
+        (sum(cross_entropy(alone(x, 0), y) for x, y in chunks) / world.size).backward()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(mine.grad, other.grad, rtol=0, atol=1e-12)
+        replica.step()
+        own.step()
+    replica.close()
+
+
+@pytest.mark.parametrize("engine_name", ["mpi", "torch"])
+def test_an_exception_on_one_rank_is_told_to_the_others(world, engines, engine_name):
+    if world.size == 1:
+        pytest.skip("there are no others")
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = hpc.distribute(
+        world, model, optimizer, engine=engines[engine_name], overlap=True, bucket_bytes=256
+    )
+    x, y = batch(0, [3] * world.size)[world.rank]
+    replica.backward(cross_entropy(replica(x, 0), y))
+    replica.step()
+    if world.rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            replica.backward(failing_loss(model, x, y))
+        replica.zero_grad()
+    else:
+        with pytest.raises(hpc.CollectiveError, match=f"interrupted on 1 of {world.size} ranks"):
+            replica.backward(cross_entropy(replica(x, 0), y))
+    replica.backward(cross_entropy(replica(x, 0), y))
+    assert replica.step()
+    assert len(set(world.comm.allgather(digest(model.parameters())))) == 1
+    replica.close()

@@ -111,7 +111,7 @@ def test_arguments_in_another_order(world):
         hpc.distribute(world, sgd(model), model)
     with pytest.raises(hpc.ConfigError, match=f"first argument is a Mlp.*{cure}"):
         hpc.distribute(model, sgd(model), world)
-    with pytest.raises(hpc.ConfigError, match=r"the optimizer is a list.*torch\.optim\.Optimizer"):
+    with pytest.raises(hpc.ConfigError, match="list of optimizers has a Parameter"):
         hpc.distribute(world, model, list(model.parameters()))
 
 
@@ -182,9 +182,10 @@ def test_running_statistics_are_told_of(world, engines, capsys):
 
 def test_the_foreign_gradient_message_names_each_parameter_once(pair):
     p = pair()
+    p.replica.backward(p.loss(0))
     p.loss(0).backward()
     (p.model.layers[2].bias.sum() * 2).backward()
-    with pytest.raises(hpc.ConfigError, match=r"got gradients from a backward call") as caught:
+    with pytest.raises(hpc.ConfigError, match=r"got gradients that were not exchanged") as caught:
         p.replica.step()
     assert str(caught.value).count("layers.2.bias") == 1
     p.replica.close()
@@ -209,7 +210,7 @@ def test_one_loss_with_two_replicas_is_refused_and_two_groups_are_the_cure(world
     replicas = [hpc.distribute(world, m, sgd(m), engine=engines["mpi"]) for m in parts]
     x = torch.full((2, 4), 1.0 + world.rank).double()
     replicas[0].backward(replicas[1](replicas[0](x)).mean())
-    with pytest.raises(hpc.ConfigError, match=r"got gradients from a backward call that this"):
+    with pytest.raises(hpc.ConfigError, match=r"from another replica's loss"):
         replicas[1].step()
     for replica in replicas:
         replica.close()

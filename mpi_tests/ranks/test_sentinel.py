@@ -106,7 +106,8 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_of_them(world):
 def test_a_training_has_equal_weights_and_a_nan_is_named_where_it_began(world):
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    replica = hpc.distribute(world, model, torch.optim.AdamW(model.parameters()), engine=ENGINE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    replica = hpc.distribute(world, model, optimizer, engine=ENGINE, nonfinite="ignore")
     boundary = Boundary(world, timeout_s=60, watchdog=replica.engine.watchdog)
     sentinel = hpc.Sentinel(world, model, every=1)
     watch = FiniteWatch(model, gradients_every=1)

@@ -284,12 +284,15 @@ def test_hooks_of_all_optimizers_run_once_a_step(pair):
     assert seen == [(when, o) for o in (one, other) for when in ("before", "after")] * 2
 
 
-def test_a_closure_is_refused_and_none_is_none(pair):
-    with pair() as t:
+def test_a_closure_of_a_class_of_ones_own_is_refused_and_none_is_none(pair):
+    class Mine(optim.Adam):
+        shards_by = "element"
+
+    with pair(lambda model: Mine(model.parameters())) as t:
         t.train(1)
         t.backward(1)
         if t.size > 1:
-            with pytest.raises(hpc.ConfigError, match=r"optimizer\.step\(closure\)"):
+            with pytest.raises(hpc.ConfigError, match=r"Mine\.step\(closure\).*replicated"):
                 t.optimizer.step(lambda: None)
         t.optimizer.step(None)
         t.own.step(closure=None)

@@ -69,26 +69,12 @@ def test_no_samples_anywhere_moves_nothing(pair):
 # Refused by name
 
 
-def test_a_plain_backward_is_refused_by_name(pair):
+def test_a_plain_backward_after_one_of_the_replicas_own_is_refused_by_name(pair):
     p = pair()
-    p.loss(0).backward()
-    with pytest.raises(hpc.ConfigError, match=r"replica\.backward\(loss\) instead of loss"):
-        p.replica.backward(p.loss(1))
-    p.replica.zero_grad()
     p.replica.backward(p.loss(1))
     p.loss(2).backward()
     with pytest.raises(hpc.ConfigError, match=r"layers\.\d\.(weight|bias)"):
         p.replica.step()
-    p.replica.close()
-
-
-def test_the_plain_torch_loop_is_refused_at_the_second_forward(pair):
-    p = pair()
-    p.optimizer.zero_grad()
-    p.loss(0).backward()
-    p.optimizer.step()
-    with pytest.raises(hpc.ConfigError, match=r"replica\.backward\(loss\) instead of loss"):
-        p.loss(1)
     p.replica.close()
 
 
@@ -151,12 +137,10 @@ def test_combinations_that_cannot_be(pair, world, engines):
         p.replica.backward(p.loss(2), num_samples=3)
     p.replica.close()
     model = build()
-    for optimizer in (
-        torch.optim.LBFGS(model.parameters()),
-        torch.optim.SparseAdam(model.parameters()),
-    ):
-        with pytest.raises(hpc.ConfigError, match="cannot be distributed"):
-            hpc.distribute(world, model, optimizer, engine=engines["mpi"])
+    with pytest.raises(hpc.ConfigError, match="cannot be distributed"):
+        hpc.distribute(
+            world, model, torch.optim.SparseAdam(model.parameters()), engine=engines["mpi"]
+        )
     for options, word in (
         ({"accumulate": 0}, "accumulate=0"),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),

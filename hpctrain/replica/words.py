@@ -1,0 +1,144 @@
+"""The control words: what every rank says with its gradients, and what all conclude from the sums.
+
+They travel in the tail of the gradients, so none of this costs a message. Every check gives the
+same answer on all ranks that see the same sums.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.fusion.layout import CONTROL_WORDS
+
+__all__ = ["LateSums", "Words", "check_counted", "check_sums", "say"]
+
+_SEQUENCE_PERIOD = 16
+"""Small, so that sums of squares stay exact in float32 for 70,000 ranks."""
+
+
+class Words(NamedTuple):
+    """One rank's control words, or their sums over all ranks."""
+
+    weight: float
+    """Samples, or 1 for each backward call without a count."""
+    calls: float
+    present: float
+    """1 for a rank that takes part, 0 for one that ran out of data (`join`)."""
+    counted: float
+    """Backward calls that came with sample counts."""
+    plain: float
+    """1 for a rank whose gradients came by `loss.backward()`: they are not weighed yet."""
+    sequence: float
+    """Exchanges and steps so far, modulo a small number."""
+    sequence_squared: float
+    """Equal sums of both mean equal numbers on all ranks."""
+    nonfinite: float
+    """1 for a rank whose loss or gradient is inf or NaN."""
+    nonfinite_rank: float
+    """That rank's number, else 0."""
+    interrupted: float = 0.0
+    """1 for a rank whose backward pass raised after some gradients had left."""
+
+
+if len(Words._fields) != CONTROL_WORDS:
+    raise RuntimeError("Words and CONTROL_WORDS differ")
+
+
+def say(
+    *,
+    rank: int,
+    weight: float,
+    calls: float,
+    present: bool,
+    counted: float,
+    plain: bool,
+    sequence: int,
+    finding: str | None,
+) -> Words:
+    """This rank's words."""
+    number = float(sequence % _SEQUENCE_PERIOD) if present else 0.0
+    return Words(
+        weight=weight,
+        calls=calls,
+        present=float(present),
+        counted=counted,
+        plain=float(plain),
+        sequence=number,
+        sequence_squared=number * number,
+        nonfinite=float(finding is not None),
+        nonfinite_rank=float(rank) if finding is not None else 0.0,
+    )
+
+
+def check_sums(mine: Words, sums: Words, *, size: int, step: int) -> None:
+    """Refuse what ranks did differently.
+
+    Args:
+        mine: This rank's words.
+        sums: Over all ranks.
+        size: The number of ranks.
+        step: Names this exchange, for the message.
+
+    Raises:
+        ConfigError: sample counts on some ranks only.
+        CollectiveError: the ranks are not in the same step, or a rank has sent half a pass.
+    """
+    if sums.interrupted:
+        raise CollectiveError(
+            f"a backward pass was interrupted on {sums.interrupted:.0f} of {size} ranks while "
+            "gradients were travelling; catch an exception on all ranks or on none, or use "
+            "overlap=False"
+        )
+    check_counted(sums.calls, sums.counted, here=mine.counted > 0)
+    ranks = sums.present
+    if 0 < sums.plain < ranks:
+        raise ConfigError(
+            f"loss.backward() was called on {sums.plain:.0f} of {ranks:.0f} ranks and "
+            "replica.backward(loss) on the others; call the same on every rank"
+        )
+    same = (
+        sums.sequence == mine.sequence * ranks
+        and sums.sequence_squared == mine.sequence_squared * ranks
+    )
+    if mine.present and not same:
+        raise CollectiveError(
+            f"the ranks are not in the same step (this one has made {step}): some rank has made a "
+            "step or a backward call that others have not, so that gradients of different steps "
+            "met; make every rank call backward and step equally often (a `continue` or an `if` "
+            "that only some ranks take is the usual cause)"
+        )
+
+
+def check_counted(calls: float, counted: float, *, here: bool) -> None:
+    """Refuse sample counts on some ranks alone, from the totals over all ranks.
+
+    Raises:
+        ConfigError: on all ranks, since all have the same totals.
+    """
+    if 0 < counted < calls:
+        raise ConfigError(
+            "num_samples was given on some ranks and not on others (this rank "
+            f"{'gave' if here else 'did not give'} it); give it on every rank or on none"
+        )
+
+
+class LateSums:
+    """Sums on their way from a GPU: read when they are there, so that nothing waits for them."""
+
+    def __init__(self, sums: Tensor, mine: Words, step: int) -> None:
+        self.mine = mine
+        self.step = step
+        self._host = torch.empty(CONTROL_WORDS, dtype=sums.dtype, pin_memory=True)
+        self._host.copy_(sums, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def read(self) -> Words | None:
+        """The sums, or None while they are under way."""
+        if not self._event.query():  # type: ignore[no-untyped-call]
+            return None
+        return Words(*self._host.tolist())

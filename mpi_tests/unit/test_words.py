@@ -1,0 +1,103 @@
+"""Control words and shares: what ranks conclude from sums, and what loaders tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.replica.words import Words, check_sums, say
+from hpctrain.world.shares import Shares
+
+
+def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, finding=None):
+    return say(
+        rank=rank,
+        weight=1.0,
+        calls=1.0,
+        present=present,
+        counted=counted,
+        plain=plain,
+        sequence=sequence,
+        finding=finding,
+    )
+
+
+def added(ranks, dtype=torch.float32):
+    """As they travel: in float32 at the worst."""
+    total = torch.zeros(len(Words._fields), dtype=dtype)
+    for one in ranks:
+        total += torch.tensor(one, dtype=dtype)
+    return Words(*total.tolist())
+
+
+@given(st.integers(0, 10**6), st.integers(1, 300))
+def test_ranks_in_the_same_step_agree(sequence, size):
+    ranks = [words(rank, sequence=sequence) for rank in range(size)]
+    check_sums(ranks[0], added(ranks), size=size, step=0)
+
+
+@given(st.lists(st.integers(-7, 7), min_size=2, max_size=40), st.integers(7, 10**6))
+def test_ranks_in_different_steps_are_noticed_by_every_rank(offsets, sequence):
+    ranks = [words(rank, sequence=sequence + offset) for rank, offset in enumerate(offsets)]
+    sums = added(ranks)
+    for mine in ranks:
+        if len(set(offsets)) == 1:
+            check_sums(mine, sums, size=len(ranks), step=3)
+        else:
+            with pytest.raises(CollectiveError, match=r"not in the same step.*has made 3"):
+                check_sums(mine, sums, size=len(ranks), step=3)
+
+
+def test_ranks_that_ran_out_of_data_are_in_no_step():
+    ranks = [words(0, sequence=5), words(1, sequence=2, present=False), words(2, sequence=5)]
+    for mine in ranks:
+        check_sums(mine, added(ranks), size=3, step=5)
+
+
+def test_who_was_interrupted_or_counted_otherwise():
+    ranks = [words(0), words(1)._replace(interrupted=1.0), words(2)]
+    with pytest.raises(CollectiveError, match="interrupted on 1 of 3 ranks"):
+        check_sums(ranks[0], added(ranks), size=3, step=0)
+    ranks = [words(0, counted=1.0), words(1)]
+    with pytest.raises(ConfigError, match="this rank did not give it"):
+        check_sums(ranks[1], added(ranks), size=2, step=0)
+
+
+def test_ranks_with_different_kinds_of_backward_are_refused():
+    ranks = [words(0, plain=True), words(1), words(2, present=False)]
+    with pytest.raises(ConfigError, match="on 1 of 2 ranks"):
+        check_sums(ranks[0], added(ranks), size=3, step=0)
+    both = [words(0, plain=True), words(1, plain=True), words(2, present=False)]
+    check_sums(both[2], added(both), size=3, step=0)
+
+
+def test_a_finding_names_its_rank():
+    sums = added([words(0), words(1), words(2, finding="the loss is nan")])
+    assert (sums.nonfinite, sums.nonfinite_rank) == (1.0, 2.0)
+
+
+def test_a_share_is_of_the_last_batch_until_the_epoch_ends():
+    shares = Shares()
+    assert shares.take() == 1.0
+    shares.note(1, num_samples=3, global_samples=4, size=2)
+    assert shares.take() == shares.take() == 1.5
+    shares.note(1, num_samples=2, global_samples=4, size=2)
+    shares.note(1, num_samples=1, global_samples=4, size=2)
+    assert shares.take() == 0.5
+    shares.forget()
+    assert shares.take() == 1.0
+
+
+def test_two_loaders_must_agree():
+    shares = Shares()
+    shares.note(1, num_samples=2, global_samples=4, size=2)
+    shares.note(2, num_samples=4, global_samples=8, size=2)
+    assert shares.take() == 1.0
+    shares.note(1, num_samples=2, global_samples=4, size=2)
+    shares.note(2, num_samples=5, global_samples=8, size=2)
+    with pytest.raises(ConfigError, match=r"2 loaders.*num_samples"):
+        shares.take()
+    assert shares.take() == 1.0  # nothing is left of the refused call
