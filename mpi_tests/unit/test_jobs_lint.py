@@ -81,7 +81,9 @@ CASES = [
     ("J01", 12, SLURM + "#SBATCH --mem=4G\n", of_slurm((STRICT, f"#SBATCH --mem=4G\n{STRICT}"))),
     ("J01", 9, PBS + "#PBS -q prod\n", of_pbs(("#PBS -N", "#PBS -q prod\n#PBS -N"))),
     ("J02", 7, of_slurm(("logs/%x", "$HOME/%x")), of_slurm(("logs/%x", "/scratch/%x"))),
-    ("J03", 2, of_slurm(("#SBATCH --nodes", "# SBATCH --nodes")), of_slurm(("=2", "=3"))),
+    ("J03", 2, of_slurm(("#SBATCH --nodes", "#SBATCh --nodes")), of_slurm(("=2", "=3"))),
+    ("J03", 2, of_slurm(("#SBATCH --nodes", "#BATCH --nodes")), of_slurm(("set", "#A --b\nset"))),
+    ("J03", 2, of_slurm(("#SBATCH --nodes", "#SBATCH--nodes")), of_slurm(("--nodes", "\t--nodes"))),
     ("J03", 2, of_pbs(("#PBS -N", "#pbs -N")), of_pbs(("#PBS -N train", "# PBS wants this"))),
     ("J04", 3, of_slurm(("=2\n", "=2\n#SBATCH -N 3\n")), of_slurm(("=2\n", "=2\n#SBATCH -N 2\n"))),
     ("J05", 1, of_slurm(("#SBATCH --time=02:00:00\n", "")), of_slurm(("--time=", "-t "))),
@@ -96,6 +98,12 @@ CASES = [
     ("J09", 7, of_slurm(("logs/", "nowhere/")), of_slurm(("logs/", ""))),
     ("J10", 1, of_slurm(("#!/bin/bash\n", "")), of_slurm(("#!/bin/bash", "#!/bin/sh -l"))),
     ("J11", 1, SLURM.replace("\n", "\r\n"), SLURM),
+    (
+        "J12",
+        3,
+        of_slurm(("ntasks-per-node=4", "ntasks=1")),
+        of_slurm(("ntasks-per-node=4", "ntasks=8")),
+    ),
     ("J12", 3, of_slurm(("=2\n", "=2\n#SBATCH -n 4\n")), of_slurm(("=2\n", "=2\n#SBATCH -n 8\n"))),
     ("J13", 1, of_slurm(("bash\n", "bash \u2013l\n")), of_slurm(("=2\n", "=2 # a \u2013 b\n"))),
     (
@@ -124,6 +132,15 @@ CASES = [
         3,
         of_slurm(("=2\n", "=2\n#SBATCH --workdir=/a\n")),
         of_slurm(("=2\n", "=2\n#SBATCH --image=a\n")),
+    ),
+    ("J16", 7, of_slurm(("%j.out", "%j.out my log")), of_slurm(("%j.out", "%j.out # my log"))),
+    ("J16", 2, of_slurm(("--nodes=2", "-nodes=2")), SLURM),
+    ("J16", 5, of_slurm(("task=8", "task=8;")), SLURM),
+    (
+        "J17",
+        2,
+        of_slurm(("#SBATCH --nodes", "# SBATCH --nodes")),
+        of_slurm(("set", "##SBATCH -a\nset")),
     ),
     (
         "J20",
@@ -379,6 +396,16 @@ CASES = [
         with_line("MASTER_PORT=$RANDOM"),
         with_line("MASTER_PORT=$RANDOM\nexport MASTER_PORT"),
     ),
+    ("J58", 10, with_line("python prepare.sh"), with_line("python -m a.sh\nbash a.sh b.py")),
+    ("J58", 10, with_line("bash prepare.py"), with_line("bash -c 'python prepare.py'")),
+    ("J59", 10, with_line("scl enable devtoolset-9 bash"), with_line("bash prepare.sh")),
+    ("J60", 11, of_slurm((RUN, f"{RUN} --num_nodes=1")), of_slurm((RUN, f"{RUN} --num_nodes 2"))),
+    (
+        "J60",
+        11,
+        of_slurm((RUN, f"{RUN} --trainer.devices 2")),
+        of_slurm((RUN, f"{RUN} --trainer.devices=$SLURM_NTASKS_PER_NODE")),
+    ),
 ]
 
 
@@ -592,6 +619,11 @@ def test_cores_are_lost_in_some_versions_of_slurm_only(version, level):
     text = of_slurm(("export SRUN_CPUS_PER_TASK=8\n", ""))
     findings = lint(text, exists=lambda folder: True, slurm=version)
     assert [(f.rule, f.level) for f in findings] == ([("J22", level)] if level else [])
+
+
+def test_a_script_whose_directives_are_all_switched_off_is_a_mistake():
+    text = SLURM.replace("#SBATCH", "# SBATCH")
+    assert {rule for rule, _ in found(text, "warning")} == {"J17"}
 
 
 def test_a_script_for_another_shell_is_read_for_its_directives_alone():

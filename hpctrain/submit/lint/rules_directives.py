@@ -8,15 +8,15 @@ from difflib import get_close_matches
 
 from hpctrain.submit.lint.layout import gpus_per_node, num_nodes, tasks_per_node
 from hpctrain.submit.lint.rule import Rule
-from hpctrain.submit.lint.script import Option, Script
+from hpctrain.submit.lint.script import PREFIXES, Option, Script
 
 __all__ = ["RULES"]
 
 _PLACEHOLDER = re.compile(r"%[A-Za-z]|\{\{|\$|[<\[]")
-_MISSPELT = re.compile(
-    r"(?:#\s+|!#|#!|\s+#)(?:SBATCH|PBS|BSUB)\s+-|#(?:SBATCH|PBS|BSUB)-"
-    r"|#(?:sbatch|pbs|bsub)\s+-|#(?:SBTACH|SBACTH|SBATHC|SABTCH|SBATC)\s"
-)
+_LIKE_ONE = re.compile(r"(!?#!?|\s+#)([A-Za-z]{3,8})\s*(?=--?[A-Za-z])")
+_OFF = re.compile(r"#\s+#?(SBATCH|PBS|BSUB)\s+-")
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)
+_WHOLE = ("ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-task", "cpus-per-gpu")
 _TYPOGRAPHIC = re.compile("[\u2013\u2014\u2212\u201c\u201d\u2018\u2019\u00a0]")
 _SBATCH = frozenset(
     re.findall(
@@ -61,20 +61,43 @@ def _variable(script: Script) -> Iterator[tuple[int, str]]:
 
 
 def _misspelt(script: Script) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(script.lines, 1):
-        if _MISSPELT.match(line):
-            yield number, f"{line.split('-')[0].strip()!r} is no directive to the batch system"
+    for number, line in enumerate(script.lines[: script.first_command or None], 1):
+        match = _LIKE_ONE.match(line)
+        if match is None:
+            continue
+        before, name = match.groups()
+        right = before == "#" and f"#{name}" in PREFIXES and line[len(name) + 1] in " \t"
+        near = get_close_matches(name.upper(), ("SBATCH", "BSUB", "#PBS"), 1, 0.8)
+        if not right and (near or name.upper() == "PBS"):
+            yield number, f"{(before + name).strip()!r} is no directive to the batch system"
+
+
+def _switched_off(script: Script) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(script.lines[: script.first_command or None], 1):
+        if _OFF.match(line):
+            yield number, f"{line.split('-')[0].strip()!r} is a comment to the batch system"
+
+
+def _if_all_are(script: Script) -> str:
+    return "note" if any(option.active for option in script.options) else "warning"
 
 
 def _repeated(script: Script) -> Iterator[tuple[int, str]]:
     seen: dict[str, Option] = {}
     for option in script.options:
         before = seen.get(option.name)
-        once = option.name not in ("l", "R", "W", "mail-type", "constraint")
-        if option.active and once and before and before.value != option.value:
+        once = option.name not in ("", "l", "R", "W", "mail-type", "constraint")
+        if option.active and once and before and not _agree(before.value, option.value):
             yield option.line, f"{option.name} was {before.value!r} in line {before.line}"
         if option.active:
             seen[option.name] = option
+
+
+def _agree(one: str, other: str) -> bool:
+    """Whether two values say the same: also `1` and `a100:1`."""
+    return (
+        one == other or f":{one}" == other[-len(one) - 1 :] or f":{other}" == one[-len(other) - 1 :]
+    )
 
 
 def _no_walltime(script: Script) -> Iterator[tuple[int, str]]:
@@ -90,6 +113,8 @@ def _bad_walltime(script: Script) -> Iterator[tuple[int, str]]:
     overflow = re.search(r":([6-9]\d|\d{3,})(:|$)", option.value)
     if not option.value:
         yield option.line, "the walltime is empty"
+    elif script.batch == "slurm" and fields and not _TIME.fullmatch(option.value.lstrip("-")):
+        yield option.line, f"walltime {option.value!r} is refused"
     elif option.value.startswith("-") or (fields and not any(fields)) or overflow:
         yield option.line, f"walltime {option.value!r} is zero, negative or past 59"
 
@@ -160,6 +185,8 @@ def _tasks_disagree(script: Script) -> Iterator[tuple[int, str]]:
     each, option = script.number("ntasks-per-node"), script.option("ntasks")
     if option and nodes and tasks and each and nodes * each != tasks:
         yield option.line, f"{nodes} nodes of {each} tasks are not {tasks} tasks"
+    elif option and nodes and tasks and tasks < nodes:
+        yield option.line, f"{tasks} tasks need no {nodes} nodes: sbatch takes {tasks}"
 
 
 def _typographic(script: Script) -> Iterator[tuple[int, str]]:
@@ -184,11 +211,15 @@ def _syntax(script: Script) -> Iterator[tuple[int, str]]:
         yield min(line, len(script.lines)), f"bash -n: {said.strip()}"
 
 
-def _unknown_option(script: Script) -> Iterator[tuple[int, str]]:
+def _refused_options(script: Script) -> Iterator[tuple[int, str]]:
     for option in script.options:
-        name = option.name
-        if option.value.startswith("="):
-            yield option.line, f"the value of {name} is {option.value!r}"
+        name, value = option.name, option.value
+        if not name:
+            yield option.line, f"{value!r} is no option of sbatch"
+        elif value.startswith("="):
+            yield option.line, f"the value of {name} is {value!r}"
+        elif name in _WHOLE and not re.search(r"\d+$|[{$<%]", value):
+            yield option.line, f"{name} is {value!r}, and no number"
         elif len(name) < 3 or any(known.startswith(name) for known in _SBATCH):
             continue  # sbatch takes any beginning of an option's name
         elif near := _GONE.get(name) or "".join(get_close_matches(name, _SBATCH, 1, 0.85)):
@@ -227,9 +258,15 @@ RULES = (
     Rule(
         id="J03",
         why="It looks like a directive and is ignored.",
-        cure="Write #SBATCH, #PBS or #BSUB at the start of the line and a blank after it; ## to "
-        "switch one off.",
+        cure="Write #SBATCH, #PBS or #BSUB at the start of the line, and a blank after it.",
         check=_misspelt,
+    ),
+    Rule(
+        id="J17",
+        why="With a blank after the # it is a comment; perhaps it was meant to be.",
+        cure="#SBATCH to switch it on, ##SBATCH to make plain that it is off.",
+        check=_switched_off,
+        level=_if_all_are,
     ),
     Rule(
         id="J04",
@@ -285,7 +322,8 @@ RULES = (
     ),
     Rule(
         id="J12",
-        why="The batch system keeps one of the numbers and spreads ranks unevenly.",
+        why="The batch system keeps one of the numbers, gives fewer nodes, or spreads ranks "
+        "unevenly.",
         cure="Give --nodes and --ntasks-per-node, and leave --ntasks out.",
         check=_tasks_disagree,
         batches=("slurm",),
@@ -305,10 +343,10 @@ RULES = (
     ),
     Rule(
         id="J16",
-        why="sbatch refuses what it does not know; after a short option, or with blanks around it, "
-        "= is a part of the value.",
-        cure="--nodes=2 or -N 2.",
-        check=_unknown_option,
+        why="sbatch refuses the script: options have two hyphens or one letter, no blank around =, "
+        "and quotes around values of several words.",
+        cure="--nodes=2 or -N 2; --job-name='two words'.",
+        check=_refused_options,
         batches=("slurm",),
     ),
     Rule(

@@ -140,11 +140,13 @@ def _fixed_devices(script: Script) -> Iterator[tuple[int, str]]:
             yield line, f"{name}={value} in a job of {gpus[0]} GPUs, numbered from 0"
         elif len(named) < gpus[0]:
             yield line, f"{name}={value} leaves {gpus[0] - len(named)} of {gpus[0]} GPUs unused"
-    bound = re.search(r"--gpus-per-task|--gpu-bind(?!=none)", script.text)
+    directive = "--gpus-per-task" if script.option("gpus-per-task") else ""
+    bound = re.search(r"--gpus-per-task|--gpu-bind(?!=none)", directive + script.shell)
     if bound:
         for line, name, value in _values(script, *_DEVICES):
-            if "LOCAL" in value:
+            if "LOCAL" in value or re.match(r"\d", value):
                 yield line, f"{name}={value} together with {bound.group()}"
+                return
 
 
 def _switches(script: Script) -> Iterator[tuple[int, str]]:
@@ -187,9 +189,24 @@ def _not_exported(script: Script) -> Iterator[tuple[int, str]]:
     others = {n for c in script.commands if c.words for n, _ in c.assigned}
     if re.search(r"\bset -\w*a|allexport", script.shell) or script.opaque or not script.trainings:
         return
+    alone = num_nodes(script) == 1 and all(ranks_per_node(script, s) == 1 for s in script.launches)
     for name in sorted(bare - used - exported - others):
+        if alone and re.match(r"MASTER|WORLD", name):
+            continue  # one rank has nobody to meet
         if _FOR_RANKS.fullmatch(name) and name not in script.shell.replace(f"{name}=", ""):
             yield script.assigned[name][0][0], f"{name} is assigned and not exported"
+
+
+def _new_shell(script: Script) -> Iterator[tuple[int, str]]:
+    for command in script.commands:
+        text = " ".join(command.words)
+        if re.fullmatch(
+            r"(exec )?(.*/)?(ba|z|tc|c)?sh( -[il]+)?|scl enable .* (ba)?sh|newgrp \S+", text
+        ):
+            redirected = "<" in script.lines[command.line - 1] or command.captured
+            piped = any(other.pipe_to.startswith(command.text) for other in script.commands)
+            if not redirected and not piped:
+                yield command.line, f"{text!r} starts a shell of its own"
 
 
 RULES = (
@@ -269,5 +286,11 @@ RULES = (
         why="Only exported variables reach the ranks; this one changes nothing.",
         cure="Write export before it.",
         check=_not_exported,
+    ),
+    Rule(
+        id="J59",
+        why="A batch job has no input, so that shell ends at once; what it set is gone with it.",
+        cure="scl: source scl_source enable NAME; else leave it out.",
+        check=_new_shell,
     ),
 )

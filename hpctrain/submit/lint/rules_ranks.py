@@ -42,8 +42,9 @@ def _tasks_and_gpus(script: Script) -> Iterator[tuple[int, str]]:
             return
     for start in script.trainings:
         each = script.resolve(start.argument("--nproc[_-]per[_-]node", "--num_gpus"))
-        if start.spawns and each and gpus and 0 < gpus[0] != each:
-            yield start.line, f"{start.spawns} starts {each} processes for {gpus[0]} GPUs on a node"
+        seen = script.number("gpus-per-task") or (gpus[0] if gpus else 0)
+        if start.spawns and each and 0 < seen != each:
+            yield start.line, f"{start.spawns} starts {each} processes for {seen} GPUs"
             return
 
 
@@ -200,6 +201,26 @@ def _rank_of_batch_shell(script: Script) -> Iterator[tuple[int, str]]:
             yield command.line, f"${named[0]} is that of the batch shell, 0"
 
 
+def _told_otherwise(script: Script) -> Iterator[tuple[int, str]]:
+    nodes = num_nodes(script)
+    for start, ranks in _own_ranks(script):
+        for names, number, what in (
+            (r"--(?:trainer\.)?num[_-]nodes", nodes, "nodes"),
+            (r"--(?:trainer\.|num[_-])devices", ranks, "devices on a node"),
+        ):
+            told = script.resolve(start.argument(names))
+            if start.launcher == "srun" and told and number and told != number:
+                yield start.line, f"the program is told of {told} {what}, and {number} are there"
+
+
+def _wrong_interpreter(script: Script) -> Iterator[tuple[int, str]]:
+    for start in script.starts:
+        for name, ending in (("python[\\d.]*", "sh"), ("(?:ba)?sh", "py")):
+            text = " ".join(word for word in start.program[:3] if not re.fullmatch("-[uxeE]", word))
+            if match := re.match(rf"({name}) (\S+\.{ending})(?:\s|$)", text):
+                yield start.line, f"{match.group(1)} is to run {match.group(2)}"
+
+
 def _one_word(script: Script) -> Iterator[tuple[int, str]]:
     for start in script.launches:
         if start.program and re.search(r"\S\s+\S", start.program[0]):
@@ -311,5 +332,18 @@ RULES = (
         why="Ranks wait for as many as WORLD_SIZE says, or some are left out.",
         cure="export WORLD_SIZE=$SLURM_NTASKS",
         check=_wrong_world,
+    ),
+    Rule(
+        id="J58",
+        why="The interpreter cannot read it and stops at its first line.",
+        cure="python for .py, bash for .sh.",
+        check=_wrong_interpreter,
+    ),
+    Rule(
+        id="J60",
+        why="Lightning and its like compare these with the job and stop, or use a part of it.",
+        cure="--num_nodes=$SLURM_NNODES, and as many devices as tasks on a node.",
+        check=_told_otherwise,
+        batches=("slurm",),
     ),
 )

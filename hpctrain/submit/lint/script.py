@@ -11,7 +11,7 @@ from functools import cached_property
 from hpctrain.submit.lint.shell import Command, Shell, read_shell
 from hpctrain.submit.lint.starts import Start, find_start
 
-__all__ = ["Option", "Script", "read_script"]
+__all__ = ["PREFIXES", "Option", "Script", "read_script"]
 
 PREFIXES = {"#SBATCH": "slurm", "#PBS": "pbs", "#BSUB": "lsf"}
 _SHORT = {
@@ -112,8 +112,8 @@ class Script:
         """Steps that do the job's work; without a launcher the last one that runs Python."""
         steps = [s for s in self.starts if not s.command.captured and not s.is_small]
         work = [s for s in steps if s.launcher or s.spawns]
-        python = [s for s in steps if re.match(r"python|hpctrain$", s.name)]
-        return tuple(work or python[-1:])
+        alone = [s for s in steps if s.runs_python or s.name == "hpctrain"]
+        return tuple(work or alone[-1:])
 
     @cached_property
     def assigned(self) -> dict[str, list[tuple[int, str]]]:
@@ -140,7 +140,8 @@ class Script:
     @cached_property
     def shell(self) -> str:
         """The text of all commands, without directives and comments."""
-        return "\n".join(command.text for command in self.commands)
+        text = "\n".join(command.text for command in self.commands)
+        return re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)
 
     @cached_property
     def opaque(self) -> bool:
@@ -200,7 +201,7 @@ def _is_comment(line: str) -> bool:
 def _read_options(system: str, text: str) -> list[tuple[str, str]]:
     try:
         words = shlex.split(text, comments=True)
-    except ValueError:
+    except ValueError:  # a quote is left open
         words = text.split()
     found: list[tuple[str, str]] = []
     while words:
@@ -210,6 +211,9 @@ def _read_options(system: str, text: str) -> list[tuple[str, str]]:
             if not equals and words and not words[0].startswith("-"):
                 value = words.pop(0)
             name = _SHORT[system].get(name, name) if len(name) > 1 else name
+        elif re.match(r"-[a-z-]{3,}=", word) and system == "slurm":
+            found.append(("", word))  # a long option with one hyphen
+            continue
         elif word.startswith("-") and len(word) > 1:
             name, value = word[1:], ""
             if system != "lsf" and len(name) > 1:
@@ -218,6 +222,7 @@ def _read_options(system: str, text: str) -> list[tuple[str, str]]:
                 value = words.pop(0)
             name = _SHORT[system].get(name, name)
         else:
+            found.append(("", word))  # sbatch refuses a word that belongs to no option
             continue
         found += _pbs_resources(value) if system == "pbs" and name == "l" else [(name, value)]
     return found

@@ -90,7 +90,8 @@ class Start:
     @property
     def runs_python(self) -> bool:
         """Whether the program is Python, also inside a container or a shell."""
-        return bool(re.search(r"(^|[\s/])python[\d.]*\s|\.py\b", " ".join(self.program) + " "))
+        text = " ".join(self.program) + " "
+        return bool(re.search(r"(^|[\s/;])python[\d.]*\s(?!-V|--version|-c)|\.py\b", text))
 
     @property
     def is_small(self) -> bool:
