@@ -396,6 +396,14 @@ CASES = [
         with_line("MASTER_PORT=$RANDOM"),
         with_line("MASTER_PORT=$RANDOM\nexport MASTER_PORT"),
     ),
+    ("J18", 2, of_slurm(("--nodes", "--account=<account>\n#SBATCH --nodes")), SLURM),
+    ("J18", 10, with_line("cd $HOME/..."), with_line("cd $HOME/.. && ls ...")),
+    (
+        "J61",
+        10,
+        with_line("pid=$!\nkill pid").replace("pid=$!\nkill", "pid=$!; kill"),
+        with_line("pid=$!; kill $pid"),
+    ),
     ("J58", 10, with_line("python prepare.sh"), with_line("python -m a.sh\nbash a.sh b.py")),
     ("J58", 10, with_line("bash prepare.py"), with_line("bash -c 'python prepare.py'")),
     ("J59", 10, with_line("scl enable devtoolset-9 bash"), with_line("bash prepare.sh")),
@@ -410,7 +418,7 @@ CASES = [
 
 
 def found(text: str, level: str = "note") -> list[tuple[str, int]]:
-    findings = lint(text, exists=lambda folder: folder in ("logs", "/scratch"))
+    findings = lint(text, exists=lambda folder: folder in ("logs", "/scratch", "/scratch/here"))
     return [(f.rule, f.line) for f in findings if level in ("note", f.level)]
 
 
@@ -561,6 +569,9 @@ def test_what_was_once_a_false_alarm_is_none(good):
         ),
         ("J03", 7, of_slurm(("#SBATCH --output", "!#SBATCH --output"))),
         ("J02", 7, of_slurm(("logs/%x", "~/%x"))),
+        ("J03", 7, of_slurm(("#SBATCH --output", "SBATCH --output"))),
+        ("J48", 11, change(ALONE, (RUN, "snakemake --cores 8 | tee log"))),
+        ("J47", 11, change(ALONE, (RUN, "./a.out\necho done"))),
         ("J06", 6, of_slurm(("02:00:00", ""))),
         ("J29", 5, of_pbs(('cd "$PBS_O_WORKDIR"\n', ""), ("mpiexec", "aprun"))),
         ("J47", 9, change(ALONE, ("export OMP", "aprun -n 2 ./a\nexport OMP"), (RUN, "true"))),
@@ -634,7 +645,8 @@ def test_a_script_for_another_shell_is_read_for_its_directives_alone():
 
 def test_a_folder_of_another_machine_is_not_looked_for():
     assert found(of_slurm(("logs/%x", "/elsewhere/logs/%x"))) == []
-    assert found(of_slurm(("logs/%x", "/scratch/logs/%x"))) == [("J09", 7)]
+    assert found(of_slurm(("logs/%x", "/scratch/me/%x"))) == []
+    assert found(of_slurm(("logs/%x", "/scratch/here/logs/%x"))) == [("J09", 7)]
 
 
 def test_a_code_kept_by_pipestatus_is_not_lost():

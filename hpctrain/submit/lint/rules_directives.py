@@ -63,6 +63,8 @@ def _variable(script: Script) -> Iterator[tuple[int, str]]:
 def _misspelt(script: Script) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(script.lines[: script.first_command or None], 1):
         match = _LIKE_ONE.match(line)
+        if re.match(r"\s*(SBATCH|PBS|BSUB)\s+-", line):
+            yield number, f"{line.split()[0]!r} without # is a command"
         if match is None:
             continue
         before, name = match.groups()
@@ -80,6 +82,19 @@ def _switched_off(script: Script) -> Iterator[tuple[int, str]]:
 
 def _if_all_are(script: Script) -> str:
     return "note" if any(option.active for option in script.options) else "warning"
+
+
+def _placeholder(script: Script) -> Iterator[tuple[int, str]]:
+    for option in script.options:
+        if re.search(r"<[A-Za-z][\w -]*>|^\.\.\.|/path/to/", option.value):
+            yield option.line, f"{option.name} is still {option.value!r}"
+    for command in script.commands:
+        for word in command.words:
+            if re.search(r"/\.\.\.(/|$)|/path/to/|^<[a-z_ -]+>$", word) and not re.search(
+                r"\s", word
+            ):
+                yield command.line, f"{word!r} is still to be filled in"
+                break
 
 
 def _repeated(script: Script) -> Iterator[tuple[int, str]]:
@@ -155,7 +170,7 @@ def _no_folder(script: Script) -> Iterator[tuple[int, str]]:
         if not option.active or option.name not in ("output", "error") or "/" not in option.value:
             continue
         folder = option.value.rpartition("/")[0] or "/"
-        top = re.match(r"/[^/]+", folder)
+        top = re.match(r"/[^/]+(/[^/]+)?", folder)
         elsewhere = top and not script.exists(top.group())  # a path of another machine
         if folder in told or _PLACEHOLDER.search(folder) or elsewhere or folder.startswith("~"):
             continue
@@ -267,6 +282,12 @@ RULES = (
         cure="#SBATCH to switch it on, ##SBATCH to make plain that it is off.",
         check=_switched_off,
         level=_if_all_are,
+    ),
+    Rule(
+        id="J18",
+        why="A placeholder of a template is left in: the job is refused, or looks in vain.",
+        cure="Write what is meant.",
+        check=_placeholder,
     ),
     Rule(
         id="J04",

@@ -75,9 +75,9 @@ def _bare_wait(script: Script) -> Iterator[tuple[int, str]]:
 
 
 def _no_wait(script: Script) -> Iterator[tuple[int, str]]:
-    for start in script.trainings:
+    for start in script.work:
         after = [s for s in script.starts if start.command.before(s.command) and s is not start]
-        stays = any(s.name == "wait" or not s.is_small for s in after)
+        stays = any(s.name == "wait" or not s.is_small or s.command.tested for s in after)
         if start.command.in_background and not start.command.function and not stays:
             yield start.line, f"{start.name} runs in the background, and the script ends"
 
@@ -118,13 +118,13 @@ def _no_append(script: Script) -> Iterator[tuple[int, str]]:
 
 
 def _lost_code(script: Script) -> Iterator[tuple[int, str]]:
-    work = [start.command for start in script.trainings]
+    work = [start.command for start in script.work]
     if any(command.in_background for command in work):
         work += [c for c in script.commands if c.words[:1] == ("wait",) and len(c.words) > 1]
     for command in work:
         if command.in_background or command.function:
             continue
-        name = next((s.name for s in script.trainings if s.command is command), "wait")
+        name = next((s.name for s in script.work if s.command is command), "wait")
         if re.fullmatch(r"true|:|echo\b.*", command.otherwise, re.DOTALL) and name != "wait":
             yield command.line, f"the exit code of {name} becomes 0"
             return
@@ -147,7 +147,7 @@ def _after(script: Script, command: Command) -> list[Command]:
 def _lost_in_pipe(script: Script) -> Iterator[tuple[int, str]]:
     if "pipefail" in script.shell or "PIPESTATUS" in script.shell:
         return
-    for start in script.trainings:
+    for start in script.work:
         if start.command.pipe_to and not start.command.in_background:
             yield start.line, f"the pipe gives the exit code of its end, not that of {start.name}"
 

@@ -197,6 +197,14 @@ def _not_exported(script: Script) -> Iterator[tuple[int, str]]:
             yield script.assigned[name][0][0], f"{name} is assigned and not exported"
 
 
+def _name_for_value(script: Script) -> Iterator[tuple[int, str]]:
+    for command in script.commands:
+        if command.words[:1] in (("kill",), ("wait",)):
+            for word in command.words[1:]:
+                if word in script.assigned:
+                    yield command.line, f"{command.words[0]} {word} for {command.words[0]} ${word}"
+
+
 def _new_shell(script: Script) -> Iterator[tuple[int, str]]:
     for command in script.commands:
         text = " ".join(command.words)
@@ -292,5 +300,11 @@ RULES = (
         why="A batch job has no input, so that shell ends at once; what it set is gone with it.",
         cure="scl: source scl_source enable NAME; else leave it out.",
         check=_new_shell,
+    ),
+    Rule(
+        id="J61",
+        why="Without $ it is the variable's name, and no process has such an id.",
+        cure='Write "$pid".',
+        check=_name_for_value,
     ),
 )

@@ -116,6 +116,12 @@ class Script:
         return tuple(work or alone[-1:])
 
     @cached_property
+    def work(self) -> tuple[Start, ...]:
+        """The trainings; without any, the last step that is more than housekeeping."""
+        steps = [s for s in self.starts if not s.command.captured and not s.is_small]
+        return self.trainings or tuple(steps[-1:])
+
+    @cached_property
     def assigned(self) -> dict[str, list[tuple[int, str]]]:
         """Each variable that is assigned, also by `env`, `-x` or `--env`: lines and values."""
         found: dict[str, list[tuple[int, str]]] = {}

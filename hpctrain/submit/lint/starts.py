@@ -22,10 +22,21 @@ _SPAWNS = re.compile(
 )
 """Programs and modules that start one process for each GPU."""
 _WRAPPERS = re.compile(r"exec|time|nohup|command|env|nice|stdbuf|ionice|setsid|timeout")
-_SMALL = re.compile(
-    r"hostname|echo|printf|date|env|printenv|nvidia-smi|rocm-smi|ls|cat|mkdir|cp|mv|rm|rsync|tar"
-    r"|sleep|true|false|pwd|which|ip|uname|lscpu|numactl|free|df|ulimit|module|ml|conda|pip3?|git"
+_SMALL = frozenset(
+    re.findall(
+        r"\S+",
+        """
+        . : [ [[ alias awk basename bc cat cd chmod chown clear conda cp curl cut date deactivate
+        declare df dirname du echo env export false file find free git grep head hostname id
+        ifconfig ip jobs kill let ln local ls lscpu make mamba mkdir ml module mv nproc numactl
+        nvcc nvidia-smi perl pip pip3 printenv printf ps pwd read readonly return rm rocm-smi rsync
+        sacct scancel scontrol scp sed seq set shift shopt shuf sleep sort source squeue sstat
+        stat sync tail tar tee test touch tr trap true type ulimit umask uname uniq unset unzip
+        virtualenv wait wc wget which whoami xargs zip exit
+        """,
+    )
 )
+"""Commands that prepare, report or clean up; a step that runs one is not the work of a job."""
 _FLAGS = {
     "srun": re.compile(
         r"-[luvQKIOXskEH]+|--(label|unbuffered|verbose|quiet|kill-on-bad-exit|immediate"
@@ -97,7 +108,7 @@ class Start:
     def is_small(self) -> bool:
         """Whether the program is `hostname` or the like, and no work."""
         program = self.program[0].rpartition("/")[2] if self.program else ""
-        return not program or bool(_SMALL.fullmatch(program))
+        return not program or program in _SMALL
 
     def option(self, *names: str) -> str | None:
         """The launcher's option of one of these names."""
