@@ -129,11 +129,16 @@ def _lost_code(script: Script) -> Iterator[tuple[int, str]]:
             yield command.line, f"the exit code of {name} becomes 0"
             return
         after = _after(script, command)
-        if script.strict or command.tested or not after or after[-1] in work:
+        if script.strict or command.tested or not after or _runs(script, after[-1]):
             continue
         if not _KEEPS.search(after[0].text):
             yield command.line, f"the exit code of {name} is lost"
             return
+
+
+def _runs(script: Script, command: Command) -> bool:
+    """Whether a command does work of the job, so that its exit code is the one to keep."""
+    return any(s.command is command and (s.runs_python or s in script.work) for s in script.starts)
 
 
 def _after(script: Script, command: Command) -> list[Command]:

@@ -120,7 +120,7 @@ def _no_workdir(script: Script) -> Iterator[tuple[int, str]]:
 def _launchers_squared(script: Script) -> Iterator[tuple[int, str]]:
     for start in script.launches:
         ranks = ranks_per_node(script, start)
-        inner = start.program[0] if start.program and start.program[0] in LAUNCHERS else ""
+        inner = start.program[0] if LAUNCHERS.fullmatch("".join(start.program[:1])) else ""
         if not (start.spawns or inner) or not ranks or ranks == 1:
             continue
         agents = start.argument("--nnodes", "--num_machines") or ""
@@ -211,6 +211,22 @@ def _told_otherwise(script: Script) -> Iterator[tuple[int, str]]:
             told = script.resolve(start.argument(names))
             if start.launcher == "srun" and told and number and told != number:
                 yield start.line, f"the program is told of {told} {what}, and {number} are there"
+
+
+def _without_gpus(script: Script) -> Iterator[tuple[int, str]]:
+    for start in script.trainings:
+        text = " ".join(start.program)
+        told = re.search(r"--(?:device|accelerator)[= ]cpu\b|--no[_-](?:cuda|gpu)\b", text)
+        if told and uses_gpus(script) and gpus_per_node(script):
+            yield start.line, f"GPUs are asked for, and {told.group()} leaves them idle"
+
+
+def _slots_apart(script: Script) -> Iterator[tuple[int, str]]:
+    slots, option = script.number("ntasks"), script.option("ntasks")
+    together = any(re.search(r"hosts=1\b|ptile=", o.value) for o in script.options if o.name == "R")
+    started = script.opaque or any(s.launcher for s in script.starts)
+    if option and slots and slots > 1 and not together and not started and script.trainings:
+        yield option.line, f"{slots} slots, perhaps on several hosts, for one process"
 
 
 def _wrong_interpreter(script: Script) -> Iterator[tuple[int, str]]:
@@ -345,5 +361,18 @@ RULES = (
         cure="--num_nodes=$SLURM_NNODES, and as many devices as tasks on a node.",
         check=_told_otherwise,
         batches=("slurm",),
+    ),
+    Rule(
+        id="J62",
+        why="The GPUs are paid for.",
+        cure="Ask for none, or let the program use them.",
+        check=_without_gpus,
+    ),
+    Rule(
+        id="J63",
+        why="LSF may take the slots from several hosts; a program without a launcher uses one.",
+        cure='#BSUB -R "span[hosts=1]"',
+        check=_slots_apart,
+        batches=("lsf",),
     ),
 )

@@ -28,6 +28,8 @@ _SHORT = {
         **{"M": "mem", "wa": "signal", "wt": "signal-lead"},
     },
 }
+_ABBREVIATED = {"out": "output", "err": "error", "node": "nodes", "job": "job-name"}
+"""sbatch takes any beginning of an option's name; these are in use."""
 _VARIABLE = re.compile(r"(?<!\\)\$(?:\{(\w+)\}|(\w+))")
 _OTHER_SHELL = re.compile(r"#!.*\b(python\d?[\d.]*|perl|t?csh|fish|ruby|Rscript)\b")
 _OF_SLURM = {
@@ -217,6 +219,7 @@ def _read_options(system: str, text: str) -> list[tuple[str, str]]:
             if not equals and words and not words[0].startswith("-"):
                 value = words.pop(0)
             name = _SHORT[system].get(name, name) if len(name) > 1 else name
+            name = _ABBREVIATED.get(name, name)
         elif re.match(r"-[a-z-]{3,}=", word) and system == "slurm":
             found.append(("", word))  # a long option with one hyphen
             continue

@@ -10,11 +10,9 @@ from hpctrain.submit.lint.shell import Command
 
 __all__ = ["LAUNCHERS", "Start", "find_start"]
 
-_MPIRUN = ("mpirun", "mpiexec", "mpiexec.hydra", "mpiexec_mpt", "orterun", "prterun", "oshrun")
-LAUNCHERS = {
-    **dict.fromkeys(_MPIRUN, "mpirun"),
-    **{name: name for name in ("srun", "jsrun", "aprun", "ibrun", "horovodrun", "lrun")},
-}
+LAUNCHERS = re.compile(
+    r"(?P<mpirun>mpirun\S*|mpiexec\S*|orterun|prterun|oshrun)|srun|jsrun|aprun|ibrun|lrun|horovodrun"
+)
 """Programs that start ranks on the nodes of a job, and whose options they take."""
 _SPAWNS = re.compile(
     r"(.*/)?(torchrun\w*(\.sh)?|accelerate|accelerate\.commands\.launch|deepspeed|colossalai"
@@ -127,11 +125,12 @@ def find_start(command: Command, words: list[str]) -> Start | None:
     if not words:
         return None
     name = words[0].rpartition("/")[2]
-    if name not in LAUNCHERS:
+    found = LAUNCHERS.fullmatch(name)
+    if found is None:
         return Start(
             command=command, launcher="", name=name, options={}, program=(name, *words[1:])
         )
-    family = LAUNCHERS[name]
+    family = "mpirun" if found["mpirun"] else name
     options, program = _split(family, words[1:])
     return Start(
         command=command, launcher=family, name=name, options=options, program=tuple(program)
