@@ -411,6 +411,8 @@ CASES = [
         of_lsf(("-nnodes 2", "-n 4"), ("jsrun -n 12 -r 6 -a 1 -g 1 -c 7 ", "")),
         of_lsf(("-nnodes 2", "-n 4 -R span[hosts=1]"), ("jsrun -n 12 -r 6 -a 1 -g 1 -c 7 ", "")),
     ),
+    ("J59", 10, with_line("bash -l"), with_line(". /opt/modules/init/bash\necho a | bash")),
+    ("J64", 10, with_line("conda install torch"), with_line("conda install -y torch")),
     ("J58", 10, with_line("python prepare.sh"), with_line("python -m a.sh\nbash a.sh b.py")),
     ("J58", 10, with_line("bash prepare.py"), with_line("bash -c 'python prepare.py'")),
     ("J59", 10, with_line("scl enable devtoolset-9 bash"), with_line("bash prepare.sh")),
@@ -449,6 +451,25 @@ def test_there_are_many_rules_each_with_its_cases():
     for rule in RULES:
         fixed = [rule.level] if isinstance(rule.level, str) else None
         assert fixed == levels.get(listed[rule.id]), rule.id
+
+
+def test_the_figures_of_the_page_are_those_of_the_corpus():
+    root = Path(__file__).parents[2]
+    scripts = json.loads((root / "jobs" / "lint-corpus.json").read_text())["scripts"]
+    page = (root / "docs" / "jobs.md").read_text()
+    assert len({(s["repository"], s["path"]) for s in scripts}) == len(scripts) >= 40
+    assert all(re.fullmatch(r"[0-9a-f]{40}", s["commit"]) for s in scripts)
+    known = {rule.id for rule in RULES}
+    for part in "BCDE":
+        chosen = [s for s in scripts if s["part"] == part]
+        verdicts = [verdict for s in chosen for rule, verdict in s["unseen"] if rule in known]
+        counts = [verdicts.count(name) for name in ("useful", "harmless", "false")]
+        mistakes = sum(s["mistakes"] for s in chosen)
+        caught = mistakes - sum(len(s["missed_unseen"]) for s in chosen)
+        cells = [part, len(chosen), len(verdicts), *counts, f"{caught} of {mistakes}"]
+        assert "| " + " | ".join(map(str, cells)) + " |" in page
+    assert counts[2] <= 0.05 * len(verdicts)  # the last unseen part
+    assert caught >= 0.85 * mistakes
 
 
 @pytest.mark.parametrize("good", [SLURM, PBS, LSF, of_slurm((SRUN, LOOP))])

@@ -205,11 +205,21 @@ def _name_for_value(script: Script) -> Iterator[tuple[int, str]]:
                     yield command.line, f"{command.words[0]} {word} for {command.words[0]} ${word}"
 
 
+def _asks(script: Script) -> Iterator[tuple[int, str]]:
+    for command in script.commands:
+        text = " ".join(command.words)
+        if re.match(r"(conda|mamba) (env )?(install|create|remove|update)\b", text):
+            answered = re.search(r"\s(-y|--yes|-q?y|--file|-f)\b", text) or "env" in command.words
+            piped = any(other.pipe_to.startswith(command.text) for other in script.commands)
+            if not answered and not piped and "CONDA_ALWAYS_YES" not in script.assigned:
+                yield command.line, f"{' '.join(command.words[:2])} asks before it goes on"
+
+
 def _new_shell(script: Script) -> Iterator[tuple[int, str]]:
     for command in script.commands:
         text = " ".join(command.words)
         if re.fullmatch(
-            r"(exec )?(.*/)?(ba|z|tc|c)?sh( -[il]+)?|scl enable .* (ba)?sh|newgrp \S+", text
+            r"(exec )?(\S*/)?(ba|z|tc|c)?sh( -[il]+)?|scl enable .* (ba)?sh|newgrp \S+", text
         ):
             redirected = "<" in script.lines[command.line - 1] or command.captured
             piped = any(other.pipe_to.startswith(command.text) for other in script.commands)
@@ -306,5 +316,11 @@ RULES = (
         why="Without $ it is the variable's name, and no process has such an id.",
         cure='Write "$pid".',
         check=_name_for_value,
+    ),
+    Rule(
+        id="J64",
+        why="A batch job has no input: conda takes the silence for a no, and installs nothing.",
+        cure="Add -y; better, install on the login node.",
+        check=_asks,
     ),
 )
