@@ -14,7 +14,7 @@ from hpctrain.submit.lint import LEVELS, Finding, lint
 
 __all__ = ["add_arguments", "main"]
 
-_BASH = re.compile(r"#!.*\b(ba|da|k|z)?sh\b|(?!#!)")
+_BASH = re.compile(r"#!.*\b(ba|da)?sh\b|(?!#!)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

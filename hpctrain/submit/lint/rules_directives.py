@@ -201,7 +201,7 @@ def _tasks_disagree(script: Script) -> Iterator[tuple[int, str]]:
     if option and nodes and tasks and each and nodes * each != tasks:
         yield option.line, f"{nodes} nodes of {each} tasks are not {tasks} tasks"
     elif option and nodes and tasks and tasks < nodes:
-        yield option.line, f"{tasks} tasks need no {nodes} nodes: sbatch takes {tasks}"
+        yield option.line, f"{tasks} tasks on {nodes} nodes: sbatch reduces the job to {tasks}"
 
 
 def _typographic(script: Script) -> Iterator[tuple[int, str]]:

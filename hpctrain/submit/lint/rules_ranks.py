@@ -271,7 +271,8 @@ RULES = (
         id="J23",
         why="Where the site's default is not the MPI of the program, ranks start as separate jobs "
         "of one.",
-        cure="srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH); `srun --mpi=list` shows them.",
+        cure="Of `srun --mpi=list`, the one that the program's MPI was built with: srun --mpi=pmix "
+        "for Open MPI; pmix or pmi2 for MPICH.",
         check=_no_mpi,
         level="note",
         batches=("slurm",),
