@@ -92,7 +92,7 @@ ACTIONS = {
     ("job", "cancel"): "--help -h",
     ("job", "efficiency"): "--help --json --run -h",
     ("job", "sites"): "--help --json -h",
-    ("job", "lint"): "--help --json -h",
+    ("job", "lint"): "--help --json --level -h",
     ("trace", "merge"): "--help --json -h",
     ("bench", "scale"): f"{SWEPT} {CURVE} {OUTPUT} --ranks --threads",
     ("bench", "submit"): f"{SWEPT} {CURVE} {JOB} --node-counts",

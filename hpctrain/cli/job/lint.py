@@ -5,34 +5,70 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from pathlib import Path
 
-from hpctrain.errors import ConfigError
-from hpctrain.submit.lint import Finding, lint
+from hpctrain.errors import ConfigError, JobError
+from hpctrain.submit.batch.system import ask_program
+from hpctrain.submit.lint import LEVELS, Finding, lint
 
 __all__ = ["add_arguments", "main"]
+
+_BASH = re.compile(r"#!.*\b(ba|da)?sh\b|(?!#!)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("scripts", nargs="+", type=Path, metavar="SCRIPT", help="job script")
+    parser.add_argument(
+        "--level",
+        choices=LEVELS,
+        default=LEVELS[0],
+        help="the least that is shown and counts: warning (default), or note, which adds what is "
+        "true and often harmless",
+    )
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Lint each script; 1 if anything was found."""
+    """Lint each script; 1 if anything of the level was found."""
+    shown = LEVELS[: LEVELS.index(args.level) + 1]
     found: dict[str, list[Finding]] = {}
+    notes = 0
+    slurm = slurm_version()
     for path in args.scripts:
         try:
             text = path.read_bytes().decode("utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        found[str(path)] = lint(text, exists=lambda folder: Path(folder).is_dir())
+        every = lint(
+            text, exists=lambda folder: Path(folder).is_dir(), slurm=slurm, syntax=check(path, text)
+        )
+        found[str(path)] = [finding for finding in every if finding.level in shown]
+        notes += len(every) - len(found[str(path)])
     if args.json:
         print(json.dumps({p: [dataclasses.asdict(f) for f in fs] for p, fs in found.items()}))
     else:
-        for path, findings in found.items():
+        for path_text, findings in found.items():
             for finding in findings:
-                print(f"{path}:{finding.line}: {finding.rule}: {finding.what}")
-                print(f"    {finding.why}\n    to mend it: {finding.cure}")
+                print(f"{path_text}:{finding.line}: {finding.level} {finding.rule}: {finding.what}")
+                print(f"    {finding.why}\n    fix: {finding.cure}")
+        if notes:
+            print(f"{notes} more of level note, often harmless: --level note shows them")
     return 1 if any(found.values()) else 0
+
+
+def slurm_version() -> tuple[int, int] | None:
+    """The version of the Slurm of this machine; None where there is none or it does not answer."""
+    try:
+        answer = ask_program(["srun", "--version"])
+    except JobError:
+        return None
+    match = re.match(r"slurm\S* (\d+)\.(\d+)", answer.out) if answer else None
+    return (int(match.group(1)), int(match.group(2))) if match else None
+
+
+def check(path: Path, text: str) -> str:
+    """What `bash -n` says of a script for a shell of the Bourne family; empty if nothing."""
+    answer = ask_program(["bash", "-n", str(path)]) if _BASH.match(text) else None
+    return answer.err if answer and answer.code else ""

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from hpctrain.submit.lint.script import Script
 
-__all__ = ["Check", "Finding", "Rule"]
+__all__ = ["LEVELS", "Check", "Finding", "Rule"]
+
+LEVELS = ("warning", "note")
+"""A warning is likely to cost a job or node-hours; a note is true and often harmless."""
 
 Check = Callable[[Script], Iterable[tuple[int, str]]]
 """From a script to the lines that are wrong and what is wrong there."""
@@ -21,8 +24,14 @@ class Rule:
     why: str
     cure: str
     check: Check
+    level: str | Callable[[Script], str] = "warning"
+    """One of LEVELS, or what decides on it by the script."""
     batches: tuple[str, ...] = ()
     """The batch systems it is about; () for all."""
+
+    def level_for(self, script: Script) -> str:
+        """The level of what this rule finds in a script."""
+        return self.level if isinstance(self.level, str) else self.level(script)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +39,7 @@ class Finding:
     """A mistake at a line, counted from 1."""
 
     rule: str
+    level: str
     line: int
     what: str
     why: str

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from hpctrain.submit.lint.rule import Rule
 from hpctrain.submit.lint.rules_ranks import uses_gpus
-from hpctrain.submit.lint.script import Command, Script
+from hpctrain.submit.lint.script import Script
+from hpctrain.submit.lint.shell import Command
 
 __all__ = ["RULES"]
 
 _NAMES = {"10": "USR1", "12": "USR2", "15": "TERM"}
-_CLOSING = re.compile(r"fi|done|\}|esac|;;|else")
-_WAIT = re.compile(r"(?:^|[;&|!{]\s*|\b(?:do|then|if|while|until)\s+)wait\b")
+_KEEPS = re.compile(r"\$\?|\$\{\?|PIPESTATUS|^exit$|^wait\b")
 
 
 def _signal(script: Script) -> tuple[str, int | None, int, bool] | None:
@@ -32,43 +32,67 @@ def _signal(script: Script) -> tuple[str, int | None, int, bool] | None:
     return _NAMES.get(name, name), int(lead_s) if lead_s else 60, option.line, "B" in (to or "")
 
 
+def _caught(command: Command) -> set[str]:
+    """The signals that a trap catches."""
+    if command.words[:1] != ("trap",):
+        return set()
+    return {_NAMES.get(word, word.removeprefix("SIG")) for word in command.words[2:]}
+
+
 def _traps(script: Script) -> list[Command]:
-    pattern = r"\btrap\b.*\b(SIG)?(USR1|USR2|TERM|10|12|15)\b"
-    return [command for command in script.commands if re.search(pattern, command.text)]
+    """Traps of the warning before the end; TERM ends the ranks as well and needs no passing on."""
+    signal = _signal(script)
+    warnings = {"USR1", "USR2", *([signal[0]] if signal else [])}
+    return [command for command in script.commands if _caught(command) & warnings]
 
 
 def _no_trap(script: Script) -> Iterator[tuple[int, str]]:
     signal = _signal(script)
-    caught = {_NAMES.get(w, w) for t in _traps(script) for w in re.findall(r"[A-Z0-9]+", t.text)}
-    if signal and signal[3] and not caught & {signal[0], f"SIG{signal[0]}"}:
+    caught = {name for command in script.commands for name in _caught(command)}
+    if signal and signal[3] and signal[0] not in caught:
         yield signal[2], f"{signal[0]} goes to the batch shell, which does not trap it"
 
 
 def _foreground(script: Script) -> Iterator[tuple[int, str]]:
     if _traps(script):
-        for command in script.launches:
-            if not command.in_background:
-                yield command.line, f"{command.launcher} runs in the foreground of a trap"
+        for start in script.trainings:
+            if not start.command.in_background:
+                yield start.line, f"{start.name} runs in the foreground of a trap"
 
 
 def _one_wait(script: Script) -> Iterator[tuple[int, str]]:
-    waits = [c for c in script.commands for _ in _WAIT.findall(c.text)]
-    looped = re.search(r"\b(while|until)\b", script.shell)
+    waits = [c for c in script.commands if c.words[:1] == ("wait",)]
+    looped = re.search(r"^\s*(while|until)\b", script.text, re.MULTILINE)
     if _traps(script) and len(waits) == 1 and not looped:
         yield waits[0].line, "one wait after a trap"
 
 
 def _bare_wait(script: Script) -> Iterator[tuple[int, str]]:
-    if any(command.in_background for command in script.launches):
+    if any(start.command.in_background for start in script.trainings):
         for command in script.commands:
-            if re.fullmatch(r"wait\s*;?", command.text):
+            if command.words == ("wait",):
                 yield command.line, "wait without a process id answers 0"
+
+
+def _no_wait(script: Script) -> Iterator[tuple[int, str]]:
+    for start in script.work:
+        after = [s for s in script.starts if start.command.before(s.command) and s is not start]
+        stays = any(s.name == "wait" or not s.is_small or s.command.tested for s in after)
+        if start.command.in_background and not start.command.function and not stays:
+            yield start.line, f"{start.name} runs in the background, and the script ends"
 
 
 def _usr1(script: Script) -> Iterator[tuple[int, str]]:
     signal = _signal(script)
-    if signal and signal[0] in ("USR1", "10") and uses_gpus(script):
+    if signal and signal[0] == "USR1" and uses_gpus(script):
         yield signal[2], "USR1 warns ranks that use NCCL"
+
+
+def _no_step(script: Script) -> Iterator[tuple[int, str]]:
+    signal = _signal(script)
+    steps = script.opaque or any(start.launcher for start in script.starts)
+    if signal and not signal[3] and not steps and script.trainings:
+        yield signal[2], f"{signal[0]} goes to the steps of srun, and there is none"
 
 
 def _late(script: Script) -> Iterator[tuple[int, str]]:
@@ -94,33 +118,47 @@ def _no_append(script: Script) -> Iterator[tuple[int, str]]:
 
 
 def _lost_code(script: Script) -> Iterator[tuple[int, str]]:
-    trainings = script.trainings
-    in_background = any(command.in_background for command in trainings)
-    for position, command in enumerate(script.commands):
-        awaited = in_background and re.match(r"wait\s+\S", command.text)
-        if not (command in trainings or awaited) or command.in_background:
+    work = [start.command for start in script.work]
+    if any(command.in_background for command in work):
+        work += [c for c in script.commands if c.words[:1] == ("wait",) and len(c.words) > 1]
+    for command in work:
+        if command.in_background or command.function:
             continue
-        what = command.launcher or command.text.split()[0]
-        if not awaited and re.search(r"\|\|\s*(true|:|echo)(\s|;|$)", command.text):
-            yield command.line, f"what {what} answers is turned into 0"
+        name = next((s.name for s in script.work if s.command is command), "wait")
+        if re.fullmatch(r"true|:|echo\b.*", command.otherwise, re.DOTALL) and name != "wait":
+            yield command.line, f"the exit code of {name} becomes 0"
+            return
+        after = _after(script, command)
+        if script.strict or command.tested or not after or _runs(script, after[-1]):
             continue
-        after = [c for c in script.commands[position + 1 :] if not _CLOSING.fullmatch(c.text)]
-        if script.strict or not after:
-            continue
-        kept = re.search(r"\|\||&&\s*exit|^(if|exec)\b|\$\?", command.text)
-        if not kept and not re.search(r"\$\?|PIPESTATUS|^exit$", after[0].text):
-            yield command.line, f"what {what} answers is forgotten"
+        if not _KEEPS.search(after[0].text):
+            yield command.line, f"the exit code of {name} is lost"
+            return
+
+
+def _runs(script: Script, command: Command) -> bool:
+    """Whether a command does work of the job, so that its exit code is the one to keep."""
+    return any(s.command is command and (s.runs_python or s in script.work) for s in script.starts)
+
+
+def _after(script: Script, command: Command) -> list[Command]:
+    """What the script itself runs after a command, beyond its pipe and its `||`."""
+    rest = list(script.commands[script.commands.index(command) + 1 :])
+    while rest and (rest[0].captured or rest[0].text in f"{command.pipe_to} {command.otherwise}"):
+        rest.pop(0)
+    return [other for other in rest if command.before(other) and not other.captured]
 
 
 def _lost_in_pipe(script: Script) -> Iterator[tuple[int, str]]:
-    for command in script.launches:
-        piped = re.search(r"(?<!\|)\|(?!\|)", command.text)
-        if piped and "pipefail" not in script.shell and "PIPESTATUS" not in script.shell:
-            yield command.line, f"the pipe answers, not {command.launcher}"
+    if "pipefail" in script.shell or "PIPESTATUS" in script.shell:
+        return
+    for start in script.work:
+        if start.command.pipe_to and not start.command.in_background:
+            yield start.line, f"the pipe gives the exit code of its end, not that of {start.name}"
 
 
 def _not_strict(script: Script) -> Iterator[tuple[int, str]]:
-    if script.commands and not script.strict:
+    if script.batch and script.commands and not script.strict:
         yield script.first_command or 1, "there is no set -e"
 
 
@@ -153,9 +191,10 @@ RULES = (
     ),
     Rule(
         id="J44",
-        why="NCCL uses USR1 itself.",
+        why="A library may take USR1 for itself, and the warning is lost.",
         cure="Use USR2.",
         check=_usr1,
+        level="note",
     ),
     Rule(
         id="J45",
@@ -187,5 +226,20 @@ RULES = (
         why="A failed module load or cd goes unnoticed, and the job runs on with the wrong things.",
         cure="set -euo pipefail above the first command.",
         check=_not_strict,
+        level="note",
+    ),
+    Rule(
+        id="J52",
+        why="The job ends with its script, and the batch system kills what still runs.",
+        cure='pid=$! after it, and wait "$pid" at the end.',
+        check=_no_wait,
+    ),
+    Rule(
+        id="J53",
+        why="Without B: the signal reaches job steps only; a program that the batch shell starts "
+        "itself hears nothing.",
+        cure="Start it with srun, or use --signal=B: and a trap.",
+        check=_no_step,
+        batches=("slurm",),
     ),
 )

@@ -1,19 +1,19 @@
-"""A job script as the linter sees it: directives with their options, and logical commands."""
+"""A job script as the linter sees it: directives with their options, and what the shell runs."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-__all__ = ["Command", "Option", "Script", "read_script"]
+from hpctrain.submit.lint.shell import Command, Shell, read_shell
+from hpctrain.submit.lint.starts import Start, find_start
+
+__all__ = ["PREFIXES", "Option", "Script", "read_script"]
 
 PREFIXES = {"#SBATCH": "slurm", "#PBS": "pbs", "#BSUB": "lsf"}
-LAUNCHERS = ("srun", "mpirun", "mpiexec", "jsrun", "torchrun", "horovodrun")
-_BEFORE = re.compile(
-    r"exec|time|timeout|nohup|command|if|while|until|then|else|do|env|\d+[smh]?|[A-Za-z_]\w*=.*|"
-)
 _SHORT = {
     "slurm": {
         **{"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "p": "partition"},
@@ -28,10 +28,19 @@ _SHORT = {
         **{"M": "mem", "wa": "signal", "wt": "signal-lead"},
     },
 }
-_HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
-_COMMENT = re.compile(r"(?:^|(?<=\s))#.*$")
-_PARTS = re.compile(r"""\\.|['"]|(?:^|(?<=\s))#.*$""")
-_LONGEST_QUOTE = 100
+_ABBREVIATED = {"out": "output", "err": "error", "node": "nodes", "job": "job-name"}
+"""sbatch takes any beginning of an option's name; these are in use."""
+_VARIABLE = re.compile(r"(?<!\\)\$(?:\{(\w+)\}|(\w+))")
+_OTHER_SHELL = re.compile(r"#!.*\b(python\d?[\d.]*|perl|t?csh|fish|ruby|Rscript)\b")
+_OF_SLURM = {
+    "SLURM_NNODES": "nodes",
+    "SLURM_JOB_NUM_NODES": "nodes",
+    "SLURM_NTASKS": "ntasks",
+    "SLURM_NPROCS": "ntasks",
+    "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
+    "SLURM_CPUS_PER_TASK": "cpus-per-task",
+    "SLURM_GPUS_PER_NODE": "gpus-per-node",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,34 +54,9 @@ class Option:
     """False after the first command, where batch systems stop reading."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
-    """One logical line of shell: continuations joined, comments gone."""
-
-    line: int
-    text: str
-
-    @property
-    def launcher(self) -> str | None:
-        """The launcher this starts, if it does."""
-        if re.match(r"\w+=\(", self.text):  # an array of words, not a command
-            return None
-        for word in re.split(r"[\s;&|(){}!]+", self.text):
-            if (name := word.rpartition("/")[2]) in LAUNCHERS:
-                return name
-            if not _BEFORE.fullmatch(word):
-                return None
-        return None
-
-    @property
-    def in_background(self) -> bool:
-        """Whether it ends with `&`."""
-        return bool(re.search(r"(?<!&)&\s*(?:[A-Za-z_]\w*=\$!\s*)?$", self.text))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Script:
-    """A whole script."""
+    """A whole script, and what is known of the machine it is for."""
 
     text: str
     lines: tuple[str, ...]
@@ -80,9 +64,14 @@ class Script:
     """`slurm`, `pbs`, `lsf`, or empty where there are no directives."""
     options: tuple[Option, ...]
     commands: tuple[Command, ...]
+    """Simple commands; none where the script is not for a shell of the Bourne family."""
     first_command: int | None
     """The line of the first command."""
     exists: Callable[[str], bool]
+    slurm: tuple[int, int] | None
+    """The version of Slurm, such as (22, 5); None where it is not known."""
+    syntax: str
+    """What `bash -n` complains of."""
 
     def option(self, *names: str) -> Option | None:
         """The option that counts: the last active one of these names."""
@@ -94,110 +83,133 @@ class Script:
         option = self.option(*names)
         return int(option.value) if option and option.value.isdecimal() else None
 
-    @property
-    def launches(self) -> list[Command]:
-        """Commands that start ranks."""
-        return [command for command in self.commands if command.launcher]
+    @cached_property
+    def starts(self) -> tuple[Start, ...]:
+        """What the script runs, in order, each with its launcher if it has one."""
+        found = (find_start(command, self.expand(command.words)) for command in self.commands)
+        return tuple(start for start in found if start)
 
-    @property
-    def trainings(self) -> list[Command]:
-        """Commands that start ranks; without a launcher the last that runs a program of Python."""
-        before, programs = r"(exec\s+|time\s+|\w+=\S*\s+)*", "python3?|hpctrain (run|train)"
-        program = rf"{before}({programs}|accelerate|deepspeed)\s"
-        alone = [command for command in self.commands if re.match(program, command.text)]
-        return self.launches or alone[-1:]
+    def expand(self, words: Iterable[str], depth: int = 3) -> list[str]:
+        """Put in the values of variables that are assigned once: launch lines are built of them."""
+        values = {name: given[0][1] for name, given in self.assigned.items() if len(given) == 1}
+        expanded: list[str] = []
+        for word in words:
+            whole = _VARIABLE.fullmatch(word)
+            full = _VARIABLE.sub(lambda m: values.get(m[1] or m[2], m[0]), word)
+            if full == word or not depth:
+                expanded.append(word)
+            else:
+                again = full.split() if whole else [full]
+                expanded += self.expand(again, depth - 1)
+        return expanded
 
-    @property
+    @cached_property
+    def launches(self) -> tuple[Start, ...]:
+        """Steps that start ranks of a program: not `srun hostname`, nothing inside `$(...)`."""
+        steps = (s for s in self.starts if not s.command.captured and not s.is_small)
+        return tuple(s for s in steps if s.launcher)
+
+    @cached_property
+    def trainings(self) -> tuple[Start, ...]:
+        """Steps that do the job's work; without a launcher the last one that runs Python."""
+        steps = [s for s in self.starts if not s.command.captured and not s.is_small]
+        work = [s for s in steps if s.launcher or s.spawns]
+        alone = [s for s in steps if s.runs_python or s.name == "hpctrain"]
+        return tuple(work or alone[-1:])
+
+    @cached_property
+    def work(self) -> tuple[Start, ...]:
+        """The trainings; without any, the last step that is more than housekeeping."""
+        steps = [s for s in self.starts if not s.command.captured and not s.is_small]
+        return self.trainings or tuple(steps[-1:])
+
+    @cached_property
+    def assigned(self) -> dict[str, list[tuple[int, str]]]:
+        """Each variable that is assigned, also by `env`, `-x` or `--env`: lines and values."""
+        found: dict[str, list[tuple[int, str]]] = {}
+        for command in self.commands:
+            given = [w for w in command.words[1:] if re.match(r"[A-Z][A-Z0-9_]*=", w)]
+            for name, value in (*command.assigned, *(w.split("=", 1) for w in given)):
+                found.setdefault(name, []).append((command.line, value))
+        return found
+
+    def resolve(self, value: str | None) -> int | None:
+        """A whole number, also behind a variable that is assigned once or that Slurm sets."""
+        if value is None or value.isdecimal():
+            return int(value) if value else None
+        match = re.fullmatch(r"\$\{?(\w+)(?::-\d+)?\}?", value)
+        if match is None:
+            return None
+        if name := _OF_SLURM.get(match.group(1)):
+            return self.number(name)
+        values = {text for _, text in self.assigned.get(match.group(1), [])} - {value}
+        return self.resolve(values.pop()) if len(values) == 1 else None
+
+    @cached_property
     def shell(self) -> str:
-        """All commands, without directives and comments."""
-        return "\n".join(command.text for command in self.commands)
+        """The text of all commands, without directives and comments."""
+        text = "\n".join(command.text for command in self.commands)
+        return re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)
+
+    @cached_property
+    def opaque(self) -> bool:
+        """Whether it runs something that is only known when it runs: `$CMD`, `eval`, a script."""
+        return any(re.match(r"\$|eval$|(.*/)?(ba|z|)sh$|.*\.sh$", s.name) for s in self.starts)
 
     @property
     def strict(self) -> bool:
         """Whether the shell stops at a failing command."""
         first = self.lines[0] if self.lines else ""
-        flags = r"(^|[\n;])\s*set\s+([^\n;]*\s)?(-[a-zA-Z]*e[a-zA-Z]*|errexit)(\s|;|$)"
-        return bool(re.search(flags, self.shell) or re.match(r"#!.*\s-\w*e", first))
+        sets = [c.words[1:] for c in self.commands if c.words[:1] == ("set",)]
+        flags = any(
+            re.fullmatch(r"-[a-zA-Z]*e[a-zA-Z]*|errexit", word) for words in sets for word in words
+        )
+        return flags or bool(re.match(r"#!.*\s-\w*e", first))
 
 
-def read_script(text: str, exists: Callable[[str], bool]) -> Script:
+def read_script(
+    text: str,
+    exists: Callable[[str], bool],
+    slurm: tuple[int, int] | None = None,
+    syntax: str = "",
+) -> Script:
     """Take a script apart; nothing in it is an error here."""
     lines = text.split("\n")
-    commands = _read_commands([line.rstrip("\r") for line in lines])
-    first = commands[0].line if commands else None
+    bare = text.replace("\r\n", "\n")
+    shell = Shell(commands=(), here=frozenset()) if _OTHER_SHELL.match(text) else read_shell(bare)
+    code = (n for n, line in enumerate(lines, 1) if line.strip() and not _is_comment(line))
+    first = next(code, None)
     batch, options = "", []
     for number, line in enumerate(lines, 1):
         for prefix, system in PREFIXES.items():
-            if line.startswith(prefix) and line[len(prefix) :][:1] in (" ", "\t"):
-                batch = batch or system
-                active = first is None or number < first
-                for name, value in _read_options(system, line[len(prefix) :].strip()):
-                    options.append(Option(name=name, value=value, line=number, active=active))
+            after = line[len(prefix) :].rstrip("\r")
+            if number in shell.here or not line.startswith(prefix) or after[:1] not in (" ", "\t"):
+                continue
+            batch = batch or system
+            active = first is None or number < first
+            for name, value in _read_options(system, after.strip()):
+                options.append(Option(name=name, value=value, line=number, active=active))
     return Script(
         text=text,
         lines=tuple(lines),
         batch=batch,
         options=tuple(options),
-        commands=tuple(commands),
+        commands=shell.commands,
         first_command=first,
         exists=exists,
+        slurm=slurm,
+        syntax=syntax,
     )
 
 
-def _read_commands(lines: list[str]) -> list[Command]:
-    commands, start, joined, until = [], 0, "", ""
-    position = 0
-    while position < len(lines):
-        number, line = position + 1, lines[position]
-        position += 1
-        if until:  # the body of a here-document
-            until = "" if line.strip() == until else until
-            continue
-        if not joined and (not line.strip() or line.lstrip().startswith("#")):
-            continue
-        start = start if joined else number
-        end = _end_of_quote(lines, position - 1)
-        if end is not None:  # a text in quotes over several lines
-            line, position = "\n".join(lines[position - 1 : end + 1]), end + 1
-        bare = _COMMENT.sub("", line) if line.count("'") % 2 == line.count('"') % 2 == 0 else line
-        bare = line if end is not None else bare
-        if bare.endswith("\\"):
-            joined += bare[:-1] + " "
-            continue
-        if match := _HEREDOC.search(bare):
-            until = match.group(2)
-        commands.append(Command(line=start, text=(joined + bare).strip()))
-        joined = ""
-    return commands
-
-
-def _end_of_quote(lines: list[str], first: int) -> int | None:
-    """The line where a quote that is left open in this one is closed; None where there is none."""
-    quote = ""
-    for number in range(first, min(len(lines), first + _LONGEST_QUOTE)):
-        quote = _open_quote(lines[number], quote)
-        if not quote:
-            return number if number > first else None
-    return None  # it is never closed: no shell would run this
-
-
-def _open_quote(line: str, quote: str) -> str:
-    """The quote that is open at the end of a line, given the one at its start."""
-    for part in _PARTS.finditer(line):
-        word = part.group()
-        if quote:
-            quote = "" if word == quote else quote
-        elif word[0] == "#":
-            return ""
-        elif word in ("'", '"'):
-            quote = word
-    return quote
+def _is_comment(line: str) -> bool:
+    return line.lstrip().startswith("#")
 
 
 def _read_options(system: str, text: str) -> list[tuple[str, str]]:
     try:
         words = shlex.split(text, comments=True)
-    except ValueError:
+    except ValueError:  # a quote is left open
         words = text.split()
     found: list[tuple[str, str]] = []
     while words:
@@ -207,14 +219,19 @@ def _read_options(system: str, text: str) -> list[tuple[str, str]]:
             if not equals and words and not words[0].startswith("-"):
                 value = words.pop(0)
             name = _SHORT[system].get(name, name) if len(name) > 1 else name
+            name = _ABBREVIATED.get(name, name)
+        elif re.match(r"-[a-z-]{3,}=", word) and system == "slurm":
+            found.append(("", word))  # a long option with one hyphen
+            continue
         elif word.startswith("-") and len(word) > 1:
             name, value = word[1:], ""
             if system != "lsf" and len(name) > 1:
-                name, value = name[0], name[1:].removeprefix("=")
+                name, value = name[0], name[1:]
             elif words and (not words[0].startswith("-") or words[0][1:2].isdigit()):
                 value = words.pop(0)
             name = _SHORT[system].get(name, name)
         else:
+            found.append(("", word))  # sbatch refuses a word that belongs to no option
             continue
         found += _pbs_resources(value) if system == "pbs" and name == "l" else [(name, value)]
     return found
