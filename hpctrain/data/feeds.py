@@ -5,22 +5,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
+from hpctrain.data.alike import require_fitting_streams
 from hpctrain.data.arrays import ArraySource
 from hpctrain.data.batches import Batching
-from hpctrain.data.mapped import MapSource
+from hpctrain.data.mapped import MapSource, no_rows
 from hpctrain.data.plan import Part, Seat, plan_parts
 from hpctrain.data.shuffle import Order
 from hpctrain.data.source import Batch, Indices, Scattered, Source
-from hpctrain.data.stream import Stream
+from hpctrain.data.stream import Opening, Split, Stream
 from hpctrain.data.structure import as_tensor, map_leaves
+from hpctrain.data.waiting import finish
 from hpctrain.data.workers import WorkerOptions, Workers
+from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.world.seeding import derive_seed
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
 __all__ = ["Feed", "MapFeed", "ScatteredFeed", "SourceFeed", "StreamFeed", "Where", "order_of"]
+
+_TIMEOUT_S = 300.0
+"""How long ranks wait for one whose stream does not come."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +49,7 @@ class Feed(Protocol):
     num_samples: int | None
     """Over all ranks; None where nobody knows."""
 
-    def prepare(self, where: Where) -> None:
+    def prepare(self, where: Where, comm: Comm) -> None:
         """Collective: before an epoch is read."""
 
     def read(self, where: Where) -> Iterator[tuple[Part, Batch]]:
@@ -52,7 +62,7 @@ class Feed(Protocol):
 class _Quiet:
     """Nothing to prepare, nothing to close."""
 
-    def prepare(self, where: Where) -> None:
+    def prepare(self, where: Where, comm: Comm) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -91,7 +101,7 @@ class ScatteredFeed(_Quiet):
         self._batching = batching
         self._seat = seat
 
-    def prepare(self, where: Where) -> None:
+    def prepare(self, where: Where, comm: Comm) -> None:
         """Collective: exchange samples until the shares follow the epoch's order."""
         if self._kind != "local":
             order = order_of(self._kind, len(self._source), where)
@@ -160,38 +170,111 @@ class MapFeed(_Quiet):
         self._workers = None
 
 
-class StreamFeed(_Quiet):
+class StreamFeed:
     """A stream, read here or in one worker process."""
 
     def __init__(
-        self, stream: Stream, batching: Batching, seat: Seat, options: WorkerOptions
+        self,
+        stream: Stream,
+        batching: Batching,
+        seat: Seat,
+        options: WorkerOptions,
+        split: Split = None,
     ) -> None:
         self.num_samples: int | None = None
         self._stream = stream
         self._batching = batching
         self._seat = seat
         self._options = options
+        self._split = split
+        self._begun: Iterator[tuple[Part, Batch]] | None = None
+
+    def prepare(self, where: Where, comm: Comm) -> None:
+        """Collective: begin the stream, and see that the streams of all ranks go together."""
+        source = _StreamBatches(self._stream, self._batching, self._seat, where, self._split)
+        items: Iterator[Any] = iter(source)
+        if self._options.num_workers:
+            own = derive_seed(where.seed, "workers", self._seat.rank)
+            items = Workers(source, self._options, own).fetch()
+        opening, failure = None, None
+        try:
+            opening = cast(Opening, next(items))
+        except Exception as error:  # the user's stream may raise anything, and the others wait
+            failure = error
+        told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            if self._seat.num_ranks > 1:
+                require_fitting_streams(comm, opening, told, self._split, timeout_s=_TIMEOUT_S)
+        except HpcTrainError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        self._begun = items if self._split != "already" else self._together(items, where, comm)
 
     def read(self, where: Where) -> Iterator[tuple[Part, Batch]]:
         """Batches in the stream's own order."""
-        batches = _StreamBatches(self._stream, self._batching, self._seat, where)
-        if self._options.num_workers == 0:
-            yield from batches
-        else:
-            own = derive_seed(where.seed, "workers", self._seat.rank)
-            yield from Workers(batches, self._options, own).fetch()
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise ConfigError("another loop over this stream has begun; one loop at a time")
+        yield from begun
+
+    def close(self) -> None:
+        """Let a stream go that was begun and not read."""
+        self._begun = None
+
+    def _together(
+        self, items: Iterator[tuple[Part, Batch]], where: Where, comm: Comm
+    ) -> Iterator[tuple[Part, Batch]]:
+        """Collective: batches of streams that are split already, until no rank has samples.
+
+        Ranks whose streams have ended take part with batches of no rows. Nobody knows how long the
+        streams of others are, so each batch costs one message of 8 bytes.
+        """
+        stop, size = where.start, self._batching.global_batch
+        template: Batch = None
+        while True:
+            part, batch = next(items, (None, None))
+            count = 0 if part is None else part.num_samples
+            total = _sum(comm, count)
+            if total == 0 or (self._batching.drop_last and total < size):
+                return
+            stop += size
+            template = template if batch is None else batch
+            yield Part(stop, total, count), batch if count else map_leaves(no_rows, template)
 
 
-class _StreamBatches(IterableDataset[tuple[Part, Batch]]):
-    """The batches of a stream; travels to a worker."""
+def _sum(comm: Comm, number: int) -> int:
+    """Collective: the sum over all ranks."""
+    if comm.Get_size() == 1:
+        return number
+    mine, total = np.array([number], np.int64), np.empty(1, np.int64)
+    finish(
+        [comm.Iallreduce(mine, total)],
+        "the next batch of other ranks' streams",
+        timeout_s=_TIMEOUT_S,
+    )
+    return int(total[0])
 
-    def __init__(self, stream: Stream, batching: Batching, seat: Seat, where: Where) -> None:
-        self._stream, self._batching, self._seat, self._where = stream, batching, seat, where
 
-    def __iter__(self) -> Iterator[tuple[Part, Batch]]:
+class _StreamBatches(IterableDataset[Any]):
+    """How a stream begins, and its batches; travels to a worker."""
+
+    def __init__(
+        self, stream: Stream, batching: Batching, seat: Seat, where: Where, split: Split
+    ) -> None:
+        self._stream, self._batching, self._seat = stream, batching, seat
+        self._where, self._split = where, split
+
+    def __iter__(self) -> Iterator[Opening | tuple[Part, Batch]]:
         where = self._where
         return self._stream.read(
-            self._batching, self._seat, start=where.start, seed=where.seed, epoch=where.epoch
+            self._batching,
+            self._seat,
+            start=where.start,
+            seed=where.seed,
+            epoch=where.epoch,
+            split=self._split,
         )
 
 

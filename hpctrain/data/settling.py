@@ -6,20 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
 from hpctrain.data.adopting import Adopted, adopt, as_source
 from hpctrain.data.batches import Batching
 from hpctrain.data.feeds import Feed, MapFeed, ScatteredFeed, SourceFeed, StreamFeed
+from hpctrain.data.fingerprint import digest_sample
 from hpctrain.data.mapped import Collate, MapSource
 from hpctrain.data.plan import Seat
 from hpctrain.data.shuffle import choose_kind
 from hpctrain.data.source import Scattered
-from hpctrain.data.stream import Stream
+from hpctrain.data.stream import Split, Stream
 from hpctrain.data.workers import WorkerOptions
 from hpctrain.errors import ConfigError
 
-__all__ = ["Arguments", "Settled", "Shuffle", "settle"]
+__all__ = ["Arguments", "Settled", "Shuffle", "digest_data", "settle"]
 
 Shuffle: TypeAlias = bool | Literal["keyed", "numpy", "local"] | None
+
+SPLITS = ("already", "same")
 
 _INLINE_BYTES = 1 << 20
 """Batches of arrays in memory up to this size are gathered in the loop: a thread costs as much.
@@ -42,6 +48,7 @@ class Arguments:
     num_workers: int | None
     start_method: str | None
     collate: Collate | None
+    split: Split = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +58,7 @@ class Settled:
     feed: Feed
     batching: Batching
     order: str
-    """`keyed`, `numpy`, `stored`, `local` or `stream`."""
+    """`keyed`, `numpy`, `stored`, `local`, `stream` or `split`."""
     depth: int
     """Batches that a thread fetches ahead; 0 fetches in the loop."""
 
@@ -75,11 +82,11 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
     seat = Seat(rank=rank, num_ranks=num_ranks, weights=_weights(said.weights, num_ranks))
     source = as_source(adopted.dataset, said.collate or adopted.collate)
     shuffle = adopted.shuffle if said.shuffle is None else said.shuffle
-    order = _order(source, shuffle)
+    order = _order(source, shuffle, said.split)
     options = _workers(adopted, said)
     if isinstance(source, Stream):
         _check_stream(options, seat)
-        feed: Feed = StreamFeed(source, batching, seat, options)
+        feed: Feed = StreamFeed(source, batching, seat, options, said.split)
     elif isinstance(source, MapSource):
         feed = MapFeed(source, order, batching, seat, options)
     else:
@@ -102,6 +109,27 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
             "set would mix with the model's; use num_workers"
         )
     return Settled(feed=feed, batching=batching, order=order, depth=0)
+
+
+def digest_data(data: Any) -> bytes | None:
+    """A digest by which ranks see whether they hold the same data of random access.
+
+    Of arrays and sources some samples are read, of lists some are looked at, of a `Subset` its
+    indices. Other data sets are asked for nothing: what `__getitem__` opens or draws belongs to the
+    worker processes. None where there is nothing to compare.
+    """
+    dataset = adopt(data).dataset
+    if isinstance(dataset, IterableDataset):
+        return None
+    if isinstance(dataset, Subset) and type(dataset.dataset) is not TensorDataset:
+        return digest_sample((list(dataset.indices), digest_data(dataset.dataset)))
+    source = as_source(dataset, None)
+    if isinstance(source, Stream | Scattered) or len(source) == 0:
+        return None
+    rows = np.unique(np.array([0, len(source) // 2, len(source) - 1], np.int64))
+    if not isinstance(source, MapSource):
+        return digest_sample(source.take(rows))
+    return digest_sample([dataset[row] for row in rows]) if isinstance(dataset, list) else None
 
 
 def _batching(adopted: Adopted, said: Arguments, num_ranks: int) -> Batching:
@@ -127,7 +155,9 @@ def _weights(weights: Sequence[float] | None, num_ranks: int) -> tuple[float, ..
     return tuple(weights)
 
 
-def _order(source: Any, shuffle: Shuffle) -> str:
+def _order(source: Any, shuffle: Shuffle, split: Split) -> str:
+    if split not in (None, *SPLITS):
+        raise ConfigError(f"split={split!r} is unknown; leave it out, or choose from {SPLITS}")
     scattered = isinstance(source, Scattered)
     if isinstance(source, Stream):
         if shuffle:
@@ -135,7 +165,12 @@ def _order(source: Any, shuffle: Shuffle) -> str:
                 f"shuffle={shuffle!r}: a stream has no random access; shuffle inside the data set, "
                 "alike on all ranks"
             )
-        return "stream"
+        return "split" if split == "already" else "stream"
+    if split is not None:
+        raise ConfigError(
+            f"split={split!r} is for streams (IterableDataset); of data with random access, "
+            "give every rank the whole data set, or distribute it with hpctrain.scatter"
+        )
     if shuffle is None:
         return source.order.kind if scattered else choose_kind(len(source))
     if shuffle is True:
