@@ -26,7 +26,7 @@ from hpctrain.data.stream import Stream
 from hpctrain.data.subset import SubsetSource
 from hpctrain.errors import ConfigError
 
-__all__ = ["Adopted", "adopt", "as_source"]
+__all__ = ["Adopted", "adopt", "as_source", "is_stream"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +103,11 @@ def _shuffle_of(sampler: Any) -> bool:
         "every sample is handed out exactly once per epoch; pass the data set itself, or "
         "torch.utils.data.Subset of it"
     )
+
+
+def is_stream(data: Any) -> bool:
+    """Whether these data are a stream, or a DataLoader of one."""
+    return isinstance(data.dataset if isinstance(data, DataLoader) else data, IterableDataset)
 
 
 def as_source(data: Any, collate: Collate | None) -> Source | Scattered | MapSource | Stream:

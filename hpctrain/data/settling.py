@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
-from hpctrain.data.adopting import Adopted, adopt, as_source
+from hpctrain.data.adopting import Adopted, adopt, as_source, is_stream
 from hpctrain.data.batches import Batching
 from hpctrain.data.feeds import Feed, MapFeed, ScatteredFeed, SourceFeed, StreamFeed
 from hpctrain.data.fingerprint import digest_sample
@@ -119,7 +119,7 @@ def digest_data(data: Any) -> bytes | None:
     worker processes. None where there is nothing to compare.
     """
     dataset = adopt(data).dataset
-    if isinstance(dataset, IterableDataset):
+    if is_stream(dataset):
         return None
     if isinstance(dataset, Subset) and type(dataset.dataset) is not TensorDataset:
         return digest_sample((list(dataset.indices), digest_data(dataset.dataset)))

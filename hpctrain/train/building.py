@@ -178,24 +178,30 @@ def wants_world(function: Callable[..., Any]) -> bool:
 
 def _open(config: Config, world: World | None, paths: list[Path]) -> Any:
     from hpctrain.data import files, scatter, share
-    from hpctrain.data.storage import open_paths
+    from hpctrain.data.storage import name_files, open_named
     from hpctrain.world import agree
 
-    columns = list(config.data.columns) or None
+    names = list(config.data.columns) or None
+    alone: list[Path] = []
+    said: dict[str, Any] = {"rows": paths, "columns": names}
+    if config.data.join == "columns":
+        said = {"columns": paths}
+    elif len(paths) == 1:
+        alone, said = paths, {"columns": names}
     if world is None:
-        return open_paths(*paths, columns=columns)
+        return open_named(name_files("data.files", alone, **said))
     if config.data.access == "share":
-        return share(world, *paths)
+        return share(world, *alone, **said)
     if config.data.access == "scatter":
         source, trouble = None, None
         if world.rank == 0:
             try:
-                source = open_paths(*paths, columns=columns)
+                source = open_named(name_files("data.files", alone, **said))
             except HpcTrainError as error:
                 trouble = str(error)
         agree(world.comm, trouble, error=DataError)
         return scatter(world, source)
-    return files(world, *paths, columns=columns)
+    return files(world, *alone, **said)
 
 
 def find_functions(config: Config) -> dict[str, Any]:

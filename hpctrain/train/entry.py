@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from hpctrain import log
 from hpctrain.connection import connect
+from hpctrain.data.adopting import is_stream
 from hpctrain.data.loader import Loader
 from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.launch.script import tee_output
@@ -250,12 +251,14 @@ def _loader(world: World, config: Config, data: Any) -> Loader:
         even_last=chosen.even_last,
         num_workers=chosen.num_workers or None,
         prefetch=chosen.prefetch,
+        split=chosen.split,
     )
 
 
 def _evaluation_loader(world: World, config: Config, data: Any) -> Loader:
     batch = config.train.evaluation_batch or config.train.global_batch
-    return Loader(world, data, global_batch=batch, shuffle=False)
+    split = config.data.split if is_stream(data) else None
+    return Loader(world, data, global_batch=batch, shuffle=False, split=split)
 
 
 def _count_steps(config: Config, loader: Loader) -> int | None:
