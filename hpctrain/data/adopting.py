@@ -35,6 +35,8 @@ class Adopted:
 
     dataset: Any
     global_batch: int | None = None
+    rank_batch: int | None = None
+    """The batch size of a DataLoader whose DistributedSampler makes it that of one rank."""
     shuffle: bool | None = None
     drop_last: bool = False
     num_workers: int = 0
@@ -56,6 +58,7 @@ def adopt(data: Any) -> Adopted:
     if not isinstance(data, DataLoader):
         return Adopted(dataset=data)
     batch = data.batch_size
+    rank_batch: int | None = None
     shuffle: bool | None = None
     if not isinstance(data.dataset, IterableDataset):
         if batch is None or type(data.batch_sampler) is not BatchSampler:
@@ -65,10 +68,11 @@ def adopt(data: Any) -> Adopted:
             )
         shuffle = _shuffle_of(data.sampler)
         if isinstance(data.sampler, DistributedSampler):
-            batch = None  # it is that of one rank
+            batch, rank_batch = None, batch
     return Adopted(
         dataset=data.dataset,
         global_batch=batch,
+        rank_batch=rank_batch,
         shuffle=shuffle,
         drop_last=data.drop_last,
         num_workers=data.num_workers,

@@ -18,6 +18,7 @@ from hpctrain.data.plan import Seat
 from hpctrain.data.shuffle import choose_kind
 from hpctrain.data.source import Scattered
 from hpctrain.data.stream import Split, Stream
+from hpctrain.data.worker_trouble import trouble_with_function
 from hpctrain.data.workers import WorkerOptions
 from hpctrain.errors import ConfigError
 
@@ -84,6 +85,10 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
     shuffle = adopted.shuffle if said.shuffle is None else said.shuffle
     order = _order(source, shuffle, said.split)
     options = _workers(adopted, said)
+    if options.num_workers:
+        trouble = trouble_with_function("collate", said.collate or adopted.collate)
+        if trouble is not None:
+            raise ConfigError(f"num_workers={options.num_workers}: {trouble}")
     if isinstance(source, Stream):
         _check_stream(options, seat)
         feed: Feed = StreamFeed(source, batching, seat, options, said.split)
@@ -134,6 +139,14 @@ def digest_data(data: Any) -> bytes | None:
 
 def _batching(adopted: Adopted, said: Arguments, num_ranks: int) -> Batching:
     size = adopted.global_batch if said.global_batch is None else said.global_batch
+    if size is None and adopted.rank_batch is not None:
+        whole = adopted.rank_batch * num_ranks
+        raise ConfigError(
+            f"the DataLoader has a DistributedSampler, so its batch_size={adopted.rank_batch} is "
+            f"that of one rank; over {num_ranks} ranks it is {whole}. A Loader divides the data "
+            f"over the ranks itself: write hpctrain.Loader(world, dataset, global_batch={whole}), "
+            "and leave the DataLoader and its sampler out"
+        )
     if size is None:
         raise ConfigError("global_batch is missing; give the samples of a step over all ranks")
     if size < num_ranks:

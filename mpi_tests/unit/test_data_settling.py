@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hpctrain.data.adopting import as_source
 from hpctrain.data.settling import Arguments, settle
@@ -95,8 +95,26 @@ def test_what_is_said_wins_over_a_data_loader():
         (Noisy(9), {"num_workers": -1}, "num_workers=-1"),
         (Noisy(9), {"num_workers": 1, "start_method": "fork"}, "unsafe"),
         (Slow(), {"num_workers": 1}, "use prefetch"),
+        (
+            Noisy(9),
+            {"num_workers": 2, "collate": lambda samples: samples},
+            r"num_workers=2: collate \(<lambda>, test_data_settling.py line \d+\) cannot be sent",
+        ),
+        (np.zeros(9), {"split": "already"}, "is for streams"),
     ],
 )
 def test_what_does_not_go_together_is_named(data, said, message):
     with pytest.raises(ConfigError, match=message):
         decide(data, **said)
+
+
+def test_the_batch_size_of_a_distributed_sampler_is_that_of_one_rank():
+    data = list(range(12))
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    loader = DataLoader(data, batch_size=3, sampler=sampler)
+    with pytest.raises(
+        ConfigError, match=r"that of one rank; over 2 ranks it is 6.*global_batch=6"
+    ):
+        decide(loader, global_batch=None)
+    assert decide(loader, global_batch=6).batching.global_batch == 6
+    assert decide(loader, global_batch=6).order == "numpy"
