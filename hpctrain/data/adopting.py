@@ -16,6 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 
@@ -44,6 +45,8 @@ class Adopted:
     timeout_s: float = 0.0
     collate: Collate | None = None
     initialize: Any = None
+    sample_weights: Any = None
+    num_draws: int | None = None
     start_method: str | None = None
 
 
@@ -66,11 +69,14 @@ def adopt(data: Any) -> Adopted:
                 "a DataLoader with a batch_sampler of its own, or without batches, cannot be dealt "
                 "out over ranks; pass its data set, and global_batch"
             )
-        shuffle = _shuffle_of(data.sampler)
+        shuffle = None if _is_weighted(data.sampler) else _shuffle_of(data.sampler)
         if isinstance(data.sampler, DistributedSampler):
             batch, rank_batch = None, batch
+    weighted = not isinstance(data.dataset, IterableDataset) and _is_weighted(data.sampler)
     return Adopted(
         dataset=data.dataset,
+        sample_weights=data.sampler.weights if weighted else None,
+        num_draws=data.sampler.num_samples if weighted else None,
         global_batch=batch,
         rank_batch=rank_batch,
         shuffle=shuffle,
@@ -95,6 +101,10 @@ def _start_method(context: Any) -> str | None:
     return None if method is None else str(method)
 
 
+def _is_weighted(sampler: Any) -> bool:
+    return type(sampler) is WeightedRandomSampler and sampler.replacement
+
+
 def _shuffle_of(sampler: Any) -> bool:
     if type(sampler) is SequentialSampler:
         return False
@@ -103,9 +113,9 @@ def _shuffle_of(sampler: Any) -> bool:
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
         return True
     raise ConfigError(
-        f"a DataLoader with a {type(sampler).__name__} of its own cannot be dealt out over ranks: "
-        "every sample is handed out exactly once per epoch; pass the data set itself, or "
-        "torch.utils.data.Subset of it"
+        f"a DataLoader with a {type(sampler).__name__} of its own cannot be divided over ranks; "
+        "pass the data set itself, a torch.utils.data.Subset of it, or give the Loader "
+        "sample_weights= (draws with replacement) or lengths= (batches of similar lengths)"
     )
 
 

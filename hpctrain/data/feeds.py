@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from hpctrain.data.alike import require_fitting_streams
 from hpctrain.data.arrays import ArraySource
 from hpctrain.data.batches import Batching
+from hpctrain.data.drawing import Draw, Plan
 from hpctrain.data.mapped import MapSource, no_rows
 from hpctrain.data.plan import Part, Seat, plan_parts
 from hpctrain.data.shuffle import Order
@@ -20,7 +21,7 @@ from hpctrain.data.source import Batch, Indices, Scattered, Source
 from hpctrain.data.stream import Opening, Split, Stream
 from hpctrain.data.structure import as_tensor, map_leaves
 from hpctrain.data.waiting import finish
-from hpctrain.data.workers import WorkerOptions, Workers
+from hpctrain.data.workers import Job, WorkerOptions, Workers
 from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.world.seeding import derive_seed
 
@@ -72,8 +73,9 @@ class _Quiet:
 class SourceFeed(_Quiet):
     """Random access: one gather of rows per batch."""
 
-    def __init__(self, source: Source, kind: Any, batching: Batching, seat: Seat) -> None:
-        self.num_samples: int | None = len(source)
+    def __init__(self, source: Source, kind: str | Draw, batching: Batching, seat: Seat) -> None:
+        self._num = len(source) if isinstance(kind, str) else kind.num_drawn
+        self.num_samples: int | None = self._num
         self._source = source
         self._kind = kind
         self._batching = batching
@@ -85,7 +87,7 @@ class SourceFeed(_Quiet):
         take = self._source.take
         raw = isinstance(self._source, ArraySource)
         for part, indices in plan_parts(
-            self._batching, self._seat, order.at, start=where.start, num_samples=len(self._source)
+            self._batching, self._seat, order.at, start=where.start, num_samples=self._num
         ):
             batch = take(indices)
             yield part, batch if raw else map_leaves(as_tensor, batch)
@@ -104,7 +106,7 @@ class ScatteredFeed(_Quiet):
     def prepare(self, where: Where, comm: Comm) -> None:
         """Collective: exchange samples until the shares follow the epoch's order."""
         if self._kind != "local":
-            order = order_of(self._kind, len(self._source), where)
+            order = shuffle_of(self._kind, len(self._source), where)
             if not order.equals(self._source.order):
                 self._source.reorder(order)
 
@@ -131,9 +133,15 @@ class MapFeed(_Quiet):
     """Sample by sample, here or in worker processes."""
 
     def __init__(
-        self, source: MapSource, kind: Any, batching: Batching, seat: Seat, options: WorkerOptions
+        self,
+        source: MapSource,
+        kind: str | Draw,
+        batching: Batching,
+        seat: Seat,
+        options: WorkerOptions,
     ) -> None:
-        self.num_samples: int | None = len(source)
+        self._num = len(source) if isinstance(kind, str) else kind.num_drawn
+        self.num_samples: int | None = self._num
         self._source = source
         self._kind = kind
         self._batching = batching
@@ -143,31 +151,44 @@ class MapFeed(_Quiet):
 
     def read(self, where: Where) -> Iterator[tuple[Part, Batch]]:
         """Batches in the epoch's global order."""
-        seed = derive_seed(where.seed, "sample", where.epoch)
-        order = order_of(self._kind, len(self._source), where)
-        parts = plan_parts(
-            self._batching, self._seat, order.at, start=where.start, num_samples=len(self._source)
-        )
         if self._options.num_workers == 0:
-            for part, indices in parts:
-                yield part, self._source.fetch(indices, seed)
+            for part, job in self._jobs(where):
+                yield part, self._source.fetch(*job)
             return
         if self._workers is None:
             own = derive_seed(where.seed, "workers", self._seat.rank)
             self._workers = Workers(self._source, self._options, own)
         asked: deque[Part] = deque()  # jobs are drawn ahead of the batches that they give
 
-        def jobs() -> Iterator[tuple[Indices, int]]:
-            for part, indices in parts:
+        def jobs() -> Iterator[Job]:
+            for part, job in self._jobs(where):
                 asked.append(part)
-                yield indices, seed
+                yield job
 
         for batch in self._workers.fetch(jobs()):
             yield asked.popleft(), batch
 
+    def _jobs(self, where: Where) -> Iterator[tuple[Part, Job]]:
+        """What is to be fetched; a sample that comes twice has new random numbers each time."""
+        seed = derive_seed(where.seed, "sample", where.epoch)
+        order = order_of(self._kind, len(self._source), where)
+        repeats = not isinstance(self._kind, str) and self._kind.repeats
+        for part, found in plan_parts(
+            self._batching,
+            self._seat,
+            _as_they_are if repeats else order.at,
+            start=where.start,
+            num_samples=self._num,
+        ):
+            yield part, (order.at(found), seed, found) if repeats else (found, seed, None)
+
     def close(self) -> None:
         """End the workers."""
         self._workers = None
+
+
+def _as_they_are(positions: Indices) -> Indices:
+    return positions
 
 
 class StreamFeed:
@@ -278,6 +299,14 @@ class _StreamBatches(IterableDataset[Any]):
         )
 
 
-def order_of(kind: Any, num_samples: int, where: Where) -> Order:
+def order_of(kind: Any, num_samples: int, where: Where) -> Plan:
     """The global order of an epoch."""
+    if not isinstance(kind, str):
+        draw: Draw = kind
+        return draw.plan(where.seed, where.epoch)
+    return shuffle_of(kind, num_samples, where)
+
+
+def shuffle_of(kind: Any, num_samples: int, where: Where) -> Order:
+    """The order of an epoch that has every sample once."""
     return Order(kind=kind, num_samples=num_samples, seed=where.seed, epoch=where.epoch)

@@ -52,6 +52,12 @@ class Loader:
         split: Of streams (`IterableDataset`). None: every rank has the same stream, and keeps its
             part of it; the beginnings are compared. `same`: they are not compared. `already`:
             every rank's stream is its own part of the data.
+        sample_weights: One number for each sample: an epoch is draws with replacement, as likely as
+            they say.
+        num_draws: Draws in an epoch; None: as many as there are samples.
+        lengths: One number for each sample: an epoch has every sample once, in global batches of
+            similar lengths that come in a random order.
+        bucket_batches: Batches whose samples are sorted by length together; None: 100.
 
     Raises:
         ConfigError: on all ranks, when an argument is wrong on any, or differs.
@@ -74,6 +80,10 @@ class Loader:
         collate: Collate | None = None,
         device: torch.device | str | None = None,
         split: Split = None,
+        sample_weights: Any = None,
+        num_draws: int | None = None,
+        lengths: Any = None,
+        bucket_batches: int | None = None,
     ) -> None:
         said = Arguments(
             global_batch=global_batch,
@@ -86,6 +96,10 @@ class Loader:
             start_method=start_method,
             collate=collate,
             split=split,
+            sample_weights=sample_weights,
+            num_draws=num_draws,
+            lengths=lengths,
+            bucket_batches=bucket_batches,
         )
         self.world = world
         self._transfer = Transfer(torch.device(world.device if device is None else device))
@@ -105,6 +119,7 @@ class Loader:
             "hpctrain.Loader",
             self.state_dict()
             | {"batches": self._settled.batching, "split": split}
+            | {"digest of sample_weights or lengths": getattr(self._settled.draw, "digest", None)}
             | {"weights": None if weights is None else [float(w) for w in weights]},
         )
         if world.size > 1:
@@ -271,7 +286,7 @@ class Loader:
             fingerprint = self._shares.fingerprint()  # another deal gives each rank other samples
         elif num is not None and order != "local":
             where = Where(seed=seed, epoch=epoch, start=0)
-            fingerprint = order_of(order, num, where).fingerprint()
+            fingerprint = order_of(self._settled.draw or order, num, where).fingerprint()
         return Progress(
             seed=seed,
             epoch=epoch,

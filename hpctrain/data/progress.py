@@ -27,7 +27,9 @@ class Progress:
     total: int
     """Samples of the whole run that were handed out, over all ranks."""
     order: str
-    """How samples are ordered: `keyed`, `numpy`, `stored`, `local`, `stream` or `split`."""
+    """How samples are ordered: `keyed`, `numpy`, `stored`, `local`, `stream`, `split`, `weighted`
+    or `lengths`.
+    """
     num_samples: int | None
     fingerprint: int
     """Of the epoch's order."""
@@ -72,6 +74,15 @@ def trouble_with(saved: Progress, own: Progress) -> str | None:
             return (
                 "the samples were dealt to the ranks in another order when the epoch was stopped; "
                 "scatter them with the same seed and epoch, or use a global shuffle"
+            )
+    elif saved.fingerprint != own.fingerprint and saved.order in ("weighted", "lengths"):
+        if saved.consumed:
+            changed = (
+                "the weights" if saved.order == "weighted" else "the lengths, batches or buckets"
+            )
+            return (
+                f"the plan of epoch {saved.epoch} is another one here: {changed} have changed, or "
+                "numpy has; resume with the same ones until the epoch ends"
             )
     elif saved.fingerprint != own.fingerprint:
         return (

@@ -11,6 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from hpctrain.data.adopting import Adopted, adopt, as_source, is_stream
 from hpctrain.data.batches import Batching
+from hpctrain.data.drawing import Draw, LengthDraw, WeightedDraw
 from hpctrain.data.feeds import Feed, MapFeed, ScatteredFeed, SourceFeed, StreamFeed
 from hpctrain.data.fingerprint import digest_sample
 from hpctrain.data.mapped import Collate, MapSource
@@ -50,6 +51,10 @@ class Arguments:
     start_method: str | None
     collate: Collate | None
     split: Split = None
+    sample_weights: Any = None
+    num_draws: int | None = None
+    lengths: Any = None
+    bucket_batches: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +64,11 @@ class Settled:
     feed: Feed
     batching: Batching
     order: str
-    """`keyed`, `numpy`, `stored`, `local`, `stream` or `split`."""
+    """`keyed`, `numpy`, `stored`, `local`, `stream`, `split`, `weighted` or `lengths`."""
     depth: int
     """Batches that a thread fetches ahead; 0 fetches in the loop."""
+    draw: Draw | None = None
+    """How epochs are drawn that are not a plain shuffle."""
 
 
 def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: bool) -> Settled:
@@ -83,7 +90,8 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
     seat = Seat(rank=rank, num_ranks=num_ranks, weights=_weights(said.weights, num_ranks))
     source = as_source(adopted.dataset, said.collate or adopted.collate)
     shuffle = adopted.shuffle if said.shuffle is None else said.shuffle
-    order = _order(source, shuffle, said.split)
+    draw = _draw(source, adopted, said, batching)
+    order = _order(source, shuffle, said.split) if draw is None else draw.kind
     options = _workers(adopted, said)
     if options.num_workers:
         trouble = trouble_with_function("collate", said.collate or adopted.collate)
@@ -93,7 +101,7 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
         _check_stream(options, seat)
         feed: Feed = StreamFeed(source, batching, seat, options, said.split)
     elif isinstance(source, MapSource):
-        feed = MapFeed(source, order, batching, seat, options)
+        feed = MapFeed(source, draw or order, batching, seat, options)
     else:
         if options.num_workers:
             raise ConfigError(
@@ -105,15 +113,15 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
                 raise ConfigError("weights need random access; scattered shares are equal")
             feed = ScatteredFeed(source, order, batching, seat)
         else:
-            feed = SourceFeed(source, order, batching, seat)
+            feed = SourceFeed(source, draw or order, batching, seat)
         depth = _depth(source, said.prefetch, batching.global_batch // num_ranks, has_spare)
-        return Settled(feed=feed, batching=batching, order=order, depth=depth)
+        return Settled(feed=feed, batching=batching, order=order, depth=depth, draw=draw)
     if said.prefetch and not options.num_workers:
         raise ConfigError(
             f"prefetch={said.prefetch} without workers: in a thread the random numbers of a data "
             "set would mix with the model's; use num_workers"
         )
-    return Settled(feed=feed, batching=batching, order=order, depth=0)
+    return Settled(feed=feed, batching=batching, order=order, depth=0, draw=draw)
 
 
 def digest_data(data: Any) -> bytes | None:
@@ -197,6 +205,39 @@ def _order(source: Any, shuffle: Shuffle, split: Split) -> str:
             "and for scattered data also 'local'"
         )
     return shuffle
+
+
+def _draw(source: Any, adopted: Adopted, said: Arguments, batching: Batching) -> Draw | None:
+    weights, num_draws = said.sample_weights, said.num_draws
+    if weights is None and said.lengths is None:
+        weights, num_draws = adopted.sample_weights, num_draws or adopted.num_draws
+    if weights is None and num_draws is not None:
+        raise ConfigError(f"num_draws={num_draws} belongs to sample_weights; leave it out")
+    if said.lengths is None and said.bucket_batches is not None:
+        raise ConfigError(f"bucket_batches={said.bucket_batches} belongs to lengths; leave it out")
+    if weights is None and said.lengths is None:
+        return None
+    name = "lengths" if weights is None else "sample_weights"
+    if weights is not None and said.lengths is not None:
+        raise ConfigError("sample_weights and lengths both choose the samples; give one of them")
+    if isinstance(source, Stream | Scattered):
+        raise ConfigError(
+            f"{name} needs random access, which a stream and scattered shares have not; give "
+            "arrays, files or a data set with __getitem__"
+        )
+    if said.shuffle not in (None, True):
+        raise ConfigError(f"shuffle={said.shuffle!r}: {name} says the order; leave shuffle out")
+    draw: WeightedDraw | LengthDraw
+    if weights is not None:
+        draw = WeightedDraw(weights, num_draws)
+    else:
+        draw = LengthDraw(said.lengths, batching, said.bucket_batches)
+    if draw.num_samples != len(source):
+        raise ConfigError(
+            f"{name} has {draw.num_samples} numbers, and there are {len(source)} samples; give one "
+            "for each sample"
+        )
+    return draw
 
 
 def _workers(adopted: Adopted, said: Arguments) -> WorkerOptions:

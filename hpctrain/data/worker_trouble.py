@@ -100,8 +100,8 @@ def explain_start(number: int, process: int | None, code: int) -> str:
             "functions and classes under it"
         )
     return (
-        f"worker {number} of the loader (process {process}) could not be started: exit code {code}, "
-        "its traceback is above. Worker processes read the script again: what the data set needs "
+        f"worker {number} of the loader (process {process}) did not start: exit code {code}, its "
+        "traceback is above. Worker processes read the script again: what the data set needs "
         'must be defined at the top level of a module, outside `if __name__ == "__main__":`, and '
         "what starts the training inside of it"
     )

@@ -21,14 +21,14 @@ from hpctrain.data.source import Batch, Indices
 from hpctrain.data.worker_trouble import explain_start, explain_unpicklable
 from hpctrain.errors import ConfigError, DataError
 
-__all__ = ["METHODS", "WorkerOptions", "Workers"]
+__all__ = ["METHODS", "Job", "WorkerOptions", "Workers"]
 
 METHODS = ("forkserver", "spawn")
 _DEATH_S = 0.2
 _NO_MPI = "MPI4PY_RC_INITIALIZE"
 
-Job = tuple[Indices, int]
-"""Which samples, and the epoch's seed."""
+Job = tuple[Indices, int, Indices | None]
+"""Which samples, the epoch's seed, and the keys of their random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from hpctrain.errors import ConfigError, DataError, HpcTrainError
 from hpctrain.optim import Recipe, split_parameters
 from hpctrain.train.config import Config
+from hpctrain.train.config.parts import REFERENCE
 from hpctrain.train.references import (
     call,
     find_function,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_data",
+    "build_draw",
     "build_models",
     "build_optimizer",
     "build_schedule",
@@ -166,6 +169,40 @@ def build_data(
     function = find_function(reference, "data.evaluation" if evaluation else "data.build")
     given = {"world": world} if wants_world(function) else {}
     return call(function, {**data.args, **given}, "data.args")
+
+
+def build_draw(config: Config, data: Any, folder: Path) -> dict[str, Any]:
+    """What a configuration says of drawing samples, as arguments of a Loader.
+
+    Args:
+        config: The same on every rank.
+        data: The training data, for functions of them.
+        folder: What relative files are relative to.
+
+    Raises:
+        ConfigError: the function cannot be found or called.
+        DataError: the file is missing or broken.
+    """
+    from hpctrain.data.storage.numpy_files import open_npy
+
+    chosen = config.data
+    said: dict[str, Any] = {}
+    for name in ("sample_weights", "lengths"):
+        text = getattr(chosen, name)
+        if text is None:
+            continue
+        if re.fullmatch(REFERENCE[0], text):
+            function = find_function(text, f"data.{name}")
+            said[name] = call(function, {}, f"data.{name}", data)
+        elif text.endswith(".npy"):
+            said[name] = open_npy(folder / text)
+        else:
+            raise ConfigError(
+                f"data.{name}={text!r} must be a .npy file or MODULE:FUNCTION of the training data"
+            )
+    if said:
+        said |= {"num_draws": chosen.num_draws, "bucket_batches": chosen.bucket_batches}
+    return said
 
 
 def wants_world(function: Callable[..., Any]) -> bool:

@@ -20,6 +20,7 @@ from hpctrain.replica import Replica, distribute
 from hpctrain.train.arguments import count_batches, refuse_no_batch
 from hpctrain.train.building import (
     build_data,
+    build_draw,
     build_models,
     build_optimizer,
     build_schedule,
@@ -115,7 +116,9 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
     """
     timer = time_steps(world) if _times_steps(world, config) else None
     replicas = _distribute(world, config, _together(world, lambda: build_models(config)))
-    loader = _loader(world, config, _together(world, lambda: build_data(config, world, folder)))
+    data = _together(world, lambda: build_data(config, world, folder))
+    draw = _together(world, lambda: build_draw(config, data, folder))
+    loader = _loader(world, config, data, draw)
     held_out = _together(world, lambda: build_data(config, world, folder, evaluation=True))
     train = config.train
     if directory is not None and _saves(world, config):
@@ -240,7 +243,7 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
     return replicas
 
 
-def _loader(world: World, config: Config, data: Any) -> Loader:
+def _loader(world: World, config: Config, data: Any, draw: dict[str, Any]) -> Loader:
     chosen = config.data
     return Loader(
         world,
@@ -252,6 +255,7 @@ def _loader(world: World, config: Config, data: Any) -> Loader:
         num_workers=chosen.num_workers or None,
         prefetch=chosen.prefetch,
         split=chosen.split,
+        **draw,
     )
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 import hpctrain as hpc
 from hpctrain.data.shuffle import Order
@@ -239,6 +239,89 @@ def test_data_that_are_split_by_rank_are_refused(world, form):
         return
     with pytest.raises(hpc.ConfigError, match=r"rank 1.* of \d: .*split by rank would be lost"):
         hpc.Loader(world, data, global_batch=8)
+
+
+# Weighted draws and batches of similar lengths
+
+
+LENGTHS = (np.arange(101) * 37) % 50
+DRAWS = {
+    "weighted": {"sample_weights": np.arange(101) % 4, "num_draws": 73},
+    "lengths": {"lengths": LENGTHS, "bucket_batches": 4},
+}
+
+
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_drawn_epochs_do_not_depend_on_ranks_and_stops(world, kind):
+    """The batches of one rank, on all ranks, stopped on all and resumed on fewer and more."""
+    options = {"global_batch": 8, **DRAWS[kind]}
+    with first_ranks(world, 1) as one:
+        alone = None
+        if one:
+            loader = hpc.Loader(one, numbers(101), **options)
+            alone = [gathered(one, loader) for _ in range(2)]
+    alone = world.comm.bcast(alone, root=0)
+    loader = hpc.Loader(world, numbers(101), **options)
+    assert [gathered(world, loader) for _ in range(2)] == alone
+    assert alone[0] != alone[1]
+    total = 73 if kind == "weighted" else 101
+    assert len(loader) == len(alone[0]) == -(-total // 8)
+    assert loader.total == 2 * total
+    if kind == "weighted":
+        assert all(number % 4 for number in flat(alone[0]))
+        assert len(set(flat(alone[0]))) < 73
+    else:
+        assert flat(alone[0]) == list(range(101))
+        spread = [np.ptp(LENGTHS[batch]) for batch in alone[0]]
+        assert np.mean(spread) < 15  # of 49 in a plain shuffle
+    seen, state = [], None
+    fleet = [*range(world.size, 0, -1), world.size]
+    for leg, count in enumerate(fleet):
+        with first_ranks(world, count) as some:
+            if some is not None:
+                part = hpc.Loader(some, numbers(101), **options)
+                if state is not None:
+                    part.load_state_dict(state)
+                last = leg == len(fleet) - 1
+                seen += gathered(some, part, steps=None if last else 2)
+                state = part.state_dict()
+        state = world.comm.bcast(state, root=0)
+        seen = world.comm.bcast(seen, root=0)
+    assert seen == alone[0]
+
+
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_drawn_epochs_resume_with_the_same_plan_only(world, kind):
+    options = {"global_batch": 8, **DRAWS[kind]}
+    loader = hpc.Loader(world, numbers(101), **options)
+    gathered(world, loader, steps=2)
+    state = loader.state_dict()
+    name = "sample_weights" if kind == "weighted" else "lengths"
+    changed = hpc.Loader(world, numbers(101), **(options | {name: options[name][::-1]}))
+    with pytest.raises(hpc.ConfigError, match="is another one here"):
+        changed.load_state_dict(state)
+    changed.load_state_dict(state | {"epoch": 1, "consumed": 0})  # between epochs they may change
+    if kind == "lengths":
+        with pytest.raises(hpc.ConfigError, match="lengths, batches or buckets have changed"):
+            hpc.Loader(world, numbers(101), **(options | {"global_batch": 12})).load_state_dict(
+                state
+            )
+    if world.size > 1:
+        own = options | {name: np.roll(options[name], world.rank)}
+        with pytest.raises(hpc.ConfigError, match="digest of sample_weights or lengths"):
+            hpc.Loader(world, numbers(101), **own)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_is_drawn_twice_is_augmented_anew(world, workers):
+    sampler = WeightedRandomSampler([1.0] + [0.0] * 29, 24)
+    data = DataLoader(Noisy(30), batch_size=8, sampler=sampler, num_workers=workers)
+    loader = hpc.Loader(world, data)
+    rows = rows_of(world, loader)
+    assert len(rows) == 24
+    assert {row[0] for row in rows} == {0}
+    assert len({row[1:] for row in rows}) == 24
+    loader.close()
 
 
 # Other people's data sets

@@ -109,6 +109,37 @@ def test_data_in_parts_and_shards_train_the_same(world, folder):
         train(world, plain, folder)
 
 
+def weigh(data):
+    """Only the first four samples count."""
+    return (np.arange(len(data)) < 4).astype(float)
+
+
+def test_samplers_by_keys_of_the_file(world, folder):
+    if world.rank == 0:
+        np.save(folder / "w.npy", (np.arange(40) < 4).astype("f4"))
+        np.save(folder / "lengths.npy", np.arange(40)[::-1].copy())
+    world.comm.Barrier()
+    by_file, told, _ = train(world, CONFIG, folder, "data.sample_weights=w.npy")
+    assert told["samples"] == 80
+    name = "mpi_tests.ranks.test_train_entry:weigh"
+    assert same(train(world, CONFIG, folder, f"data.sample_weights={name}")[0], by_file)
+    longer = ("data.sample_weights=w.npy", "data.num_draws=100")
+    assert train(world, CONFIG, folder, *longer)[1]["samples"] == 200
+    _, told, trainer = train(world, CONFIG, folder, "data.lengths=lengths.npy")
+    assert told["samples"] == 80
+    assert trainer.loader.state_dict()["order"] == "lengths"
+    with pytest.raises(hpc.ConfigError, match=r"lengths has 4 numbers, and there are 40 samples"):
+        train(world, CONFIG, folder, "data.lengths=mpi_tests.ranks.test_train_entry:four")
+    with pytest.raises(hpc.ConfigError, match=r"must be a \.npy file or MODULE:FUNCTION"):
+        train(world, CONFIG, folder, "data.lengths=lengths")
+    with pytest.raises(hpc.ConfigError, match=r"nosuch\.npy is missing"):
+        train(world, CONFIG, folder, "data.lengths=nosuch.npy")
+
+
+def four(data):
+    return [1, 2, 3, 4]
+
+
 def test_parts_of_a_step_train_the_same_where_they_divide_the_epoch(world, folder):
     whole, one, _ = train(world, CONFIG, folder, "train.global_batch=20", "optimizer.name=SGD")
     settings = ("train.global_batch=20", "optimizer.name=SGD", "train.accumulate=2")

@@ -76,6 +76,22 @@ class Data(Section):
         "A new global order in every epoch; `local` shuffles scattered shares within each rank.",
         default=True,
     )
+    sample_weights: str | None = key(
+        "One number for each sample, by which epochs draw samples with replacement: a `.npy` "
+        "file, or MODULE:FUNCTION of the training data that returns them.",
+        default=None,
+    )
+    num_draws: int | None = key(
+        "Draws in an epoch; left out, as many as there are samples.", default=None, low=1
+    )
+    lengths: str | None = key(
+        "One whole number for each sample, to make batches of similar lengths: a `.npy` file, or "
+        "MODULE:FUNCTION of the training data that returns them.",
+        default=None,
+    )
+    bucket_batches: int | None = key(
+        "Batches whose samples are sorted by length together; left out, 100.", default=None, low=1
+    )
     split: Literal["already", "same"] | None = key(
         "Of streams: `already` where each rank's stream is its own part, `same` where all ranks "
         "have one stream that is not compared; left out, one stream that is compared.",
@@ -112,6 +128,17 @@ class Data(Section):
         by_function = self.build is not None or self.evaluation is not None
         if self.args and not by_function:
             yield "data.args belongs to data.build; leave it out"
+        if self.sample_weights and self.lengths:
+            yield "data.sample_weights and data.lengths both choose the samples; leave one out"
+        chosen = "lengths" if self.lengths else "sample_weights"
+        if (self.lengths or self.sample_weights) and self.shuffle is not True:
+            yield f"data.{chosen} says the order; leave data.shuffle out"
+        if (self.lengths or self.sample_weights) and self.files and self.access == "scatter":
+            yield f'data.{chosen} needs random access; use data.access="files" or "share"'
+        if self.num_draws is not None and not self.sample_weights:
+            yield "data.num_draws belongs to data.sample_weights; leave it out"
+        if self.bucket_batches is not None and not self.lengths:
+            yield "data.bucket_batches belongs to data.lengths; leave it out"
         if self.shuffle == "local" and self.files and self.access != "scatter":
             yield 'data.shuffle="local" belongs to data.access="scatter"'
 
