@@ -72,11 +72,12 @@ def adopt(data: Any) -> Adopted:
         shuffle = None if _is_weighted(data.sampler) else _shuffle_of(data.sampler)
         if isinstance(data.sampler, DistributedSampler):
             batch, rank_batch = None, batch
-    weighted = not isinstance(data.dataset, IterableDataset) and _is_weighted(data.sampler)
+    sampler: Any = None if isinstance(data.dataset, IterableDataset) else data.sampler
+    weighted = _is_weighted(sampler)
     return Adopted(
         dataset=data.dataset,
-        sample_weights=data.sampler.weights if weighted else None,
-        num_draws=data.sampler.num_samples if weighted else None,
+        sample_weights=sampler.weights if weighted else None,
+        num_draws=sampler.num_samples if weighted else None,
         global_batch=batch,
         rank_batch=rank_batch,
         shuffle=shuffle,

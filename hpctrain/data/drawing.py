@@ -93,8 +93,8 @@ class _Draws:
     def at(self, positions: Indices) -> Indices:
         total = self._draw.sums[-1]
         thrown = _uniform(positions.astype(np.uint64), self._key) * total
-        found = np.searchsorted(self._draw.sums, thrown, side="right")
-        return np.minimum(found, self._draw.last).astype(np.int64)
+        found: Indices = np.searchsorted(self._draw.sums, thrown, side="right").astype(np.int64)
+        return np.minimum(found, self._draw.last)
 
     def fingerprint(self) -> int:
         return zlib.crc32(self._key.tobytes(), self._draw.digest)

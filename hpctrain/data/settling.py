@@ -19,6 +19,7 @@ from hpctrain.data.plan import Seat
 from hpctrain.data.shuffle import choose_kind
 from hpctrain.data.source import Scattered
 from hpctrain.data.stream import Split, Stream
+from hpctrain.data.structure import leaves
 from hpctrain.data.worker_trouble import trouble_with_function
 from hpctrain.data.workers import WorkerOptions
 from hpctrain.errors import ConfigError
@@ -35,6 +36,8 @@ _INLINE_BYTES = 1 << 20
 Larger ones too where all cores compute: a thread would take its time from the loop, and more.
 """
 _DEPTH = 2
+_COMPARED_BYTES = 16 << 20
+"""Of larger samples only one is read to compare the data of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +130,8 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
 def digest_data(data: Any) -> bytes | None:
     """A digest by which ranks see whether they hold the same data of random access.
 
-    Of arrays and sources some samples are read, of lists some are looked at, of a `Subset` its
-    indices. Other data sets are asked for nothing: what `__getitem__` opens or draws belongs to the
+    Of arrays and sources the first, middle and last sample are read (the first alone where samples
+    are large), of lists they are looked at, of a `Subset` the indices are. Other data sets are asked for nothing: what `__getitem__` opens or draws belongs to the
     worker processes. None where there is nothing to compare.
     """
     dataset = adopt(data).dataset
@@ -140,9 +143,12 @@ def digest_data(data: Any) -> bytes | None:
     if isinstance(source, Stream | Scattered) or len(source) == 0:
         return None
     rows = np.unique(np.array([0, len(source) // 2, len(source) - 1], np.int64))
-    if not isinstance(source, MapSource):
-        return digest_sample(source.take(rows))
-    return digest_sample([dataset[row] for row in rows]) if isinstance(dataset, list) else None
+    if isinstance(source, MapSource):
+        return digest_sample([dataset[row] for row in rows]) if isinstance(dataset, list) else None
+    first = source.take(rows[:1])
+    if sum(getattr(leaf, "nbytes", 0) for _, leaf in leaves(first)) > _COMPARED_BYTES:
+        return digest_sample(first)
+    return digest_sample((first, source.take(rows[1:])))
 
 
 def _batching(adopted: Adopted, said: Arguments, num_ranks: int) -> Batching:

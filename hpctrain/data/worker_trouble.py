@@ -65,7 +65,7 @@ def _find(
 
 def _try(part: Any) -> Exception | None:
     try:
-        pickle.Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(part)  # type: ignore[arg-type]
+        pickle.Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(part)
     except Exception as error:  # whatever __reduce__ and __getstate__ raise
         return error
     return None

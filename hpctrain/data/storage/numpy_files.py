@@ -67,7 +67,8 @@ def _open_member(
             start, num_bytes = file.tell(), dtype.itemsize * math.prod(shape)
             if not dtype.hasobject and num_bytes and start + num_bytes <= len(whole):
                 flat = whole[start : start + num_bytes].view(dtype)
-                return flat.reshape(shape, order="F" if is_fortran else "C")
+                mapped: np.ndarray = flat.reshape(shape, order="F" if is_fortran else "C")
+                return mapped
     with archive.open(info) as member:
         array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
     return array
