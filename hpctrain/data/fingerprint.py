@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpctrain.data.columns import as_bytes
+
 __all__ = ["digest_sample", "is_read", "show_sample"]
 
 _DIGEST_BYTES = 8
@@ -132,5 +134,5 @@ def _add_tensor(found: Any, tensor: torch.Tensor) -> None:
     if not _is_plain(tensor):
         _add_bytes(found, kind, b"")
         return
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    _add_bytes(found, kind, plain.numpy().tobytes())
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    _add_bytes(found, kind, as_bytes(plain).tobytes())

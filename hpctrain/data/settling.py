@@ -93,8 +93,9 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
     seat = Seat(rank=rank, num_ranks=num_ranks, weights=_weights(said.weights, num_ranks))
     source = as_source(adopted.dataset, said.collate or adopted.collate)
     shuffle = adopted.shuffle if said.shuffle is None else said.shuffle
+    order = _order(source, shuffle, said.split)
     draw = _draw(source, adopted, said, batching)
-    order = _order(source, shuffle, said.split) if draw is None else draw.kind
+    order = order if draw is None else draw.kind
     options = _workers(adopted, said)
     if options.num_workers:
         trouble = trouble_with_function("collate", said.collate or adopted.collate)
@@ -131,8 +132,9 @@ def digest_data(data: Any) -> bytes | None:
     """A digest by which ranks see whether they hold the same data of random access.
 
     Of arrays and sources the first, middle and last sample are read (the first alone where samples
-    are large), of lists they are looked at, of a `Subset` the indices are. Other data sets are asked for nothing: what `__getitem__` opens or draws belongs to the
-    worker processes. None where there is nothing to compare.
+    are large), of lists they are looked at, of a `Subset` the indices are. Other data sets are
+    asked for nothing: what `__getitem__` opens or draws belongs to the worker processes. None where
+    there is nothing to compare.
     """
     dataset = adopt(data).dataset
     if is_stream(dataset):

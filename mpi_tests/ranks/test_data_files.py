@@ -234,6 +234,11 @@ def test_files_that_differ_by_rank_are_refused(world, folder):
     if world.size > 1:
         with pytest.raises(hpc.ConfigError, match=r"files: columns \(name, dtype, shape.*float32"):
             hpc.files(world, own)
+    np.save(own, np.full((ROWS, 2), world.rank))  # of one form: only their content tells them apart
+    source = hpc.files(world, own)
+    if world.size > 1:
+        with pytest.raises(hpc.ConfigError, match=r"rank 1.* but not the same ones"):
+            hpc.Loader(world, source, global_batch=8)
 
 
 def test_share_does_not_wait_for_ever_for_a_rank_that_stays_out(world):

@@ -84,6 +84,11 @@ def test_layout_in_memory_does_not_count_and_content_does():
     assert digest_sample(array) != digest_sample(array.reshape(3, 2))
     assert digest_sample(torch.arange(4).bfloat16()) != digest_sample(torch.ones(4).bfloat16())
     assert digest_sample(torch.tensor(3.0)) != digest_sample(torch.tensor(4.0))
+    empty, one = torch.zeros(0, 3)[:, :0], torch.arange(6.0).reshape(2, 3).t()[1:2, :1]
+    assert digest_sample(empty) != digest_sample(one) == digest_sample(one.clone())
+    turned = torch.tensor([1 + 2j, 3 - 1j])
+    assert digest_sample(turned.conj()) == digest_sample(turned.conj().resolve_conj())
+    assert digest_sample(turned.conj()) != digest_sample(turned)
     assert digest_sample({"a": 1, "b": 2}) == digest_sample({"b": 2, "a": 1})
     assert digest_sample(("a", "bc")) != digest_sample(("ab", "c"))
     assert digest_sample(Sample(1, 2)) != digest_sample(Sample(2, 1))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from hpctrain.data.adopting import as_source
-from hpctrain.data.settling import Arguments, settle
+from hpctrain.data.settling import Arguments, digest_data, settle
 from hpctrain.data.shuffle import LARGEST_IN_MEMORY, Order
 from hpctrain.data.subset import split_source
 from hpctrain.errors import ConfigError
@@ -112,6 +112,7 @@ def test_what_is_said_wins_over_a_data_loader():
         (np.zeros(9), {"lengths": [1.5] * 9}, "must be a list of whole numbers"),
         (np.zeros(9), {"lengths": [1] * 9, "sample_weights": [1] * 9}, "give one of them"),
         (np.zeros(9), {"lengths": [1] * 9, "shuffle": False}, "leave shuffle out"),
+        (np.zeros(9), {"lengths": [1] * 9, "split": "same"}, "is for streams"),
         (Shares(), {"lengths": [1] * 10}, "needs random access"),
         (Counting(9), {"sample_weights": [1] * 9}, "needs random access"),
     ],
@@ -131,3 +132,22 @@ def test_the_batch_size_of_a_distributed_sampler_is_that_of_one_rank():
         decide(loader, global_batch=None)
     assert decide(loader, global_batch=6).batching.global_batch == 6
     assert decide(loader, global_batch=6).order == "numpy"
+
+
+def test_data_are_compared_by_what_can_be_read_at_no_cost():
+    rows = np.arange(60).reshape(20, 3)
+    same = digest_data(rows)
+    assert same == digest_data(rows.copy())
+    for number in (0, 10, 19):
+        other = rows.copy()
+        other[number] += 1
+        assert digest_data(other) != same
+    assert digest_data(list(range(9))) != digest_data(list(range(1, 10)))
+    assert digest_data(Subset(Noisy(9), [1, 2])) != digest_data(Subset(Noisy(9), [1, 3]))
+    assert digest_data(Noisy(9)) is digest_data(Counting(9)) is digest_data(Shares()) is None
+    assert digest_data(np.zeros(0)) is None
+    assert digest_data(np.zeros(1)) != digest_data(np.ones(1))
+    large = np.zeros((3, 5 << 20), np.float32)
+    first = digest_data(large)
+    large[2] = 1
+    assert digest_data(large) == first  # 20 MiB a sample: one is read
