@@ -213,10 +213,11 @@ class StreamFeed:
     def prepare(self, where: Where, comm: Comm) -> None:
         """Collective: begin the stream, and see that the streams of all ranks go together."""
         source = _StreamBatches(self._stream, self._batching, self._seat, where, self._split)
-        items: Iterator[Any] = iter(source)
         if self._options.num_workers:
             own = derive_seed(where.seed, "workers", self._seat.rank)
-            items = Workers(source, self._options, own).fetch()
+            items: Iterator[Any] = Workers(source, self._options, own).fetch()
+        else:
+            items = iter(source)
         opening, failure = None, None
         try:
             opening = cast(Opening, next(items))
