@@ -58,6 +58,30 @@ class Counting(IterableDataset[Tensor]):
             yield torch.tensor([number + 1000 * self.epoch, random.random()])
 
 
+class Parts(IterableDataset[dict[str, object]]):
+    """A stream that is split by rank, as users of WebDataset write it; rank r has `lengths[r]`."""
+
+    def __init__(self, rank: int, num_ranks: int, lengths: list[int]) -> None:
+        self.rank, self.num_ranks, self.lengths = rank, num_ranks, lengths
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        for row in range(self.lengths[self.rank]):
+            number = row * self.num_ranks + self.rank
+            yield {"number": number, "x": torch.full((2,), number), "name": f"sample {number}"}
+
+
+class Broken(IterableDataset[int]):
+    """A stream whose files are missing on one rank."""
+
+    def __init__(self, rank: int, broken: int) -> None:
+        self.rank, self.broken = rank, broken
+
+    def __iter__(self) -> Iterator[int]:
+        if self.rank == self.broken:
+            raise OSError("shard-000.tar is gone")
+        yield from range(40)
+
+
 class Shares:
     """Scattered data: this rank holds its rows alone, and exchanges them for a new order."""
 

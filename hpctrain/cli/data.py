@@ -25,6 +25,7 @@ _MORE = """\
 
 examples:
   hpctrain data shard train.npz --to shards --samples-per-shard 10000
+  hpctrain data shard x.npy y.npy --join columns --to shards
   mpirun -n 8 hpctrain data shard raw.h5 --columns x,y --to shards --map prepare:clean
   hpctrain data inspect shards
   srun -n 64 hpctrain data verify shards
@@ -39,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="shard|inspect|verify")
     shard = actions.add_parser("shard", help="write a data set as shards with checksums")
     shard.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help=".npy files, or one other data set"
+        "paths", nargs="+", type=Path, metavar="PATH", help="a file or folder, or several files"
+    )
+    shard.add_argument(
+        "--join",
+        choices=("rows", "columns"),
+        help="of several files: their rows follow each other, or each is one column",
     )
     shard.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where to")
     shard.add_argument(
@@ -78,14 +84,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _shard(world: World, args: argparse.Namespace) -> int:
-    from hpctrain.data import files
     from hpctrain.data.storage.writing import write_shards
     from hpctrain.world import agree
 
     columns = args.columns.split(",") if args.columns else None
     change, trouble = _load(args.change)
     agree(world.comm, trouble, error=ConfigError)
-    source = files(world, *args.paths, columns=columns)
+    source = _open(world, args.paths, args.join, columns)
     number = args.samples_per_shard
     manifest = write_shards(
         world,
@@ -101,6 +106,27 @@ def _shard(world: World, args: argparse.Namespace) -> int:
             f"{manifest.num_bytes} bytes, written by {world.size} ranks"
         )
     return 0
+
+
+def _open(world: World, paths: list[Path], join: str | None, columns: list[str] | None) -> Source:
+    """Collective: the data set that the words name; they must match."""
+    from hpctrain.data import files
+
+    if join == "columns" and columns is not None:
+        raise ConfigError(
+            "--columns chooses arrays of a file, and --join columns makes each file one; leave one "
+            "of them out"
+        )
+    if join == "columns":
+        return files(world, columns=paths)
+    if join == "rows":
+        return files(world, rows=paths, columns=columns)
+    if len(paths) > 1:
+        raise ConfigError(
+            f"{len(paths)} files: say --join rows where their rows follow each other, or --join "
+            "columns where row i of each file belongs to sample i"
+        )
+    return files(world, paths[0], columns=columns)
 
 
 def _verify(world: World, args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 
@@ -26,7 +27,7 @@ from hpctrain.data.stream import Stream
 from hpctrain.data.subset import SubsetSource
 from hpctrain.errors import ConfigError
 
-__all__ = ["Adopted", "adopt", "as_source"]
+__all__ = ["Adopted", "adopt", "as_source", "is_stream"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,8 @@ class Adopted:
 
     dataset: Any
     global_batch: int | None = None
+    rank_batch: int | None = None
+    """The batch size of a DataLoader whose DistributedSampler makes it that of one rank."""
     shuffle: bool | None = None
     drop_last: bool = False
     num_workers: int = 0
@@ -42,6 +45,8 @@ class Adopted:
     timeout_s: float = 0.0
     collate: Collate | None = None
     initialize: Any = None
+    sample_weights: Any = None
+    num_draws: int | None = None
     start_method: str | None = None
 
 
@@ -56,6 +61,7 @@ def adopt(data: Any) -> Adopted:
     if not isinstance(data, DataLoader):
         return Adopted(dataset=data)
     batch = data.batch_size
+    rank_batch: int | None = None
     shuffle: bool | None = None
     if not isinstance(data.dataset, IterableDataset):
         if batch is None or type(data.batch_sampler) is not BatchSampler:
@@ -63,12 +69,17 @@ def adopt(data: Any) -> Adopted:
                 "a DataLoader with a batch_sampler of its own, or without batches, cannot be dealt "
                 "out over ranks; pass its data set, and global_batch"
             )
-        shuffle = _shuffle_of(data.sampler)
+        shuffle = None if _is_weighted(data.sampler) else _shuffle_of(data.sampler)
         if isinstance(data.sampler, DistributedSampler):
-            batch = None  # it is that of one rank
+            batch, rank_batch = None, batch
+    sampler: Any = None if isinstance(data.dataset, IterableDataset) else data.sampler
+    weighted = _is_weighted(sampler)
     return Adopted(
         dataset=data.dataset,
+        sample_weights=sampler.weights if weighted else None,
+        num_draws=sampler.num_samples if weighted else None,
         global_batch=batch,
+        rank_batch=rank_batch,
         shuffle=shuffle,
         drop_last=data.drop_last,
         num_workers=data.num_workers,
@@ -91,6 +102,10 @@ def _start_method(context: Any) -> str | None:
     return None if method is None else str(method)
 
 
+def _is_weighted(sampler: Any) -> bool:
+    return type(sampler) is WeightedRandomSampler and sampler.replacement
+
+
 def _shuffle_of(sampler: Any) -> bool:
     if type(sampler) is SequentialSampler:
         return False
@@ -99,10 +114,15 @@ def _shuffle_of(sampler: Any) -> bool:
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
         return True
     raise ConfigError(
-        f"a DataLoader with a {type(sampler).__name__} of its own cannot be dealt out over ranks: "
-        "every sample is handed out exactly once per epoch; pass the data set itself, or "
-        "torch.utils.data.Subset of it"
+        f"a DataLoader with a {type(sampler).__name__} of its own cannot be divided over ranks; "
+        "pass the data set itself, a torch.utils.data.Subset of it, or give the Loader "
+        "sample_weights= (draws with replacement) or lengths= (batches of similar lengths)"
     )
+
+
+def is_stream(data: Any) -> bool:
+    """Whether these data are a stream, or a DataLoader of one."""
+    return isinstance(data.dataset if isinstance(data, DataLoader) else data, IterableDataset)
 
 
 def as_source(data: Any, collate: Collate | None) -> Source | Scattered | MapSource | Stream:

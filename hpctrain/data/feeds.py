@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
+from hpctrain.data.alike import require_fitting_streams
 from hpctrain.data.arrays import ArraySource
 from hpctrain.data.batches import Batching
-from hpctrain.data.mapped import MapSource
+from hpctrain.data.drawing import Draw, Plan
+from hpctrain.data.mapped import MapSource, no_rows
 from hpctrain.data.plan import Part, Seat, plan_parts
 from hpctrain.data.shuffle import Order
 from hpctrain.data.source import Batch, Indices, Scattered, Source
-from hpctrain.data.stream import Stream
+from hpctrain.data.stream import Opening, Split, Stream
 from hpctrain.data.structure import as_tensor, map_leaves
-from hpctrain.data.workers import WorkerOptions, Workers
+from hpctrain.data.waiting import finish
+from hpctrain.data.workers import Job, WorkerOptions, Workers
+from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.world.seeding import derive_seed
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
 __all__ = ["Feed", "MapFeed", "ScatteredFeed", "SourceFeed", "StreamFeed", "Where", "order_of"]
+
+_TIMEOUT_S = 300.0
+"""How long ranks wait for one whose stream does not come."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +50,7 @@ class Feed(Protocol):
     num_samples: int | None
     """Over all ranks; None where nobody knows."""
 
-    def prepare(self, where: Where) -> None:
+    def prepare(self, where: Where, comm: Comm) -> None:
         """Collective: before an epoch is read."""
 
     def read(self, where: Where) -> Iterator[tuple[Part, Batch]]:
@@ -52,7 +63,7 @@ class Feed(Protocol):
 class _Quiet:
     """Nothing to prepare, nothing to close."""
 
-    def prepare(self, where: Where) -> None:
+    def prepare(self, where: Where, comm: Comm) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -62,8 +73,9 @@ class _Quiet:
 class SourceFeed(_Quiet):
     """Random access: one gather of rows per batch."""
 
-    def __init__(self, source: Source, kind: Any, batching: Batching, seat: Seat) -> None:
-        self.num_samples: int | None = len(source)
+    def __init__(self, source: Source, kind: str | Draw, batching: Batching, seat: Seat) -> None:
+        self._num = len(source) if isinstance(kind, str) else kind.num_drawn
+        self.num_samples: int | None = self._num
         self._source = source
         self._kind = kind
         self._batching = batching
@@ -75,7 +87,7 @@ class SourceFeed(_Quiet):
         take = self._source.take
         raw = isinstance(self._source, ArraySource)
         for part, indices in plan_parts(
-            self._batching, self._seat, order.at, start=where.start, num_samples=len(self._source)
+            self._batching, self._seat, order.at, start=where.start, num_samples=self._num
         ):
             batch = take(indices)
             yield part, batch if raw else map_leaves(as_tensor, batch)
@@ -91,10 +103,10 @@ class ScatteredFeed(_Quiet):
         self._batching = batching
         self._seat = seat
 
-    def prepare(self, where: Where) -> None:
+    def prepare(self, where: Where, comm: Comm) -> None:
         """Collective: exchange samples until the shares follow the epoch's order."""
         if self._kind != "local":
-            order = order_of(self._kind, len(self._source), where)
+            order = shuffle_of(self._kind, len(self._source), where)
             if not order.equals(self._source.order):
                 self._source.reorder(order)
 
@@ -121,9 +133,15 @@ class MapFeed(_Quiet):
     """Sample by sample, here or in worker processes."""
 
     def __init__(
-        self, source: MapSource, kind: Any, batching: Batching, seat: Seat, options: WorkerOptions
+        self,
+        source: MapSource,
+        kind: str | Draw,
+        batching: Batching,
+        seat: Seat,
+        options: WorkerOptions,
     ) -> None:
-        self.num_samples: int | None = len(source)
+        self._num = len(source) if isinstance(kind, str) else kind.num_drawn
+        self.num_samples: int | None = self._num
         self._source = source
         self._kind = kind
         self._batching = batching
@@ -133,68 +151,163 @@ class MapFeed(_Quiet):
 
     def read(self, where: Where) -> Iterator[tuple[Part, Batch]]:
         """Batches in the epoch's global order."""
-        seed = derive_seed(where.seed, "sample", where.epoch)
-        order = order_of(self._kind, len(self._source), where)
-        parts = plan_parts(
-            self._batching, self._seat, order.at, start=where.start, num_samples=len(self._source)
-        )
         if self._options.num_workers == 0:
-            for part, indices in parts:
-                yield part, self._source.fetch(indices, seed)
+            for part, job in self._jobs(where):
+                yield part, self._source.fetch(*job)
             return
         if self._workers is None:
             own = derive_seed(where.seed, "workers", self._seat.rank)
             self._workers = Workers(self._source, self._options, own)
         asked: deque[Part] = deque()  # jobs are drawn ahead of the batches that they give
 
-        def jobs() -> Iterator[tuple[Indices, int]]:
-            for part, indices in parts:
+        def jobs() -> Iterator[Job]:
+            for part, job in self._jobs(where):
                 asked.append(part)
-                yield indices, seed
+                yield job
 
         for batch in self._workers.fetch(jobs()):
             yield asked.popleft(), batch
+
+    def _jobs(self, where: Where) -> Iterator[tuple[Part, Job]]:
+        """What is to be fetched; a sample that comes twice has new random numbers each time."""
+        seed = derive_seed(where.seed, "sample", where.epoch)
+        order = order_of(self._kind, len(self._source), where)
+        repeats = not isinstance(self._kind, str) and self._kind.repeats
+        for part, found in plan_parts(
+            self._batching,
+            self._seat,
+            _as_they_are if repeats else order.at,
+            start=where.start,
+            num_samples=self._num,
+        ):
+            yield part, (order.at(found), seed, found) if repeats else (found, seed, None)
 
     def close(self) -> None:
         """End the workers."""
         self._workers = None
 
 
-class StreamFeed(_Quiet):
+def _as_they_are(positions: Indices) -> Indices:
+    return positions
+
+
+class StreamFeed:
     """A stream, read here or in one worker process."""
 
     def __init__(
-        self, stream: Stream, batching: Batching, seat: Seat, options: WorkerOptions
+        self,
+        stream: Stream,
+        batching: Batching,
+        seat: Seat,
+        options: WorkerOptions,
+        split: Split = None,
     ) -> None:
         self.num_samples: int | None = None
         self._stream = stream
         self._batching = batching
         self._seat = seat
         self._options = options
+        self._split = split
+        self._begun: Iterator[tuple[Part, Batch]] | None = None
+
+    def prepare(self, where: Where, comm: Comm) -> None:
+        """Collective: begin the stream, and see that the streams of all ranks go together."""
+        source = _StreamBatches(self._stream, self._batching, self._seat, where, self._split)
+        if self._options.num_workers:
+            own = derive_seed(where.seed, "workers", self._seat.rank)
+            items: Iterator[Any] = Workers(source, self._options, own).fetch()
+        else:
+            items = iter(source)
+        opening, failure = None, None
+        try:
+            opening = cast(Opening, next(items))
+        except Exception as error:  # the user's stream may raise anything, and the others wait
+            failure = error
+        told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            if self._seat.num_ranks > 1:
+                require_fitting_streams(comm, opening, told, self._split, timeout_s=_TIMEOUT_S)
+        except HpcTrainError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        self._begun = items if self._split != "already" else self._together(items, where, comm)
 
     def read(self, where: Where) -> Iterator[tuple[Part, Batch]]:
         """Batches in the stream's own order."""
-        batches = _StreamBatches(self._stream, self._batching, self._seat, where)
-        if self._options.num_workers == 0:
-            yield from batches
-        else:
-            own = derive_seed(where.seed, "workers", self._seat.rank)
-            yield from Workers(batches, self._options, own).fetch()
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise ConfigError("another loop over this stream has begun; one loop at a time")
+        yield from begun
+
+    def close(self) -> None:
+        """Let a stream go that was begun and not read."""
+        self._begun = None
+
+    def _together(
+        self, items: Iterator[tuple[Part, Batch]], where: Where, comm: Comm
+    ) -> Iterator[tuple[Part, Batch]]:
+        """Collective: batches of streams that are split already, until no rank has samples.
+
+        Ranks whose streams have ended take part with batches of no rows. Nobody knows how long the
+        streams of others are, so each batch costs one message of 8 bytes.
+        """
+        stop, size = where.start, self._batching.global_batch
+        template: Batch = None
+        while True:
+            part, batch = next(items, (None, None))
+            count = 0 if part is None else part.num_samples
+            total = _sum(comm, count)
+            if total == 0 or (self._batching.drop_last and total < size):
+                return
+            stop += size
+            template = template if batch is None else batch
+            yield Part(stop, total, count), batch if count else map_leaves(no_rows, template)
 
 
-class _StreamBatches(IterableDataset[tuple[Part, Batch]]):
-    """The batches of a stream; travels to a worker."""
+def _sum(comm: Comm, number: int) -> int:
+    """Collective: the sum over all ranks."""
+    if comm.Get_size() == 1:
+        return number
+    mine, total = np.array([number], np.int64), np.empty(1, np.int64)
+    finish(
+        [comm.Iallreduce(mine, total)],
+        "the next batch of other ranks' streams",
+        timeout_s=_TIMEOUT_S,
+    )
+    return int(total[0])
 
-    def __init__(self, stream: Stream, batching: Batching, seat: Seat, where: Where) -> None:
-        self._stream, self._batching, self._seat, self._where = stream, batching, seat, where
 
-    def __iter__(self) -> Iterator[tuple[Part, Batch]]:
+class _StreamBatches(IterableDataset[Any]):
+    """How a stream begins, and its batches; travels to a worker."""
+
+    def __init__(
+        self, stream: Stream, batching: Batching, seat: Seat, where: Where, split: Split
+    ) -> None:
+        self._stream, self._batching, self._seat = stream, batching, seat
+        self._where, self._split = where, split
+
+    def __iter__(self) -> Iterator[Opening | tuple[Part, Batch]]:
         where = self._where
         return self._stream.read(
-            self._batching, self._seat, start=where.start, seed=where.seed, epoch=where.epoch
+            self._batching,
+            self._seat,
+            start=where.start,
+            seed=where.seed,
+            epoch=where.epoch,
+            split=self._split,
         )
 
 
-def order_of(kind: Any, num_samples: int, where: Where) -> Order:
+def order_of(kind: Any, num_samples: int, where: Where) -> Plan:
     """The global order of an epoch."""
+    if not isinstance(kind, str):
+        draw: Draw = kind
+        return draw.plan(where.seed, where.epoch)
+    return shuffle_of(kind, num_samples, where)
+
+
+def shuffle_of(kind: Any, num_samples: int, where: Where) -> Order:
+    """The order of an epoch that has every sample once."""
     return Order(kind=kind, num_samples=num_samples, seed=where.seed, epoch=where.epoch)

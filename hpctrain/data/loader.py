@@ -13,11 +13,12 @@ from hpctrain.data.mapped import Collate
 from hpctrain.data.plan import Part
 from hpctrain.data.prefetch import read_ahead
 from hpctrain.data.progress import Progress, read_state, trouble_with
-from hpctrain.data.settling import Arguments, Settled, Shuffle, settle
+from hpctrain.data.settling import Arguments, Settled, Shuffle, digest_data, settle
 from hpctrain.data.shuffle import Order
 from hpctrain.data.source import Batch
+from hpctrain.data.stream import Split
 from hpctrain.data.transfer import Sent, Transfer
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, DataError
 from hpctrain.world import World, agree
 from hpctrain.world.observing import observed
 
@@ -48,6 +49,15 @@ class Loader:
         start_method: `forkserver` or `spawn`.
         collate: Makes a batch of a list of samples, as in torch.
         device: Where batches go; None takes the world's.
+        split: Of streams (`IterableDataset`). None: every rank has the same stream, and keeps its
+            part of it; the beginnings are compared. `same`: they are not compared. `already`:
+            every rank's stream is its own part of the data.
+        sample_weights: One number for each sample: an epoch is draws with replacement, as likely as
+            they say.
+        num_draws: Draws in an epoch; None: as many as there are samples.
+        lengths: One number for each sample: an epoch has every sample once, in global batches of
+            similar lengths that come in a random order.
+        bucket_batches: Batches whose samples are sorted by length together; None: 100.
 
     Raises:
         ConfigError: on all ranks, when an argument is wrong on any, or differs.
@@ -69,6 +79,11 @@ class Loader:
         start_method: str | None = None,
         collate: Collate | None = None,
         device: torch.device | str | None = None,
+        split: Split = None,
+        sample_weights: Any = None,
+        num_draws: int | None = None,
+        lengths: Any = None,
+        bucket_batches: int | None = None,
     ) -> None:
         said = Arguments(
             global_batch=global_batch,
@@ -80,6 +95,11 @@ class Loader:
             num_workers=num_workers,
             start_method=start_method,
             collate=collate,
+            split=split,
+            sample_weights=sample_weights,
+            num_draws=num_draws,
+            lengths=lengths,
+            bucket_batches=bucket_batches,
         )
         self.world = world
         self._transfer = Transfer(torch.device(world.device if device is None else device))
@@ -98,9 +118,12 @@ class Loader:
         self._check_alike(
             "hpctrain.Loader",
             self.state_dict()
-            | {"batches": self._settled.batching}
+            | {"batches": self._settled.batching, "split": split}
+            | {"digest of sample_weights or lengths": getattr(self._settled.draw, "digest", None)}
             | {"weights": None if weights is None else [float(w) for w in weights]},
         )
+        if world.size > 1:
+            self._check_same_data(data)
         world.at_exit(_closer(weakref.ref(self)))
 
     def _settle_together(self, data: Any, said: Arguments) -> Settled:
@@ -132,6 +155,23 @@ class Loader:
         trouble = f"{what}: {', '.join(differs)}; all ranks must agree" if differs else None
         agree(self.world.comm, trouble, error=ConfigError)
 
+    def _check_same_data(self, data: Any) -> None:
+        """Collective: refuse data of random access that are other samples on some rank."""
+        digest, trouble = None, None
+        try:
+            digest = digest_data(data)
+        except Exception as error:  # reading samples may raise anything, and the others wait
+            trouble = f"hpctrain.Loader: {type(error).__name__}: {error}"
+        agree(self.world.comm, trouble, error=DataError)
+        if digest != self.world.comm.bcast(digest, root=0):
+            trouble = (
+                "hpctrain.Loader: the data have as many samples as rank 0's, but not the same "
+                "ones. A Loader divides one data set over the ranks, so samples of data that are "
+                "already split by rank would be lost: give every rank the whole data set, or "
+                "distribute it with hpctrain.scatter"
+            )
+        agree(self.world.comm, trouble, error=ConfigError)
+
     @property
     def epoch(self) -> int:
         """The epoch that the loop is in, or that the next loop is over."""
@@ -139,7 +179,11 @@ class Loader:
 
     @property
     def consumed(self) -> int:
-        """Samples of this epoch that were handed out, over all ranks."""
+        """Samples of this epoch that were handed out, over all ranks.
+
+        Of streams that are split already: places in batches, of which streams that have ended
+        leave some empty.
+        """
         return self._consumed
 
     @property
@@ -183,7 +227,7 @@ class Loader:
         self._begun = True
         self._loops += 1
         where = Where(seed=self._seed, epoch=self._epoch, start=self._consumed)
-        self._settled.feed.prepare(where)
+        self._settled.feed.prepare(where, self.world.comm)
         return self._loop(where, self._loops)
 
     def _loop(self, where: Where, number: int) -> Iterator[Batch]:
@@ -251,7 +295,7 @@ class Loader:
             fingerprint = self._shares.fingerprint()  # another deal gives each rank other samples
         elif num is not None and order != "local":
             where = Where(seed=seed, epoch=epoch, start=0)
-            fingerprint = order_of(order, num, where).fingerprint()
+            fingerprint = order_of(self._settled.draw or order, num, where).fingerprint()
         return Progress(
             seed=seed,
             epoch=epoch,

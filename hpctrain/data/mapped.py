@@ -30,28 +30,33 @@ class MapSource:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def fetch(self, indices: Indices, seed: int) -> Batch:
+    def fetch(self, indices: Indices, seed: int, keys: Indices | None = None) -> Batch:
         """These samples as one batch; no indices give a batch of no rows.
 
         Args:
             indices: Which samples.
             seed: Of the epoch; every sample derives its own.
+            keys: What each derives it by; None: by its index. Draws that can repeat a sample give
+                their positions.
         """
         if self._generators is None:  # made where it is used: in a worker, or here
             self._generators = OwnGenerators(seed)
         wanted = indices.tolist() or [0]
+        keyed = wanted if keys is None else keys.tolist() or [0]
         with self._generators as generators:
-            batch = self._collate(self._samples(wanted, seed, generators))
+            batch = self._collate(self._samples(wanted, keyed, seed, generators))
         return batch if len(indices) else map_leaves(no_rows, batch)
 
-    def _samples(self, wanted: Sequence[int], base: int, generators: OwnGenerators) -> list[Any]:
+    def _samples(
+        self, wanted: Sequence[int], keys: Sequence[int], base: int, generators: OwnGenerators
+    ) -> list[Any]:
         together = getattr(self._dataset, "__getitems__", None)
         if together is not None:
-            generators.seed(_mix(base, wanted[0]))
+            generators.seed(_mix(base, keys[0]))
             return list(together(wanted))
         samples = []
-        for index in wanted:
-            generators.seed(_mix(base, index))
+        for index, key in zip(wanted, keys, strict=True):
+            generators.seed(_mix(base, key))
             samples.append(self._dataset[index])
         return samples
 

@@ -20,16 +20,21 @@ class Progress:
     seed: int
     epoch: int
     consumed: int
-    """Samples of this epoch that were handed out, over all ranks."""
+    """Samples of this epoch that were handed out, over all ranks.
+
+    With `split` places in batches, since streams that have ended leave some empty.
+    """
     total: int
     """Samples of the whole run that were handed out, over all ranks."""
     order: str
-    """How samples are ordered: `keyed`, `numpy`, `stored`, `local` or `stream`."""
+    """How samples are ordered: `keyed`, `numpy`, `stored`, `local`, `stream`, `split`, `weighted`
+    or `lengths`.
+    """
     num_samples: int | None
     fingerprint: int
     """Of the epoch's order."""
     num_ranks: int
-    """Of the run that wrote this; it matters to `local` alone."""
+    """Of the run that wrote this; it matters to `local` and `split` alone."""
 
     def to_state(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
@@ -70,14 +75,32 @@ def trouble_with(saved: Progress, own: Progress) -> str | None:
                 "the samples were dealt to the ranks in another order when the epoch was stopped; "
                 "scatter them with the same seed and epoch, or use a global shuffle"
             )
+    elif saved.fingerprint != own.fingerprint and saved.order in ("weighted", "lengths"):
+        if saved.consumed:
+            changed = (
+                "the weights" if saved.order == "weighted" else "the lengths, batches or buckets"
+            )
+            return (
+                f"the plan of epoch {saved.epoch} is another one here: {changed} have changed, or "
+                "numpy has; resume with the same ones until the epoch ends"
+            )
     elif saved.fingerprint != own.fingerprint:
         return (
             f"the {saved.order} order of epoch {saved.epoch} is another one here, because numpy's "
             "version is; go on with the numpy that began the epoch, or use shuffle='keyed'"
         )
-    if saved.order == "local" and saved.consumed and saved.num_ranks != own.num_ranks:
+    if not saved.consumed or saved.num_ranks == own.num_ranks:
+        return None
+    stopped = f"stopped inside an epoch on {saved.num_ranks} ranks and cannot go on on"
+    if saved.order == "local":
         return (
-            f"a local shuffle was stopped inside an epoch on {saved.num_ranks} ranks and cannot go "
-            f"on on {own.num_ranks}; use the same number, or a global shuffle"
+            f"a local shuffle was {stopped} {own.num_ranks}; use the same number, or a global "
+            "shuffle"
+        )
+    if saved.order == "split":
+        return (
+            f"streams that are split by rank were {stopped} {own.num_ranks}: the new split has "
+            f"other samples on each rank; use {saved.num_ranks} ranks until the epoch ends, or "
+            "give all ranks one stream and leave split='already' out"
         )
     return None

@@ -6,20 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from hpctrain.data.adopting import Adopted, adopt, as_source
+import numpy as np
+from torch.utils.data import Subset, TensorDataset
+
+from hpctrain.data.adopting import Adopted, adopt, as_source, is_stream
 from hpctrain.data.batches import Batching
+from hpctrain.data.drawing import Draw, LengthDraw, WeightedDraw
 from hpctrain.data.feeds import Feed, MapFeed, ScatteredFeed, SourceFeed, StreamFeed
+from hpctrain.data.fingerprint import digest_sample
 from hpctrain.data.mapped import Collate, MapSource
 from hpctrain.data.plan import Seat
 from hpctrain.data.shuffle import choose_kind
 from hpctrain.data.source import Scattered
-from hpctrain.data.stream import Stream
+from hpctrain.data.stream import Split, Stream
+from hpctrain.data.structure import leaves
+from hpctrain.data.worker_trouble import trouble_with_function
 from hpctrain.data.workers import WorkerOptions
 from hpctrain.errors import ConfigError
 
-__all__ = ["Arguments", "Settled", "Shuffle", "settle"]
+__all__ = ["Arguments", "Settled", "Shuffle", "digest_data", "settle"]
 
 Shuffle: TypeAlias = bool | Literal["keyed", "numpy", "local"] | None
+
+SPLITS = ("already", "same")
 
 _INLINE_BYTES = 1 << 20
 """Batches of arrays in memory up to this size are gathered in the loop: a thread costs as much.
@@ -27,6 +36,8 @@ _INLINE_BYTES = 1 << 20
 Larger ones too where all cores compute: a thread would take its time from the loop, and more.
 """
 _DEPTH = 2
+_COMPARED_BYTES = 16 << 20
+"""Of larger samples only one is read to compare the data of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +53,11 @@ class Arguments:
     num_workers: int | None
     start_method: str | None
     collate: Collate | None
+    split: Split = None
+    sample_weights: Any = None
+    num_draws: int | None = None
+    lengths: Any = None
+    bucket_batches: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +67,11 @@ class Settled:
     feed: Feed
     batching: Batching
     order: str
-    """`keyed`, `numpy`, `stored`, `local` or `stream`."""
+    """`keyed`, `numpy`, `stored`, `local`, `stream`, `split`, `weighted` or `lengths`."""
     depth: int
     """Batches that a thread fetches ahead; 0 fetches in the loop."""
+    draw: Draw | None = None
+    """How epochs are drawn that are not a plain shuffle."""
 
 
 def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: bool) -> Settled:
@@ -75,13 +93,19 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
     seat = Seat(rank=rank, num_ranks=num_ranks, weights=_weights(said.weights, num_ranks))
     source = as_source(adopted.dataset, said.collate or adopted.collate)
     shuffle = adopted.shuffle if said.shuffle is None else said.shuffle
-    order = _order(source, shuffle)
+    order = _order(source, shuffle, said.split)
+    draw = _draw(source, adopted, said, batching)
+    order = order if draw is None else draw.kind
     options = _workers(adopted, said)
+    if options.num_workers:
+        trouble = trouble_with_function("collate", said.collate or adopted.collate)
+        if trouble is not None:
+            raise ConfigError(f"num_workers={options.num_workers}: {trouble}")
     if isinstance(source, Stream):
         _check_stream(options, seat)
-        feed: Feed = StreamFeed(source, batching, seat, options)
+        feed: Feed = StreamFeed(source, batching, seat, options, said.split)
     elif isinstance(source, MapSource):
-        feed = MapFeed(source, order, batching, seat, options)
+        feed = MapFeed(source, draw or order, batching, seat, options)
     else:
         if options.num_workers:
             raise ConfigError(
@@ -93,19 +117,52 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
                 raise ConfigError("weights need random access; scattered shares are equal")
             feed = ScatteredFeed(source, order, batching, seat)
         else:
-            feed = SourceFeed(source, order, batching, seat)
+            feed = SourceFeed(source, draw or order, batching, seat)
         depth = _depth(source, said.prefetch, batching.global_batch // num_ranks, has_spare)
-        return Settled(feed=feed, batching=batching, order=order, depth=depth)
+        return Settled(feed=feed, batching=batching, order=order, depth=depth, draw=draw)
     if said.prefetch and not options.num_workers:
         raise ConfigError(
             f"prefetch={said.prefetch} without workers: in a thread the random numbers of a data "
             "set would mix with the model's; use num_workers"
         )
-    return Settled(feed=feed, batching=batching, order=order, depth=0)
+    return Settled(feed=feed, batching=batching, order=order, depth=0, draw=draw)
+
+
+def digest_data(data: Any) -> bytes | None:
+    """A digest by which ranks see whether they hold the same data of random access.
+
+    Of arrays and sources the first, middle and last sample are read (the first alone where samples
+    are large), of lists they are looked at, of a `Subset` the indices are. Other data sets are
+    asked for nothing: what `__getitem__` opens or draws belongs to the worker processes. None where
+    there is nothing to compare.
+    """
+    dataset = adopt(data).dataset
+    if is_stream(dataset):
+        return None
+    if isinstance(dataset, Subset) and type(dataset.dataset) is not TensorDataset:
+        return digest_sample((list(dataset.indices), digest_data(dataset.dataset)))
+    source = as_source(dataset, None)
+    if isinstance(source, Stream | Scattered) or len(source) == 0:
+        return None
+    rows = np.unique(np.array([0, len(source) // 2, len(source) - 1], np.int64))
+    if isinstance(source, MapSource):
+        return digest_sample([dataset[row] for row in rows]) if isinstance(dataset, list) else None
+    first = source.take(rows[:1])
+    if sum(getattr(leaf, "nbytes", 0) for _, leaf in leaves(first)) > _COMPARED_BYTES:
+        return digest_sample(first)
+    return digest_sample((first, source.take(rows[1:])))
 
 
 def _batching(adopted: Adopted, said: Arguments, num_ranks: int) -> Batching:
     size = adopted.global_batch if said.global_batch is None else said.global_batch
+    if size is None and adopted.rank_batch is not None:
+        whole = adopted.rank_batch * num_ranks
+        raise ConfigError(
+            f"the DataLoader has a DistributedSampler, so its batch_size={adopted.rank_batch} is "
+            f"that of one rank; over {num_ranks} ranks it is {whole}. A Loader divides the data "
+            f"over the ranks itself: write hpctrain.Loader(world, dataset, global_batch={whole}), "
+            "and leave the DataLoader and its sampler out"
+        )
     if size is None:
         raise ConfigError("global_batch is missing; give the samples of a step over all ranks")
     if size < num_ranks:
@@ -127,7 +184,9 @@ def _weights(weights: Sequence[float] | None, num_ranks: int) -> tuple[float, ..
     return tuple(weights)
 
 
-def _order(source: Any, shuffle: Shuffle) -> str:
+def _order(source: Any, shuffle: Shuffle, split: Split) -> str:
+    if split not in (None, *SPLITS):
+        raise ConfigError(f"split={split!r} is unknown; leave it out, or choose from {SPLITS}")
     scattered = isinstance(source, Scattered)
     if isinstance(source, Stream):
         if shuffle:
@@ -135,7 +194,12 @@ def _order(source: Any, shuffle: Shuffle) -> str:
                 f"shuffle={shuffle!r}: a stream has no random access; shuffle inside the data set, "
                 "alike on all ranks"
             )
-        return "stream"
+        return "split" if split == "already" else "stream"
+    if split is not None:
+        raise ConfigError(
+            f"split={split!r} is for streams (IterableDataset); of data with random access, "
+            "give every rank the whole data set, or distribute it with hpctrain.scatter"
+        )
     if shuffle is None:
         return source.order.kind if scattered else choose_kind(len(source))
     if shuffle is True:
@@ -149,6 +213,39 @@ def _order(source: Any, shuffle: Shuffle) -> str:
             "and for scattered data also 'local'"
         )
     return shuffle
+
+
+def _draw(source: Any, adopted: Adopted, said: Arguments, batching: Batching) -> Draw | None:
+    weights, num_draws = said.sample_weights, said.num_draws
+    if weights is None and said.lengths is None:
+        weights, num_draws = adopted.sample_weights, num_draws or adopted.num_draws
+    if weights is None and num_draws is not None:
+        raise ConfigError(f"num_draws={num_draws} belongs to sample_weights; leave it out")
+    if said.lengths is None and said.bucket_batches is not None:
+        raise ConfigError(f"bucket_batches={said.bucket_batches} belongs to lengths; leave it out")
+    if weights is None and said.lengths is None:
+        return None
+    name = "lengths" if weights is None else "sample_weights"
+    if weights is not None and said.lengths is not None:
+        raise ConfigError("sample_weights and lengths both choose the samples; give one of them")
+    if isinstance(source, Stream | Scattered):
+        raise ConfigError(
+            f"{name} needs random access, which a stream and scattered shares have not; give "
+            "arrays, files or a data set with __getitem__"
+        )
+    if said.shuffle not in (None, True):
+        raise ConfigError(f"shuffle={said.shuffle!r}: {name} says the order; leave shuffle out")
+    draw: WeightedDraw | LengthDraw
+    if weights is not None:
+        draw = WeightedDraw(weights, num_draws)
+    else:
+        draw = LengthDraw(said.lengths, batching, said.bucket_batches)
+    if draw.num_samples != len(source):
+        raise ConfigError(
+            f"{name} has {draw.num_samples} numbers, and there are {len(source)} samples; give one "
+            "for each sample"
+        )
+    return draw
 
 
 def _workers(adopted: Adopted, said: Arguments) -> WorkerOptions:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from hpctrain.data.columns import Dense
 from hpctrain.data.outline import Outline
 from hpctrain.data.partition import block
 from hpctrain.data.source import Source
-from hpctrain.data.storage import open_paths
+from hpctrain.data.storage import Named, name_columns, name_files, open_named
 from hpctrain.data.table import Form, Table
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.world import World, agree, roll_call
@@ -87,6 +88,8 @@ class Shared(ArraySource):
 def share(
     world: World,
     *data: Any,
+    rows: Sequence[str | Path] | None = None,
+    columns: Sequence[str | Path] | Mapping[str, str | Path] | None = None,
     root: int = 0,
     chunk_bytes: int = _CHUNK_BYTES,
     timeout_s: float = 300.0,
@@ -97,8 +100,11 @@ def share(
 
     Args:
         world: The ranks.
-        data: Paths, as `files` takes them, on all ranks. Or, on the root, arrays, tensors, or one
-            dict or tuple of them, and None on the other ranks.
+        data: One path, as `files` takes it, on all ranks; several are columns, unless they can be
+            meant as parts of the rows. Or, on the root, arrays, tensors, or one dict or tuple of
+            them, and None on the other ranks.
+        rows: Instead: several files whose rows follow each other, as `files` takes them.
+        columns: Which arrays of a file; or the files that are the columns, as `files` takes them.
         root: Who has the arrays.
         chunk_bytes: Memory beside the copy while it is made.
         timeout_s: How long to wait for ranks that do not come.
@@ -112,10 +118,18 @@ def share(
     """
     paths = [str(part) for part in data if isinstance(part, str | Path)]
     roll_call(world.comm, "share", timeout_s=timeout_s)
-    by_path = world.comm.bcast(bool(paths), root=root if 0 <= root < world.size else 0)
-    settings = {"root": root, "chunk_bytes": chunk_bytes, "paths": paths if by_path else None}
+    says_path = bool(paths) or rows is not None or columns is not None
+    by_path = world.comm.bcast(says_path, root=root if 0 <= root < world.size else 0)
+    settings = {
+        "root": root,
+        "chunk_bytes": chunk_bytes,
+        "paths": paths if by_path else None,
+        "rows": None if rows is None else [*map(str, rows)],
+        "columns": _plain(columns),
+    }
     require_alike(world, "share", settings, timeout_s=timeout_s)
-    source, layout, trouble = _examine(world, data, paths, root, chunk_bytes)
+    files = _Files(paths, rows, columns) if says_path else None
+    source, layout, trouble = _examine(world, data, files, root, chunk_bytes)
     agree(world.comm, trouble.get(DataError), error=DataError, timeout_s=timeout_s)
     agree(world.comm, trouble.get(ConfigError), error=ConfigError, timeout_s=timeout_s)
     layout = world.comm.bcast(layout, root=root)
@@ -140,12 +154,34 @@ def share(
     return shared
 
 
+class _Files(NamedTuple):
+    """What was said of files."""
+
+    paths: list[str]
+    rows: Sequence[str | Path] | None
+    columns: Sequence[str | Path] | Mapping[str, str | Path] | None
+
+    def name(self) -> Named:
+        if len(self.paths) > 1 and self.rows is None and self.columns is None:
+            return name_columns("share", self.paths)
+        return name_files("share", self.paths, self.rows, self.columns)
+
+
+def _plain(columns: Sequence[str | Path] | Mapping[str, str | Path] | None) -> object:
+    """As ranks can compare it."""
+    if columns is None:
+        return None
+    if isinstance(columns, Mapping):
+        return {name: str(path) for name, path in columns.items()}
+    return [*map(str, columns)]
+
+
 def _examine(
-    world: World, data: tuple[Any, ...], paths: list[str], root: int, chunk_bytes: int
+    world: World, data: tuple[Any, ...], files: _Files | None, root: int, chunk_bytes: int
 ) -> tuple[Source | Table | None, Layout | None, dict[type, str]]:
     """What this rank can read, how it is laid out, or what is wrong."""
     try:
-        return *_look(world, data, paths, root, chunk_bytes), {}
+        return *_look(world, data, files, root, chunk_bytes), {}
     except (ConfigError, DataError) as error:
         return None, None, {type(error): f"share: {error}"}
     except Exception as error:  # what is no data may raise anything, and the other ranks wait
@@ -153,16 +189,16 @@ def _examine(
 
 
 def _look(
-    world: World, data: tuple[Any, ...], paths: list[str], root: int, chunk_bytes: int
+    world: World, data: tuple[Any, ...], files: _Files | None, root: int, chunk_bytes: int
 ) -> tuple[Source | Table | None, Layout | None]:
     if not 0 <= root < world.size:
         raise ConfigError(f"root={root} is no rank; choose 0 <= root < {world.size}")
     if chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes={chunk_bytes} must be at least 1")
-    if paths:
-        if len(paths) != len(data):
+    if files is not None:
+        if len(files.paths) != len(data):
             raise ConfigError("paths and arrays cannot be shared together; share them apart")
-        source = open_paths(*paths)
+        source = open_named(files.name())
         sample = Table(source.take(np.arange(min(1, len(source)))))
         return source, _lay_out(sample.form, len(source))
     empty = all(part is None for part in data)

@@ -1,16 +1,18 @@
-"""`IterableDataset`: a stream that every rank reads whole and keeps its own part of."""
+"""`IterableDataset`: a stream that every rank reads, whole or its own part of it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch.utils.data import default_collate
 
 from hpctrain.data.batches import Batching
+from hpctrain.data.fingerprint import digest_sample, is_read, show_sample
 from hpctrain.data.mapped import Collate, no_rows
+from hpctrain.data.partition import cyclic
 from hpctrain.data.plan import Part, Seat
 from hpctrain.data.randomness import OwnGenerators
 from hpctrain.data.source import Batch
@@ -18,7 +20,24 @@ from hpctrain.data.structure import map_leaves
 from hpctrain.errors import DataError
 from hpctrain.world.seeding import derive_seed
 
-__all__ = ["Stream"]
+__all__ = ["Opening", "Split", "Stream"]
+
+Split: TypeAlias = Literal["already", "same"] | None
+"""`already`: every rank's stream is its own part. `same`: the streams are one, unchecked."""
+
+_COMPARED = 16
+"""Samples at the beginning of a stream by which the streams of ranks are compared."""
+
+
+class Opening(NamedTuple):
+    """How a rank's stream begins."""
+
+    digests: tuple[bytes, ...]
+    """Of its first samples."""
+    shown: str
+    """The first one in words."""
+    is_read: bool
+    """Whether the digests cover content, rather than types alone."""
 
 
 class Stream:
@@ -34,9 +53,16 @@ class Stream:
         self._collate: Collate = collate or default_collate
 
     def read(
-        self, batching: Batching, seat: Seat, *, start: int, seed: int, epoch: int
-    ) -> Iterator[tuple[Part, Batch]]:
-        """Every batch that is left of an epoch, as this rank sees it.
+        self,
+        batching: Batching,
+        seat: Seat,
+        *,
+        start: int,
+        seed: int,
+        epoch: int,
+        split: Split = None,
+    ) -> Iterator[Opening | tuple[Part, Batch]]:
+        """How the stream begins; then every batch that is left of an epoch, as this rank sees it.
 
         Args:
             batching: How the stream is cut.
@@ -44,37 +70,117 @@ class Stream:
             start: Samples that are consumed already; they are read and passed over.
             seed: Of the run.
             epoch: Which epoch; a data set that has `set_epoch` is told.
+            split: With `already` the stream holds this rank's samples alone: its i-th one stands at
+                position `i * num_ranks + rank`, and positions beyond its end are left out.
         """
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         own = OwnGenerators(derive_seed(seed, "stream", epoch))
+        num_compared = min(batching.lookahead, _COMPARED)
+        if split == "same" or seat.num_ranks == 1:
+            num_compared = 0
         with own:
             samples = iter(self.dataset)
-            num_read = sum(1 for _ in islice(samples, start))
-        if num_read < start:
-            raise DataError(
-                f"the stream ended after {num_read} samples, and {start} are consumed already; "
-                "go on with the stream that the run was stopped in"
-            )
-        collating = OwnGenerators(seed)
-        ahead: deque[Any] = deque()  # this rank's samples that are read and not handed out
-        latest: Any = None
-        while True:
-            wanted = batching.lookahead - (num_read - start)
-            with own:
-                for sample in islice(samples, wanted):
-                    latest = sample
-                    if num_read % seat.num_ranks == seat.rank:
-                        ahead.append(sample)
-                    num_read += 1
-            size = batching.next_size(num_read - start)
-            if size == 0:
-                return
-            places = seat.part_of(range(start, start + size))
-            count = len(places)
-            mine = [ahead.popleft() for _ in range(count)]
-            with collating:
-                collating.seed(derive_seed(seed, "collate", epoch, places[0] if count else start))
-                batch = self._collate(mine or [latest])
-            start += size
-            yield Part(start, size, count), batch if mine else map_leaves(no_rows, batch)
+            first = deque(islice(samples, num_compared))
+        yield Opening(
+            digests=tuple(map(digest_sample, first)),
+            shown=show_sample(first[0]) if first else "nothing",
+            is_read=not first or any(map(is_read, first)),
+        )
+        samples = _chain(first, samples)
+        collating = _Collating(self._collate, seed, epoch)
+        if split == "already":
+            yield from _own_batches(samples, own, collating, batching, seat, start)
+        else:
+            yield from _dealt_batches(samples, own, collating, batching, seat, start)
+
+
+class _Collating:
+    """Makes batches, with random numbers that are keyed by the place of the first sample."""
+
+    def __init__(self, collate: Collate, seed: int, epoch: int) -> None:
+        self._collate, self._seed, self._epoch = collate, seed, epoch
+        self._generators = OwnGenerators(seed)
+
+    def __call__(self, samples: list[Any], place: int) -> Batch:
+        with self._generators as generators:
+            generators.seed(derive_seed(self._seed, "collate", self._epoch, place))
+            return self._collate(samples)
+
+
+def _chain(first: deque[Any], rest: Iterable[Any]) -> Iterator[Any]:
+    """Samples that were read already, let go one by one, and then the others."""
+    while first:
+        yield first.popleft()
+    yield from rest
+
+
+def _dealt_batches(
+    samples: Iterator[Any],
+    own: OwnGenerators,
+    collate: _Collating,
+    batching: Batching,
+    seat: Seat,
+    start: int,
+) -> Iterator[tuple[Part, Batch]]:
+    """This rank's part of one stream that all ranks read whole."""
+    with own:
+        num_read = sum(1 for _ in islice(samples, start))
+    if num_read < start:
+        raise DataError(
+            f"the stream ended after {num_read} samples, and {start} are consumed already; "
+            "go on with the stream that the run was stopped in"
+        )
+    ahead: deque[Any] = deque()  # this rank's samples that are read and not handed out
+    latest: Any = None
+    while True:
+        wanted = batching.lookahead - (num_read - start)
+        with own:
+            for sample in islice(samples, wanted):
+                latest = sample
+                if num_read % seat.num_ranks == seat.rank:
+                    ahead.append(sample)
+                num_read += 1
+        size = batching.next_size(num_read - start)
+        if size == 0:
+            return
+        places = seat.part_of(range(start, start + size))
+        count = len(places)
+        mine = [ahead.popleft() for _ in range(count)]
+        batch = collate(mine or [latest], places[0] if count else start)
+        start += size
+        yield Part(start, size, count), batch if mine else map_leaves(no_rows, batch)
+
+
+def _own_batches(
+    samples: Iterator[Any],
+    own: OwnGenerators,
+    collate: _Collating,
+    batching: Batching,
+    seat: Seat,
+    start: int,
+) -> Iterator[tuple[Part, Batch]]:
+    """All that this rank's stream still has; the others' are unknown here.
+
+    `Part.global_samples` is what a full batch has. A stream that has nothing left gives one sample
+    of it, which counts as none: a batch to be cut to no rows.
+    """
+    latest: Any = None
+    with own:
+        for sample in islice(samples, len(cyclic(start, seat.num_ranks, seat.rank))):
+            latest = sample
+    size = batching.global_batch
+    begun = False
+    while True:
+        places = seat.part_of(range(start, start + size))
+        with own:
+            mine = list(islice(samples, len(places)))
+        start += size
+        if mine:
+            yield Part(start, size, len(mine)), collate(mine, places[0])
+            begun = True
+        elif latest is not None and not begun:
+            yield Part(start, size, 0), collate([latest], places[0])
+            return
+        else:
+            return

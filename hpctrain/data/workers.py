@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.process
 import os
+import pickle
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,16 +18,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpctrain.data.mapped import MapSource
 from hpctrain.data.source import Batch, Indices
+from hpctrain.data.worker_trouble import explain_start, explain_unpicklable
 from hpctrain.errors import ConfigError, DataError
 
-__all__ = ["METHODS", "WorkerOptions", "Workers"]
+__all__ = ["METHODS", "Job", "WorkerOptions", "Workers"]
 
 METHODS = ("forkserver", "spawn")
 _DEATH_S = 0.2
 _NO_MPI = "MPI4PY_RC_INITIALIZE"
 
-Job = tuple[Indices, int]
-"""Which samples, and the epoch's seed."""
+Job = tuple[Indices, int, Indices | None]
+"""Which samples, the epoch's seed, and the keys of their random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +66,8 @@ class Workers:
 
     def __init__(self, source: MapSource | IterableDataset[Any], options: WorkerOptions, seed: int):
         self._jobs = _Jobs()
+        self._source = source
+        self._initialize = options.initialize
         streaming = isinstance(source, IterableDataset)
         context = multiprocessing.get_context(options.start_method)
         if options.start_method == "forkserver":
@@ -87,14 +92,38 @@ class Workers:
         """The batches of these jobs, in order; a stream's own batches need none."""
         self._jobs.now = jobs
         with _without_mpi(), _without_warnings():
-            batches = iter(self._loader)
+            batches = self._start()
+        num_batches = 0
         try:
-            yield from batches
+            for batch in batches:
+                num_batches += 1
+                yield batch
         except (RuntimeError, OSError, EOFError) as error:
             # A worker that dies while it hands memory over is seen as a broken connection.
-            if (death := _find_death(getattr(batches, "_workers", ()))) is not None:
+            workers = getattr(batches, "_workers", ())
+            if num_batches == 0:
+                _refuse_start(workers)
+            if (death := _find_death(workers)) is not None:
                 raise DataError(death) from error
             raise
+
+    def _start(self) -> Iterator[Batch]:
+        try:
+            with warnings.catch_warnings():
+                # Torch recommends a fork, which MPI does not survive.
+                warnings.filterwarnings("ignore", "Got pickle error when attempting to start")
+                return iter(self._loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            told = explain_unpicklable(self._source, self._initialize, error)
+        raise ConfigError(told)  # without the pickler's own traceback, which names nothing
+
+
+def _refuse_start(workers: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    """Refuse what ended a worker before it could do anything: torch passes later errors on."""
+    for number, worker in enumerate(workers):
+        worker.join(_DEATH_S)
+        if worker.exitcode == 1:
+            raise ConfigError(explain_start(number, worker.pid, 1)) from None
 
 
 def _find_death(workers: Sequence[multiprocessing.process.BaseProcess]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from hpctrain.errors import ConfigError, DataError, HpcTrainError
 from hpctrain.optim import Recipe, split_parameters
 from hpctrain.train.config import Config
+from hpctrain.train.config.parts import REFERENCE
 from hpctrain.train.references import (
     call,
     find_function,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_data",
+    "build_draw",
     "build_models",
     "build_optimizer",
     "build_schedule",
@@ -168,6 +171,40 @@ def build_data(
     return call(function, {**data.args, **given}, "data.args")
 
 
+def build_draw(config: Config, data: Any, folder: Path) -> dict[str, Any]:
+    """What a configuration says of drawing samples, as arguments of a Loader.
+
+    Args:
+        config: The same on every rank.
+        data: The training data, for functions of them.
+        folder: What relative files are relative to.
+
+    Raises:
+        ConfigError: the function cannot be found or called.
+        DataError: the file is missing or broken.
+    """
+    from hpctrain.data.storage.numpy_files import open_npy
+
+    chosen = config.data
+    said: dict[str, Any] = {}
+    for name in ("sample_weights", "lengths"):
+        text = getattr(chosen, name)
+        if text is None:
+            continue
+        if re.fullmatch(REFERENCE[0], text):
+            function = find_function(text, f"data.{name}")
+            said[name] = call(function, {}, f"data.{name}", data)
+        elif text.endswith(".npy"):
+            said[name] = open_npy(folder / text)
+        else:
+            raise ConfigError(
+                f"data.{name}={text!r} must be a .npy file or MODULE:FUNCTION of the training data"
+            )
+    if said:
+        said |= {"num_draws": chosen.num_draws, "bucket_batches": chosen.bucket_batches}
+    return said
+
+
 def wants_world(function: Callable[..., Any]) -> bool:
     """Whether a function of data has a parameter that is called world."""
     try:
@@ -178,24 +215,30 @@ def wants_world(function: Callable[..., Any]) -> bool:
 
 def _open(config: Config, world: World | None, paths: list[Path]) -> Any:
     from hpctrain.data import files, scatter, share
-    from hpctrain.data.storage import open_paths
+    from hpctrain.data.storage import name_files, open_named
     from hpctrain.world import agree
 
-    columns = list(config.data.columns) or None
+    names = list(config.data.columns) or None
+    alone: list[Path] = []
+    said: dict[str, Any] = {"rows": paths, "columns": names}
+    if config.data.join == "columns":
+        said = {"columns": paths}
+    elif len(paths) == 1:
+        alone, said = paths, {"columns": names}
     if world is None:
-        return open_paths(*paths, columns=columns)
+        return open_named(name_files("data.files", alone, **said))
     if config.data.access == "share":
-        return share(world, *paths)
+        return share(world, *alone, **said)
     if config.data.access == "scatter":
         source, trouble = None, None
         if world.rank == 0:
             try:
-                source = open_paths(*paths, columns=columns)
+                source = open_named(name_files("data.files", alone, **said))
             except HpcTrainError as error:
                 trouble = str(error)
         agree(world.comm, trouble, error=DataError)
         return scatter(world, source)
-    return files(world, *paths, columns=columns)
+    return files(world, *alone, **said)
 
 
 def find_functions(config: Config) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from hpctrain import log
 from hpctrain.connection import connect
+from hpctrain.data.adopting import is_stream
 from hpctrain.data.loader import Loader
 from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.launch.script import tee_output
@@ -19,6 +20,7 @@ from hpctrain.replica import Replica, distribute
 from hpctrain.train.arguments import count_batches, refuse_no_batch
 from hpctrain.train.building import (
     build_data,
+    build_draw,
     build_models,
     build_optimizer,
     build_schedule,
@@ -114,7 +116,9 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
     """
     timer = time_steps(world) if _times_steps(world, config) else None
     replicas = _distribute(world, config, _together(world, lambda: build_models(config)))
-    loader = _loader(world, config, _together(world, lambda: build_data(config, world, folder)))
+    data = _together(world, lambda: build_data(config, world, folder))
+    draw = _together(world, lambda: build_draw(config, data, folder))
+    loader = _loader(world, config, data, draw)
     held_out = _together(world, lambda: build_data(config, world, folder, evaluation=True))
     train = config.train
     if directory is not None and _saves(world, config):
@@ -239,7 +243,7 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
     return replicas
 
 
-def _loader(world: World, config: Config, data: Any) -> Loader:
+def _loader(world: World, config: Config, data: Any, draw: dict[str, Any]) -> Loader:
     chosen = config.data
     return Loader(
         world,
@@ -250,12 +254,15 @@ def _loader(world: World, config: Config, data: Any) -> Loader:
         even_last=chosen.even_last,
         num_workers=chosen.num_workers or None,
         prefetch=chosen.prefetch,
+        split=chosen.split,
+        **draw,
     )
 
 
 def _evaluation_loader(world: World, config: Config, data: Any) -> Loader:
     batch = config.train.evaluation_batch or config.train.global_batch
-    return Loader(world, data, global_batch=batch, shuffle=False)
+    split = config.data.split if is_stream(data) else None
+    return Loader(world, data, global_batch=batch, shuffle=False, split=split)
 
 
 def _count_steps(config: Config, loader: Loader) -> int | None:

@@ -117,6 +117,9 @@ def count_samples(data: object) -> int | None:
 
 
 def _count_alone(config: Config, folder: Path) -> int | None:
+    """Samples in an epoch."""
+    if config.data.num_draws is not None:
+        return config.data.num_draws
     needs_world = config.data.build is not None and wants_world(
         find_function(config.data.build, "data.build")
     )

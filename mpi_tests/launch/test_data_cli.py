@@ -48,3 +48,16 @@ def test_shards_from_writing_to_breaking(tmp_path):
     assert len(report["broken"]) == 2
     assert f"{victims[4].name} has changed" in report["broken"][0]
     assert f"{victims[7].name} is missing" in report["broken"][1]
+
+
+def test_several_files_are_joined_as_it_is_said(tmp_path):
+    for number in range(2):
+        np.save(tmp_path / f"p{number}.npy", np.full((10, 3), number))
+    words = ["shard", "p0.npy", "p1.npy", "--to", "out"]
+    unsaid = run(*TWO_RANKS, *words, cwd=tmp_path)
+    assert unsaid.code == 2, unsaid.text
+    assert "2 files: say --join rows where their rows follow each other" in unsaid.err
+    for join, told in (("rows", "20 samples"), ("columns", "10 samples")):
+        done = run(*TWO_RANKS, *words[:-1], join, "--join", join, cwd=tmp_path)
+        assert done.code == 0, done.text
+        assert told in done.out

@@ -31,7 +31,8 @@ def folder(world):
 
 
 def write(world, function):
-    """Let rank 0 write, and all others wait for it."""
+    """Let rank 0 write once no rank reads any more, and all others wait for it."""
+    world.comm.Barrier()
     if world.rank == 0:
         function()
     world.comm.Barrier()
@@ -96,7 +97,7 @@ def test_a_broken_shard_is_named_on_all_ranks(world, folder):
     with pytest.raises(hpc.DataError, match=f"{victim.name} is missing"):
         hpc.files(world, folder)
     write(world, (folder / "manifest.json").unlink)
-    with pytest.raises(hpc.DataError, match=r"manifest\.json is missing"):
+    with pytest.raises(hpc.DataError, match=r"manifest\.json is missing.*rows=.*columns="):
         hpc.files(world, folder)
 
 
@@ -133,18 +134,98 @@ def test_files_of_every_kind_read_alike(world, folder):
         assert len(source.take(wanted[:0])["y"]) == 0
         assert set(hpc.files(world, folder / name).take(wanted)) == {"x", "y"}, name
         assert list(hpc.files(world, folder / name, columns=["y"]).take(wanted)) == ["y"], name
-    both = hpc.files(world, folder / "x.npy", folder / "y.npy").take(wanted)
+    columns = [folder / "x.npy", folder / "y.npy"]
+    both = hpc.files(world, columns=columns).take(wanted)
     assert np.array_equal(both[0], given["x"][wanted])
+    assert np.array_equal(both[1], given["y"][wanted])
+    named = hpc.files(world, columns={"a": columns[0], "b": columns[1]}).take(wanted)
+    assert np.array_equal(named["b"], given["y"][wanted])
     with pytest.raises(hpc.ConfigError, match="no column 'q'; it has"):
         hpc.files(world, folder / "a.h5", columns=["q"])
     with pytest.raises(hpc.DataError, match=r"nosuch\.npy is missing"):
         hpc.files(world, folder / "nosuch.npy")
     write(world, lambda: os.truncate(folder / "y.npy", 140))
     with pytest.raises(hpc.DataError, match=r"y\.npy is truncated"):
-        hpc.files(world, folder / "x.npy", folder / "y.npy")
+        hpc.files(world, columns=columns)
     write(world, lambda: os.truncate(folder / "a.h5", 900))
     with pytest.raises(hpc.DataError, match=r"a\.h5 is truncated"):
         hpc.files(world, folder / "a.h5")
+
+
+def test_several_files_are_rows_or_columns_as_it_is_said(world, folder):
+    """Parts of the rows must not become columns, which half of the samples would be lost by."""
+    given = arrays()["x"]
+    paths = [folder / "p0.npy", folder / "p1.npy"]
+    write(world, lambda: [np.save(p, given[k::2][:18]) for k, p in enumerate(paths)])
+    both = rf"files\(world, rows=\['{paths[0]}', '{paths[1]}'\]\).*columns=\['{paths[0]}'"
+    with pytest.raises(hpc.ConfigError, match=both):
+        hpc.files(world, *paths)
+    with pytest.raises(
+        hpc.ConfigError, match=r"share\(world, rows=.*may be parts or columns|one kind"
+    ):
+        hpc.share(world, *paths)
+    rows = np.array([35, 0, 17, 18, 18, 5])
+    wanted = np.concatenate([given[::2][:18], given[1::2][:18]])
+    for source in (
+        hpc.files(world, rows=paths),
+        hpc.share(world, rows=paths),
+        hpc.share(world, rows=[*map(str, paths)], chunk_bytes=64),
+    ):
+        assert len(source) == 36
+        assert np.array_equal(source.take(rows), wanted[rows])
+    for source in (hpc.files(world, columns=paths), hpc.share(world, columns=paths)):
+        assert len(source) == 18
+        assert np.array_equal(source.take(rows % 18)[1], given[1::2][rows % 18])
+    write(world, lambda: np.save(paths[1], given[:5]))
+    with pytest.raises(hpc.ConfigError, match=r"have \[18, 5\] rows, so they are no columns"):
+        hpc.share(world, *paths)
+    with pytest.raises(hpc.ConfigError, match=r"p1\.npy has 5; .* are rows="):
+        hpc.files(world, columns=paths)
+    assert len(hpc.files(world, rows=paths)) == 23
+    write(world, lambda: np.save(paths[1], np.zeros((4, 7), "f4")))
+    with pytest.raises(hpc.ConfigError, match=r"p1\.npy has .*7.* must be alike"):
+        hpc.files(world, rows=paths)
+    loader = hpc.Loader(world, hpc.files(world, rows=[paths[0]] * 3), global_batch=8)
+    mine = [batch.shape[0] for batch in loader]
+    assert world.comm.allreduce(sum(mine)) == 54
+
+
+@pytest.mark.parametrize("kind", ["npz", "compressed", "pt", "tuple"])
+def test_a_folder_of_archives_is_its_rows(world, folder, kind):
+    given = arrays()
+
+    def make():
+        for number, rows in enumerate(np.array_split(np.arange(ROWS), 12)):
+            part = {name: array[rows] for name, array in given.items()}
+            path = folder / f"part-{number}"
+            if kind in ("npz", "compressed"):
+                save = np.savez if kind == "npz" else np.savez_compressed
+                save(path.with_suffix(".npz"), **part, note=np.float32(number))
+            else:
+                tensors = {name: torch.from_numpy(array) for name, array in part.items()}
+                content = {**tensors, "epoch": 3} if kind == "pt" else tuple(tensors.values())
+                torch.save(content, path.with_suffix(".pt"))
+        (folder / "README.md").write_text("twelve parts")
+
+    write(world, make)
+    source = hpc.files(world, folder)
+    wanted = np.array([36, 0, 5, 4, 4, 20, 11])
+    batch = source.take(wanted)
+    batch = dict(zip("xy", batch, strict=True)) if kind == "tuple" else batch
+    for name, array in given.items():
+        assert np.array_equal(batch[name], array[wanted]), name
+    loader = hpc.Loader(world, source, global_batch=8)
+    mine = [int(i) for b in loader for i in (b[1] if kind == "tuple" else b["y"])]
+    assert sorted(sum(world.comm.allgather(mine), [])) == list(range(ROWS))  # noqa: RUF017
+    if kind == "tuple":
+        with pytest.raises(hpc.ConfigError, match="is a tuple of tensors; leave columns= out"):
+            hpc.files(world, folder, columns=["y"])
+        return
+    assert list(hpc.files(world, folder, columns=["y"]).take(wanted)) == ["y"]
+    shared = hpc.share(world, folder, columns=["y"])
+    assert np.array_equal(shared.data["y"], given["y"])
+    copy = write_shards(world, source, folder / "shards", samples_per_shard=9)
+    assert copy.num_samples == ROWS
 
 
 def test_files_that_differ_by_rank_are_refused(world, folder):
@@ -153,6 +234,11 @@ def test_files_that_differ_by_rank_are_refused(world, folder):
     if world.size > 1:
         with pytest.raises(hpc.ConfigError, match=r"files: columns \(name, dtype, shape.*float32"):
             hpc.files(world, own)
+    np.save(own, np.full((ROWS, 2), world.rank))  # of one form: only their content tells them apart
+    source = hpc.files(world, own)
+    if world.size > 1:
+        with pytest.raises(hpc.ConfigError, match=r"rank 1.* but not the same ones"):
+            hpc.Loader(world, source, global_batch=8)
 
 
 def test_share_does_not_wait_for_ever_for_a_rank_that_stays_out(world):

@@ -10,12 +10,12 @@ import psutil
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 import hpctrain as hpc
 from hpctrain.data.shuffle import Order
 from hpctrain.errors import DataError
-from mpi_tests.datasets import Counting, Fragile, Noisy, Shares
+from mpi_tests.datasets import Broken, Counting, Fragile, Noisy, Parts, Shares
 
 
 def numbers(size):
@@ -224,6 +224,106 @@ def test_a_mistake_of_one_rank_is_everyones(world):
             loader.load_state_dict(state | {"consumed": 16 if last else 8})
 
 
+@pytest.mark.parametrize("form", ["array", "list", "subset", "tensors"])
+def test_data_that_are_split_by_rank_are_refused(world, form):
+    """As many samples everywhere, and others: all but one part of them would be lost."""
+    rows = np.arange(world.rank, 40 * world.size, world.size)
+    data = {
+        "array": rows,
+        "list": rows.tolist(),
+        "subset": Subset(Noisy(40 * world.size), rows.tolist()),
+        "tensors": Subset(TensorDataset(torch.arange(40 * world.size)), rows.tolist()),
+    }[form]
+    if world.size == 1:
+        assert len(hpc.Loader(world, data, global_batch=8)) == 5
+        return
+    with pytest.raises(hpc.ConfigError, match=r"rank 1.* of \d: .*split by rank would be lost"):
+        hpc.Loader(world, data, global_batch=8)
+
+
+# Weighted draws and batches of similar lengths
+
+
+LENGTHS = (np.arange(101) * 37) % 50
+DRAWS = {
+    "weighted": {"sample_weights": np.arange(101) % 4, "num_draws": 73},
+    "lengths": {"lengths": LENGTHS, "bucket_batches": 4},
+}
+
+
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_drawn_epochs_do_not_depend_on_ranks_and_stops(world, kind):
+    """The batches of one rank, on all ranks, stopped on all and resumed on fewer and more."""
+    options = {"global_batch": 8, **DRAWS[kind]}
+    with first_ranks(world, 1) as one:
+        alone = None
+        if one:
+            loader = hpc.Loader(one, numbers(101), **options)
+            alone = [gathered(one, loader) for _ in range(2)]
+    alone = world.comm.bcast(alone, root=0)
+    loader = hpc.Loader(world, numbers(101), **options)
+    assert [gathered(world, loader) for _ in range(2)] == alone
+    assert alone[0] != alone[1]
+    total = 73 if kind == "weighted" else 101
+    assert len(loader) == len(alone[0]) == -(-total // 8)
+    assert loader.total == 2 * total
+    if kind == "weighted":
+        assert all(number % 4 for number in flat(alone[0]))
+        assert len(set(flat(alone[0]))) < 73
+    else:
+        assert flat(alone[0]) == list(range(101))
+        spread = [np.ptp(LENGTHS[batch]) for batch in alone[0]]
+        assert np.mean(spread) < 15  # of 49 in a plain shuffle
+    seen, state = [], None
+    fleet = [*range(world.size, 0, -1), world.size]
+    for leg, count in enumerate(fleet):
+        with first_ranks(world, count) as some:
+            if some is not None:
+                part = hpc.Loader(some, numbers(101), **options)
+                if state is not None:
+                    part.load_state_dict(state)
+                last = leg == len(fleet) - 1
+                seen += gathered(some, part, steps=None if last else 2)
+                state = part.state_dict()
+        state = world.comm.bcast(state, root=0)
+        seen = world.comm.bcast(seen, root=0)
+    assert seen == alone[0]
+
+
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_drawn_epochs_resume_with_the_same_plan_only(world, kind):
+    options = {"global_batch": 8, **DRAWS[kind]}
+    loader = hpc.Loader(world, numbers(101), **options)
+    gathered(world, loader, steps=2)
+    state = loader.state_dict()
+    name = "sample_weights" if kind == "weighted" else "lengths"
+    changed = hpc.Loader(world, numbers(101), **(options | {name: options[name][::-1]}))
+    with pytest.raises(hpc.ConfigError, match="is another one here"):
+        changed.load_state_dict(state)
+    changed.load_state_dict(state | {"epoch": 1, "consumed": 0})  # between epochs they may change
+    if kind == "lengths":
+        with pytest.raises(hpc.ConfigError, match="lengths, batches or buckets have changed"):
+            hpc.Loader(world, numbers(101), **(options | {"global_batch": 12})).load_state_dict(
+                state
+            )
+    if world.size > 1:
+        own = options | {name: np.roll(options[name], world.rank)}
+        with pytest.raises(hpc.ConfigError, match="digest of sample_weights or lengths"):
+            hpc.Loader(world, numbers(101), **own)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_is_drawn_twice_is_augmented_anew(world, workers):
+    sampler = WeightedRandomSampler([1.0] + [0.0] * 29, 24)
+    data = DataLoader(Noisy(30), batch_size=8, sampler=sampler, num_workers=workers)
+    loader = hpc.Loader(world, data)
+    rows = rows_of(world, loader)
+    assert len(rows) == 24
+    assert {row[0] for row in rows} == {0}
+    assert len({row[1:] for row in rows}) == 24
+    loader.close()
+
+
 # Other people's data sets
 
 
@@ -303,6 +403,151 @@ def test_a_stream_is_dealt_out_and_goes_on(world, workers):
     for options, message in (({"shuffle": True}, "no random access"), ({"num_workers": 2}, "0 or")):
         with pytest.raises(hpc.ConfigError, match=message):
             hpc.Loader(world, Counting(29), global_batch=8, **options)
+
+
+# Streams that are split by rank
+
+
+def numbers_of(world, loader, steps=None):
+    """The numbers of each batch, of all ranks, after the sizes that the loader says."""
+    batches = []
+    for batch in loader:
+        told = world.comm.allgather((batch["number"].tolist(), loader.num_samples))
+        assert all(len(part) == count for part, count in told)
+        assert sum(count for _, count in told) == loader.global_samples
+        batches.append(sorted(number for part, _ in told for number in part))
+        if len(batches) == steps:
+            break
+    return batches
+
+
+def cut_strings(samples):
+    """As default_collate, with text as an array: a batch of no rows must be possible."""
+    return {
+        "number": torch.tensor([sample["number"] for sample in samples]),
+        "name": np.array([sample["name"] for sample in samples]),
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_is_split_by_rank_is_refused(world, workers):
+    """It would lose all samples but those that two splits leave."""
+    data = Parts(world.rank, world.size, [20] * world.size)
+    loader = hpc.Loader(world, data, global_batch=8, num_workers=workers)
+    if world.size == 1:
+        assert [len(batch) for batch in numbers_of(world, loader)] == [8, 8, 4]
+        return
+    with pytest.raises(hpc.ConfigError, match=r"rank 1.* of \d is not the one of.*split='already'"):
+        list(loader)
+    assert loader.consumed == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_streams_that_are_split_already_give_every_sample_once(world, workers):
+    lengths = [21 + (rank < 2) for rank in range(world.size)]
+    whole = sorted(
+        row * world.size + rank for rank in range(world.size) for row in range(lengths[rank])
+    )
+    data = Parts(world.rank, world.size, lengths)
+    options = {"global_batch": 2 * world.size, "split": "already", "collate": cut_strings}
+    loader = hpc.Loader(world, data, num_workers=workers, **options)
+    batches = numbers_of(world, loader)
+    assert flat(batches) == whole
+    # Split row by row, they are the batches of the one stream.
+    size = 2 * world.size
+    assert batches == [whole[at : at + size] for at in range(0, len(whole), size)]
+    assert (loader.epoch, loader.total) == (1, len(whole))
+    if workers:
+        return
+    again = hpc.Loader(world, data, **options)
+    seen = numbers_of(world, again, steps=3)
+    state = again.state_dict()
+    assert state["consumed"] == 3 * size
+    later = hpc.Loader(world, data, **options)
+    later.load_state_dict(state)
+    assert seen + numbers_of(world, later) == batches
+    with pytest.raises(hpc.ConfigError, match="the new split has other samples on each rank"):
+        later.load_state_dict(state | {"num_ranks": world.size + 1})
+    later.load_state_dict(state | {"num_ranks": world.size + 1, "consumed": 0, "epoch": 1})
+    plain = hpc.Loader(world, Counting(9), global_batch=8)
+    with pytest.raises(hpc.ConfigError, match="order='split', and this loader has 'stream'"):
+        plain.load_state_dict(state)
+
+
+def test_split_streams_of_very_unequal_lengths(world):
+    lengths = [2 + 6 * rank for rank in range(world.size)]
+    data = Parts(world.rank, world.size, lengths)
+    options = {"global_batch": 4 * world.size, "split": "already", "collate": cut_strings}
+    loader = hpc.Loader(world, data, **options)
+    batches = numbers_of(world, loader)
+    assert sum(map(len, batches)) == sum(lengths)
+    assert len(set(flat(batches))) == sum(lengths)
+    assert len(batches) == max(-(-length // 4) for length in lengths)
+    for stop in range(len(batches)):  # also where a stream had ended before
+        first = hpc.Loader(world, data, **options)
+        before = numbers_of(world, first, steps=stop) if stop else []
+        second = hpc.Loader(world, data, **options)
+        second.load_state_dict(first.state_dict())
+        assert before + numbers_of(world, second) == batches
+    full = hpc.Loader(world, data, drop_last=True, **options)
+    assert [len(batch) for batch in numbers_of(world, full)] == []
+
+
+def test_split_that_is_not_what_it_says_is_refused(world):
+    same = hpc.Loader(world, Counting(40), global_batch=8, split="already")
+    if world.size > 1:
+        with pytest.raises(hpc.ConfigError, match=f"would be used {world.size} times"):
+            list(same)
+        lengths = [5] * (world.size - 1) + [0]
+        empty = Parts(world.rank, world.size, lengths)
+        with pytest.raises(hpc.ConfigError, match=rf"rank {world.size - 1} of .* has no samples"):
+            list(hpc.Loader(world, empty, global_batch=8, split="already"))
+    with pytest.raises(hpc.ConfigError, match=r"every rank the whole data set"):
+        hpc.Loader(world, numbers(40), global_batch=8, split="already")
+    with pytest.raises(hpc.ConfigError, match="split='never' is unknown"):
+        hpc.Loader(world, Counting(40), global_batch=8, split="never")
+
+
+def test_a_stream_that_fails_on_one_rank_fails_on_all(world):
+    last = world.size - 1
+    loader = hpc.Loader(world, Broken(world.rank, last), global_batch=8)
+    kind, told = (OSError, "is gone") if world.rank == last else (DataError, f"rank {last} of")
+    with pytest.raises(kind, match=told):
+        list(loader)
+
+
+class Unseeded(Counting):
+    """Equal samples whose augmentation draws from a generator of its own."""
+
+    def __iter__(self):
+        noise = np.random.default_rng()
+        for sample in super().__iter__():
+            yield torch.stack([sample[0], torch.tensor(noise.random())])
+
+
+def test_streams_that_differ_in_augmentation_alone_are_let_through_when_said(world):
+    if world.size > 1:
+        with pytest.raises(hpc.ConfigError, match="pass split='same'"):
+            list(hpc.Loader(world, Unseeded(29), global_batch=8))
+    loader = hpc.Loader(world, Unseeded(29), global_batch=8, split="same")
+    mine = [row[0] for batch in loader for row in batch.int().tolist()]
+    assert sorted(sum(world.comm.allgather(mine), [])) == list(range(29))  # noqa: RUF017
+
+
+class Once(torch.utils.data.IterableDataset):
+    """A stream that can be read once, as of a pipe: what was compared must not be lost."""
+
+    def __init__(self, size):
+        self.rows = iter(range(size))
+
+    def __iter__(self):
+        return self.rows
+
+
+def test_comparing_streams_loses_no_sample(world):
+    loader = hpc.Loader(world, Once(61), global_batch=8)
+    mine = [number for batch in loader for number in batch.tolist()]
+    assert sorted(sum(world.comm.allgather(mine), [])) == list(range(61))  # noqa: RUF017
 
 
 class Dicing(Counting):

@@ -18,6 +18,7 @@ CONFIG = """
 build = "mpi_tests.ranks.trainer_kit:line"
 [data]
 files = ["x.npy", "y.npy"]
+join = "columns"
 [train]
 global_batch = 12
 epochs = 2
@@ -32,7 +33,8 @@ warmup_steps = 2
 display = "off"
 """
 FUNCTION = CONFIG.replace(
-    'files = ["x.npy", "y.npy"]', 'build = "mpi_tests.ranks.trainer_kit:shared_data"'
+    'files = ["x.npy", "y.npy"]\njoin = "columns"',
+    'build = "mpi_tests.ranks.trainer_kit:shared_data"',
 )
 
 
@@ -73,6 +75,69 @@ def test_data_by_files_and_functions_train_the_same(world, folder):
     assert same(train(world, FUNCTION, folder)[0], wanted)
     _, scattered, _ = train(world, CONFIG, folder, "data.access=scatter")
     assert scattered["samples"] == 80
+
+
+def test_data_in_parts_and_shards_train_the_same(world, folder):
+    """Rows in several files and folders, and chosen columns, by every access."""
+    wanted, _, _ = train(world, CONFIG, folder)
+    if world.rank == 0:
+        x, y = data()
+        for number, part in enumerate(np.array_split(np.arange(len(x)), 11)):
+            for kind in ("npz", "pt"):
+                (folder / kind).mkdir(exist_ok=True)
+            rows = {"x": x[part], "y": y[part], "unused": x[part]}
+            arrays = {name: value.numpy() for name, value in rows.items()}
+            np.savez(folder / "npz" / f"part-{number}.npz", **arrays)
+            torch.save(rows, folder / "pt" / f"part-{number}.pt")
+    world.comm.Barrier()
+    columns = "data.columns=['x', 'y']"
+    plain = CONFIG.replace('join = "columns"\n', "")
+    listed = [f"npz/part-{number}.npz" for number in range(11)]
+    for settings in (
+        ("data.files=['npz']", columns),
+        ("data.files=['pt']", columns),
+        ("data.files=['pt']", columns, "data.access=share"),
+        (f"data.files={listed}", "data.join=rows", columns),
+        (f"data.files={listed}", "data.join=rows", columns, "data.access=share"),
+    ):
+        assert same(train(world, plain, folder, *settings)[0], wanted), settings
+    settings = ("data.files=['npz']", columns, "data.access=scatter")
+    assert train(world, plain, folder, *settings)[1]["samples"] == 80
+    with pytest.raises(
+        hpc.ConfigError, match=r'data\.files names several files; add join = "rows"'
+    ):
+        train(world, plain, folder)
+
+
+def weigh(data):
+    """Only the first four samples count."""
+    return (np.arange(len(data)) < 4).astype(float)
+
+
+def test_samplers_by_keys_of_the_file(world, folder):
+    if world.rank == 0:
+        np.save(folder / "w.npy", (np.arange(40) < 4).astype("f4"))
+        np.save(folder / "lengths.npy", np.arange(40)[::-1].copy())
+    world.comm.Barrier()
+    by_file, told, _ = train(world, CONFIG, folder, "data.sample_weights=w.npy")
+    assert told["samples"] == 80
+    name = "mpi_tests.ranks.test_train_entry:weigh"
+    assert same(train(world, CONFIG, folder, f"data.sample_weights={name}")[0], by_file)
+    longer = ("data.sample_weights=w.npy", "data.num_draws=100")
+    assert train(world, CONFIG, folder, *longer)[1]["samples"] == 200
+    _, told, trainer = train(world, CONFIG, folder, "data.lengths=lengths.npy")
+    assert told["samples"] == 80
+    assert trainer.loader.state_dict()["order"] == "lengths"
+    with pytest.raises(hpc.ConfigError, match=r"lengths has 4 numbers, and there are 40 samples"):
+        train(world, CONFIG, folder, "data.lengths=mpi_tests.ranks.test_train_entry:four")
+    with pytest.raises(hpc.ConfigError, match=r"must be a \.npy file or MODULE:FUNCTION"):
+        train(world, CONFIG, folder, "data.lengths=lengths")
+    with pytest.raises(hpc.ConfigError, match=r"nosuch\.npy is missing"):
+        train(world, CONFIG, folder, "data.lengths=nosuch.npy")
+
+
+def four(data):
+    return [1, 2, 3, 4]
 
 
 def test_parts_of_a_step_train_the_same_where_they_divide_the_epoch(world, folder):

@@ -149,6 +149,21 @@ def test_the_order_of_another_numpy_says_why():
     assert "because numpy's version is" in trouble
 
 
+@pytest.mark.parametrize("order", ["weighted", "lengths"])
+def test_a_plan_of_other_weights_or_lengths_is_refused_inside_an_epoch(order):
+    state = STATE | {"order": order}
+    other = read_state(state | {"fingerprint": 6})
+    assert "is another one here" in trouble_with(read_state(state), other)
+    assert trouble_with(read_state(state | {"consumed": 0}), other) is None
+
+
+def test_streams_that_are_split_keep_their_ranks_inside_an_epoch():
+    saved = read_state(STATE | {"order": "split"})
+    other = read_state(STATE | {"order": "split", "num_ranks": 3})
+    assert "use 4 ranks until the epoch ends" in trouble_with(saved, other)
+    assert trouble_with(read_state(STATE | {"order": "split", "consumed": 0}), other) is None
+
+
 def test_a_local_shuffle_may_change_ranks_between_epochs():
     saved = read_state(STATE | {"consumed": 0})
     assert trouble_with(saved, read_state(STATE | {"num_ranks": 3})) is None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from hpctrain.data.adopting import as_source
-from hpctrain.data.settling import Arguments, settle
+from hpctrain.data.settling import Arguments, digest_data, settle
 from hpctrain.data.shuffle import LARGEST_IN_MEMORY, Order
 from hpctrain.data.subset import split_source
 from hpctrain.errors import ConfigError
@@ -95,8 +95,59 @@ def test_what_is_said_wins_over_a_data_loader():
         (Noisy(9), {"num_workers": -1}, "num_workers=-1"),
         (Noisy(9), {"num_workers": 1, "start_method": "fork"}, "unsafe"),
         (Slow(), {"num_workers": 1}, "use prefetch"),
+        (
+            Noisy(9),
+            {"num_workers": 2, "collate": lambda samples: samples},
+            r"num_workers=2: collate \(<lambda>, test_data_settling.py line \d+\) cannot be sent",
+        ),
+        (np.zeros(9), {"split": "already"}, "is for streams"),
+        (np.zeros(9), {"sample_weights": [1.0] * 8}, "has 8 numbers, and there are 9 samples"),
+        (np.zeros(9), {"sample_weights": [-1.0] * 9}, "not negative"),
+        (np.zeros(9), {"sample_weights": [0] * 9}, "not all 0"),
+        (np.zeros(9), {"sample_weights": ["a"] * 9}, "must be a list of numbers"),
+        (np.zeros(9), {"sample_weights": [1] * 9, "num_draws": 0}, "num_draws=0"),
+        (np.zeros(9), {"num_draws": 5}, "belongs to sample_weights"),
+        (np.zeros(9), {"bucket_batches": 5}, "belongs to lengths"),
+        (np.zeros(9), {"lengths": [1] * 9, "bucket_batches": 0}, "bucket_batches=0"),
+        (np.zeros(9), {"lengths": [1.5] * 9}, "must be a list of whole numbers"),
+        (np.zeros(9), {"lengths": [1] * 9, "sample_weights": [1] * 9}, "give one of them"),
+        (np.zeros(9), {"lengths": [1] * 9, "shuffle": False}, "leave shuffle out"),
+        (np.zeros(9), {"lengths": [1] * 9, "split": "same"}, "is for streams"),
+        (Shares(), {"lengths": [1] * 10}, "needs random access"),
+        (Counting(9), {"sample_weights": [1] * 9}, "needs random access"),
     ],
 )
 def test_what_does_not_go_together_is_named(data, said, message):
     with pytest.raises(ConfigError, match=message):
         decide(data, **said)
+
+
+def test_the_batch_size_of_a_distributed_sampler_is_that_of_one_rank():
+    data = list(range(12))
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    loader = DataLoader(data, batch_size=3, sampler=sampler)
+    with pytest.raises(
+        ConfigError, match=r"that of one rank; over 2 ranks it is 6.*global_batch=6"
+    ):
+        decide(loader, global_batch=None)
+    assert decide(loader, global_batch=6).batching.global_batch == 6
+    assert decide(loader, global_batch=6).order == "numpy"
+
+
+def test_data_are_compared_by_what_can_be_read_at_no_cost():
+    rows = np.arange(60).reshape(20, 3)
+    same = digest_data(rows)
+    assert same == digest_data(rows.copy())
+    for number in (0, 10, 19):
+        other = rows.copy()
+        other[number] += 1
+        assert digest_data(other) != same
+    assert digest_data(list(range(9))) != digest_data(list(range(1, 10)))
+    assert digest_data(Subset(Noisy(9), [1, 2])) != digest_data(Subset(Noisy(9), [1, 3]))
+    assert digest_data(Noisy(9)) is digest_data(Counting(9)) is digest_data(Shares()) is None
+    assert digest_data(np.zeros(0)) is None
+    assert digest_data(np.zeros(1)) != digest_data(np.ones(1))
+    large = np.zeros((3, 5 << 20), np.float32)
+    first = digest_data(large)
+    large[2] = 1
+    assert digest_data(large) == first  # 20 MiB a sample: one is read

@@ -241,12 +241,17 @@ def test_a_data_loader_says_what_the_loader_needs():
     assert (told.num_workers, told.start_method, told.prefetch) == (2, "spawn", 3)
     assert told.timeout_s == 5
     assert adopt(DataLoader(Numbers(), batch_size=5)).global_batch == 5
+    told = adopt(DataLoader(data, batch_size=3, sampler=WeightedRandomSampler([1.0] * 10, 40)))
+    assert (list(told.sample_weights), told.num_draws, told.shuffle) == ([1.0] * 10, 40, None)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampler": WeightedRandomSampler([1.0] * 10, 10)}, "WeightedRandomSampler"),
+        (
+            {"sampler": WeightedRandomSampler([1.0] * 10, 10, replacement=False)},
+            "WeightedRandomSampler",
+        ),
         ({"sampler": RandomSampler(range(10), replacement=True)}, "RandomSampler"),
         ({"batch_size": None}, "without batches"),
         ({"num_workers": 1, "multiprocessing_context": "fork"}, "cannot be used beside MPI"),

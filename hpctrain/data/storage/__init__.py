@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from hpctrain.data.storage.opening import files, open_path, open_paths
+from hpctrain.data.storage.opening import (
+    Named,
+    files,
+    name_columns,
+    name_files,
+    open_named,
+    open_path,
+)
 
-__all__ = ["files", "open_path", "open_paths"]
+__all__ = ["Named", "files", "name_columns", "name_files", "open_named", "open_path"]

@@ -11,6 +11,7 @@ from hpctrain.data.storage.container import Container
 from hpctrain.data.storage.manifest import describe_dtype
 from hpctrain.data.storage.numpy_files import open_npy, open_npz
 from hpctrain.data.storage.opening import open_path
+from hpctrain.data.storage.row_parts import RowParts, form_of
 from hpctrain.data.storage.shards import Shards
 
 __all__ = ["inspect"]
@@ -47,7 +48,12 @@ def inspect(path: Path) -> dict[str, Any]:
             for name, (dtype, shape) in described
         ]
         return _result(type(source).__name__.lower(), len(source), columns, path)
-    return _result("file", len(source), [], path)
+    columns = [
+        {"name": name.strip("[']") or "data", "dtype": dtype, "shape": list(shape)}
+        for name, dtype, shape in form_of(source)
+    ]
+    kind = "parts" if isinstance(source, RowParts) else path.suffix.removeprefix(".")
+    return _result(kind, len(source), columns, path)
 
 
 def _of_arrays(kind: str, arrays: dict[str, np.ndarray], path: Path) -> dict[str, Any]:

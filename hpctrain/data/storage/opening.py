@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
+from typing import Any, Literal, cast
 
 from hpctrain.data.alike import require_alike
 from hpctrain.data.arrays import ArraySource
@@ -15,12 +15,14 @@ from hpctrain.data.storage.container import choose_columns
 from hpctrain.data.storage.formats import Hdf5, NetCdf, Zarr
 from hpctrain.data.storage.manifest import MANIFEST
 from hpctrain.data.storage.numpy_files import open_npy, open_npz
+from hpctrain.data.storage.row_parts import RowParts, find_parts, form_of
 from hpctrain.data.storage.shards import Shards
-from hpctrain.data.structure import leaves
+from hpctrain.data.storage.torch_files import SUFFIXES as PT
+from hpctrain.data.storage.torch_files import open_pt
 from hpctrain.errors import ConfigError, DataError, HpcTrainError
 from hpctrain.world import World, agree
 
-__all__ = ["files", "open_path", "open_paths"]
+__all__ = ["Named", "files", "name_columns", "name_files", "open_named", "open_path"]
 
 _CONTAINERS: dict[str, type[Hdf5] | type[Zarr] | type[NetCdf]] = {
     ".h5": Hdf5,
@@ -32,20 +34,33 @@ _CONTAINERS: dict[str, type[Hdf5] | type[Zarr] | type[NetCdf]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Which files a data set consists of, and how they belong together."""
+
+    paths: tuple[Path, ...]
+    join: Literal["rows", "columns"] | None = None
+    """How several belong together; None for one file or folder."""
+    names: tuple[str, ...] | None = None
+    """Of one file, or of parts: which arrays. Of columns: what they are called."""
+
+
 def files(
     world: World,
     *paths: str | Path,
-    columns: Sequence[str] | None = None,
+    rows: Sequence[str | Path] | None = None,
+    columns: Sequence[str | Path] | Mapping[str, str | Path] | None = None,
     timeout_s: float = 300.0,
 ) -> Source:
     """Collective: open a data set that every rank can read; the arguments must match.
 
     Args:
         world: The ranks.
-        paths: One file or folder of shards; or several `.npy` files, which become the columns of a
-            tuple.
-        columns: Which arrays of an archive, a container or shards; None takes all that are as long
-            as the longest. Batches are dicts by name then.
+        paths: One file, or one folder of shards or of `.npz` or `.pt` files.
+        rows: Instead: several files whose rows follow each other.
+        columns: Which arrays of the file, the folder or `rows`; None takes all that are as long as
+            the longest. Without those: the files that are the columns, `.npy` or `.pt` with one
+            array each; a list makes tuples, a dict makes dicts of batches.
         timeout_s: How long to wait for ranks that do not come.
 
     Returns:
@@ -59,12 +74,13 @@ def files(
     form: list[tuple[str, str, tuple[int, ...]]] = []
     trouble: dict[type[HpcTrainError], str] = {}
     try:
-        source = open_paths(*paths, columns=columns, part=(world.rank, world.size))
-        form = _form_of(source)
+        named = name_files("files", paths, rows, columns)
+        source = open_named(named, part=(world.rank, world.size))
+        form = form_of(source)
     except (ConfigError, DataError) as error:
         trouble[type(error)] = str(error)
     except Exception as error:  # each library has its own, and the other ranks wait
-        told = ", ".join(map(str, paths))
+        told = ", ".join(map(str, paths or rows or columns or ()))
         trouble[DataError] = f"{told} cannot be opened ({type(error).__name__}: {error})"
     agree(world.comm, trouble.get(DataError), error=DataError, timeout_s=timeout_s)
     agree(world.comm, trouble.get(ConfigError), error=ConfigError, timeout_s=timeout_s)
@@ -74,33 +90,121 @@ def files(
     return opened
 
 
-def _form_of(source: Source) -> list[tuple[str, str, tuple[int, ...]]]:
-    """What a batch consists of, seen on one without rows."""
-    batch = source.take(np.empty(0, np.int64))
-    return [(name, str(leaf.dtype), tuple(leaf.shape[1:])) for name, leaf in leaves(batch)]
+def name_files(
+    call: str,
+    paths: Sequence[str | Path],
+    rows: Sequence[str | Path] | None = None,
+    columns: Sequence[str | Path] | Mapping[str, str | Path] | None = None,
+) -> Named:
+    """What a user says of files, taken for what it means. Pure.
+
+    Raises:
+        ConfigError: it can mean two things, or nothing.
+    """
+    for name, given in (("rows", rows), ("columns", columns)):
+        if isinstance(given, str | Path):
+            raise ConfigError(
+                f"{name}={str(given)!r} must be a list, as in {name}=[{str(given)!r}]"
+            )
+        if given is not None and not given:
+            raise ConfigError(f"{name}= is empty; leave it out, or name at least one")
+    if len(paths) > 1:
+        raise ConfigError(_both_spellings(call, paths, "can be parts of the rows or columns"))
+    if paths and rows is not None:
+        raise ConfigError(f"{paths[0]} and rows= are both given; name all files in rows=")
+    if paths or rows is not None:
+        if isinstance(columns, Mapping):
+            raise ConfigError("columns= of a file are a list of names; a dict names files")
+        names = None if columns is None else tuple(map(str, columns))
+        if rows is not None:
+            return Named(tuple(map(Path, rows)), "rows", names)
+        return Named((Path(paths[0]),), None, names)
+    if columns is None:
+        raise ConfigError(
+            f"{call} was given no file; give a path, rows=[...] (files whose rows follow each "
+            "other) or columns=[...] (files with one array each)"
+        )
+    if isinstance(columns, Mapping):
+        return Named(tuple(map(Path, columns.values())), "columns", tuple(columns))
+    return Named(tuple(map(Path, columns)), "columns")
 
 
-def open_paths(
-    *paths: str | Path, columns: Sequence[str] | None = None, part: tuple[int, int] = (0, 1)
-) -> Source:
+def _both_spellings(call: str, paths: Sequence[str | Path], what: str) -> str:
+    shown = [str(path) for path in paths[:2]]
+    listed = ", ".join(map(repr, shown)) + (", ..." if len(paths) > 2 else "")
+    return (
+        f"{call}(world, {listed}): several files {what}; write {call}(world, rows=[{listed}]) "
+        f"where the rows of one file follow those of the other, or {call}(world, "
+        f"columns=[{listed}]) where row i of each file belongs to sample i"
+    )
+
+
+def open_named(named: Named, *, part: tuple[int, int] = (0, 1)) -> Source:
     """Open a data set on this rank alone.
 
     Args:
-        paths: As `files` takes them.
-        columns: Which arrays; None takes all.
+        named: Which files.
         part: Of a folder of shards, look only at each `part[1]`-th file, from `part[0]` on.
     """
-    if not paths:
-        raise ConfigError("no path was given; give a file, a folder of shards or some .npy files")
-    if len(paths) == 1:
-        return open_path(Path(paths[0]), columns=columns, part=part)
-    odd = [path for path in paths if Path(path).suffix != ".npy"]
-    if odd or columns is not None:
+    if named.join == "rows":
+        return _open_rows(named.paths, named.names)
+    if named.join == "columns":
+        return _open_columns(named)
+    return open_path(named.paths[0], columns=named.names, part=part)
+
+
+def name_columns(call: str, paths: Sequence[str | Path]) -> Named:
+    """Several files as columns, where they cannot be meant as parts of the rows.
+
+    Raises:
+        ConfigError: they differ in length, or have samples of one kind: they may well be parts.
+    """
+    arrays = [_open_array(Path(path)) for path in paths]
+    lengths = [len(array) for array in arrays]
+    kinds = {(str(array.dtype), tuple(array.shape[1:])) for array in arrays}
+    if len(set(lengths)) > 1:
+        what = f"have {lengths} rows, so they are no columns of one data set"
+        raise ConfigError(_both_spellings(call, paths, what))
+    if len(kinds) == 1:
+        dtype, shape = next(iter(kinds))
+        what = f"hold samples of one kind ({dtype}, {shape}), so they may be parts or columns"
+        raise ConfigError(_both_spellings(call, paths, what))
+    return Named(tuple(map(Path, paths)), "columns")
+
+
+def _open_rows(paths: Sequence[Path], names: Sequence[str] | None) -> Source:
+    return RowParts(paths, partial(open_path, columns=names))
+
+
+def _open_columns(named: Named) -> Source:
+    arrays = [_open_array(path) for path in named.paths]
+    lengths = {str(path): len(array) for path, array in zip(named.paths, arrays, strict=True)}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{path} has {length}" for path, length in lengths.items())
         raise ConfigError(
-            f"several paths must be .npy files, one a column, without columns=; {odd or columns} "
-            "cannot be put beside others: open one path"
+            f"columns= have different numbers of rows: {told}; files whose rows follow each other "
+            "are rows=[...]"
         )
-    return ArraySource(tuple(open_npy(Path(path)) for path in paths))
+    if named.names is None:
+        return ArraySource(tuple(arrays))
+    return ArraySource(dict(zip(named.names, arrays, strict=True)))
+
+
+def _open_array(path: Path) -> Any:
+    """A file that holds one array."""
+    array: Any = None
+    if path.suffix == ".npy":
+        array = open_npy(path)
+    elif path.suffix in PT:
+        array = open_pt(path)
+    if isinstance(array, dict | tuple) or array is None:
+        raise ConfigError(
+            f"{path}: columns= takes files with one array each, .npy or .pt; of a file that holds "
+            "several, pass the path, and columns= with their names"
+        )
+    if not array.shape:
+        raise ConfigError(f"{path} has one number, and no axis of samples")
+    return array
 
 
 def open_path(
@@ -114,17 +218,42 @@ def open_path(
     if path.suffix in _CONTAINERS:
         return _CONTAINERS[path.suffix](path, columns)
     if path.is_dir():
-        return Shards(path, columns=columns, part=part)
+        parts = find_parts(path)
+        if not parts:
+            raise DataError(_no_shards(path))
+        return _open_rows(parts, columns)
     if path.name == MANIFEST:
         return Shards(path.parent, columns=columns, part=part)
     if path.suffix == ".npz":
         return ArraySource(_pick(path, open_npz(path), columns))
-    if path.suffix == ".npy":
+    if path.suffix == ".npy" or path.suffix in PT:
+        content = open_npy(path) if path.suffix == ".npy" else open_pt(path)
+        if isinstance(content, dict):
+            return ArraySource(_pick(path, content, columns))
         if columns is not None:
-            raise ConfigError(f"{path} is one array; leave columns= out")
-        return ArraySource(open_npy(path))
-    known = ".npy, .npz, " + ", ".join(_CONTAINERS)
+            held = "a tuple of tensors" if isinstance(content, tuple) else "one array"
+            raise ConfigError(f"{path} is {held}; leave columns= out")
+        return ArraySource(content)
+    known = ", ".join([".npy, .npz", *PT, *_CONTAINERS])
     raise ConfigError(f"{path}: what {path.suffix!r} files hold is unknown; known are {known}")
+
+
+def _no_shards(folder: Path) -> str:
+    """Why a folder is no data set, with what to do about what is in it."""
+    told = f"{folder / MANIFEST} is missing"
+    arrays = sorted(path for path in folder.iterdir() if path.suffix == ".npy")
+    if not arrays:
+        return (
+            f"{told}, and the folder has no .npz or .pt files: it is no data set; write one with "
+            "`hpctrain data shard FILE --to FOLDER`"
+        )
+    listed = ", ".join(repr(str(path)) for path in arrays[:2])
+    listed += ", ..." if len(arrays) > 2 else ""
+    return (
+        f"{told}: shards that were not written to the end are written again by `hpctrain data "
+        f"shard`; of single .npy files say how they belong together: rows=[{listed}] or "
+        f"columns=[{listed}]"
+    )
 
 
 def _pick(path: Path, arrays: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from hpctrain.data.storage.manifest import (
 from hpctrain.data.storage.numpy_files import open_npy
 from hpctrain.errors import ConfigError, DataError
 
-__all__ = ["Shards", "check_file", "check_shard"]
+__all__ = ["Shards", "check_file", "check_shard", "most_mapped"]
 
 _MOST_NAMED = 5
 _MOST_MAPPED = 1024
@@ -105,14 +105,14 @@ class Shards:
         if key in self._maps:
             self._maps.move_to_end(key)
             return self._maps[key]
-        while len(self._maps) >= _most_mapped():
+        while len(self._maps) >= most_mapped():
             self._maps.popitem(last=False)
         path = self.folder / self.manifest.shards[shard].files[column].name
         self._maps[key] = open_npy(path)
         return self._maps[key]
 
 
-def _most_mapped() -> int:
+def most_mapped() -> int:
     """How many files may be mapped: a part of what the process may open, for others open some too.
 
     Asked each time: the limit is the process's, and a worker's may be another.

@@ -52,10 +52,16 @@ class Data(Section):
         default_factory=dict, metadata=table("Keyword arguments of both functions.")
     )
     files: tuple[str, ...] = key(
-        "Files of training data instead of a function; relative to the configuration file.",
+        "Files of training data instead of a function, or a folder of shards, `.npz` or `.pt` "
+        "files; relative to the configuration file.",
         default=(),
     )
     evaluation_files: tuple[str, ...] = key("Files of the data to evaluate on.", default=())
+    join: Literal["rows", "columns"] | None = key(
+        "How several files belong together: their rows follow each other, or each is one column "
+        "(inputs first, then what is wanted).",
+        default=None,
+    )
     columns: tuple[str, ...] = key(
         "Which arrays of a file, in the order of the batch: inputs first, then what is wanted.",
         default=(),
@@ -69,6 +75,27 @@ class Data(Section):
     shuffle: bool | Literal["keyed", "numpy", "local"] = key(
         "A new global order in every epoch; `local` shuffles scattered shares within each rank.",
         default=True,
+    )
+    sample_weights: str | None = key(
+        "One number for each sample, by which epochs draw samples with replacement: a `.npy` "
+        "file, or MODULE:FUNCTION of the training data that returns them.",
+        default=None,
+    )
+    num_draws: int | None = key(
+        "Draws in an epoch; left out, as many as there are samples.", default=None, low=1
+    )
+    lengths: str | None = key(
+        "One whole number for each sample, to make batches of similar lengths: a `.npy` file, or "
+        "MODULE:FUNCTION of the training data that returns them.",
+        default=None,
+    )
+    bucket_batches: int | None = key(
+        "Batches whose samples are sorted by length together; left out, 100.", default=None, low=1
+    )
+    split: Literal["already", "same"] | None = key(
+        "Of streams: `already` where each rank's stream is its own part, `same` where all ranks "
+        "have one stream that is not compared; left out, one stream that is compared.",
+        default=None,
     )
     drop_last: bool = key("Leave out a last batch that is not full.", default=False)
     even_last: bool = key(
@@ -85,16 +112,33 @@ class Data(Section):
         if self.evaluation and self.evaluation_files:
             yield "data.evaluation and data.evaluation_files are both given; leave one out"
         by_file = bool(self.files or self.evaluation_files)
-        if not by_file and (self.columns or self.access != "files"):
-            yield "data.columns and data.access belong to data.files; leave them out"
+        if not by_file and (self.columns or self.access != "files" or self.join is not None):
+            yield "data.columns, data.join and data.access belong to data.files; leave them out"
+        for name in ("files", "evaluation_files"):
+            if len(getattr(self, name)) > 1 and self.join is None:
+                yield (
+                    f'data.{name} names several files; add join = "rows" where their rows follow '
+                    'each other, or join = "columns" where row i of each belongs to sample i'
+                )
+        if self.join == "columns" and self.columns:
+            yield (
+                'data.columns chooses arrays of a file, and data.join="columns" makes each file '
+                "one; leave one of them out"
+            )
         by_function = self.build is not None or self.evaluation is not None
         if self.args and not by_function:
             yield "data.args belongs to data.build; leave it out"
-        if self.columns and self.access == "share":
-            yield (
-                'data.columns does not go with data.access="share", which takes whole files; use '
-                '"files" or "scatter"'
-            )
+        if self.sample_weights and self.lengths:
+            yield "data.sample_weights and data.lengths both choose the samples; leave one out"
+        chosen = "lengths" if self.lengths else "sample_weights"
+        if (self.lengths or self.sample_weights) and self.shuffle is not True:
+            yield f"data.{chosen} says the order; leave data.shuffle out"
+        if (self.lengths or self.sample_weights) and self.files and self.access == "scatter":
+            yield f'data.{chosen} needs random access; use data.access="files" or "share"'
+        if self.num_draws is not None and not self.sample_weights:
+            yield "data.num_draws belongs to data.sample_weights; leave it out"
+        if self.bucket_batches is not None and not self.lengths:
+            yield "data.bucket_batches belongs to data.lengths; leave it out"
         if self.shuffle == "local" and self.files and self.access != "scatter":
             yield 'data.shuffle="local" belongs to data.access="scatter"'
 
