@@ -56,6 +56,7 @@ def distribute(
     scaling: LossScaling | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    averages_statistics: bool = False,
 ) -> Replica:
     """Collective: train a model on all ranks as one; every rank passes the same arguments.
 
@@ -86,6 +87,8 @@ def distribute(
         clip_norm: Limit of the norm of all gradients together, over all ranks.
         clip_value: Limit of the size of each element of the gradients. A parameter group with
             `clip=False` is left out of both.
+        averages_statistics: Whether the caller averages the running statistics of BatchNorm itself
+            before they are used (`average_batchnorm`), and need not be told to.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
@@ -187,8 +190,9 @@ def distribute(
     mode = lay_out(True)
     make_equal_state(world, link, model, optimizer)
     world.streams.bind_own()
-    for what, text in own_statistics(model, link.size) if world.rank == 0 else ():
-        log.notice(f"{what}: {text}")
+    if world.rank == 0 and not averages_statistics:
+        for what, text in own_statistics(model, link.size):
+            log.notice(f"{what}: {text}")
     timed = asked is not None and world.bench.take_replica()
     kind = TimedReplica if timed else ObservedReplica if world.observers else Replica
     replica = kind(
@@ -203,6 +207,7 @@ def distribute(
         rebuild=lay_out,
         release=(lambda: None) if given else connection.close,
     )
+    replica.averages_statistics = averages_statistics
     world.at_exit(_let_go(weakref.ref(replica)))
     if isinstance(replica, TimedReplica) and asked is not None:
         replica.attend(asked)

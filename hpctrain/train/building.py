@@ -123,7 +123,10 @@ def build_schedule(
     if chosen.name == "none":
         return None
     if chosen.name != "recipe":
-        return call(find_schedule(chosen.name), chosen.args, "schedule.args", optimizer)
+        arguments = dict(chosen.args)
+        if chosen.is_plateau:
+            arguments["mode"] = config.plateau_metric.partition(":")[0]
+        return call(find_schedule(chosen.name), arguments, "schedule.args", optimizer)
     if num_steps is None:
         raise ConfigError(
             'schedule.name="recipe" must know the number of steps, and a stream does not say it; '

@@ -219,8 +219,9 @@ def values_of(key):
             low = key.above if key.above is not None else key.low
             return st.floats(
                 low,
-                key.high,
+                key.high if key.below is None else key.below,
                 exclude_min=key.above is not None,
+                exclude_max=key.below is not None,
                 allow_nan=False,
                 allow_infinity=False,
             )

@@ -128,10 +128,29 @@ class Logging(Section):
     tensorboard: bool = key(
         "Also write TensorBoard events (needs the package tensorboard).", default=False
     )
+    csv: bool = key("Also write metrics.csv, one row a line of metrics.", default=False)
+    wandb: Literal["off", "offline", "online"] = key(
+        "Also log to Weights & Biases (needs the package wandb): into the run directory, for "
+        "`wandb sync`, or to the server while it runs.",
+        default="off",
+    )
+    wandb_project: str = key("Its project.", default="hpctrain")
     display: Literal["auto", "live", "plain", "off"] = key(
         "What rank 0 shows: `auto` is live on a terminal and plain lines in a batch log.",
         default="auto",
     )
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """Packages that are needed, by the key that asks for them."""
+        needed = {"logging.tensorboard=true": "tensorboard"} if self.tensorboard else {}
+        wandb = {f'logging.wandb="{self.wandb}"': "wandb"} if self.wandb != "off" else {}
+        return needed | wandb
+
+    def conflicts(self) -> Iterator[str]:
+        """Options of Weights & Biases where it is used."""
+        if self.wandb == "off" and self.wandb_project != "hpctrain":
+            yield 'logging.wandb_project belongs to logging.wandb="offline" or "online"'
 
 
 def _check_signal(name: str) -> bool:
