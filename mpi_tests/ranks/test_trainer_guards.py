@@ -71,9 +71,9 @@ def test_what_is_wrong_is_refused(world, engines, shared):
         ),
         ("no replica 'net'", {"loss": mse_loss, "schedules": {"net": schedule}}),
     ):
+        several = options.pop("several", False)
+        models = {"a": replica, "b": replica} if several else replica
         with pytest.raises(hpc.ConfigError, match=told):
-            several = options.pop("several", False)
-            models = {"a": replica, "b": replica} if several else replica
             hpc.Trainer(world, models, loader, **options)
     with pytest.raises(hpc.ConfigError, match=r"no train\.loss, and the model returned a tensor"):
         hpc.Trainer(world, replica, hpc.Loader(world, (data()[0],), global_batch=12),
