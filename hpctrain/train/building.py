@@ -29,6 +29,7 @@ __all__ = [
     "build_models",
     "build_optimizer",
     "build_schedule",
+    "compile_model",
     "find_functions",
     "wants_world",
 ]
@@ -58,6 +59,21 @@ def build_models(config: Config) -> dict[str, torch.nn.Module]:
             "train.step, which says how they are trained"
         )
     return models
+
+
+def compile_model(model: torch.nn.Module, *, mode: str, backend: str) -> None:
+    """Let torch compile what the model does when it is called; its state keeps its names.
+
+    As `model.compile()`, which leaves modules of torch itself (a Sequential) uncompiled: a frame of
+    torch's own is none that torch captures, so the one that calls it is captured here.
+    """
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return model._call_impl(*arguments, **named)
+
+    chosen = None if mode == "default" else mode
+    compiled: Any = torch.compile(call, mode=chosen, backend=backend)
+    model._compiled_call_impl = compiled
 
 
 def build_optimizer(

@@ -22,6 +22,7 @@ from hpctrain.train.building import (
     build_models,
     build_optimizer,
     build_schedule,
+    compile_model,
     find_functions,
 )
 from hpctrain.train.config import Config, load_config, to_toml
@@ -230,8 +231,9 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
         if config.model.sync_batchnorm:
             sync_batchnorm(connection.engine, model)
         if config.model.compile:
-            # In place: names of parameters stay those of the plain model.
-            model.compile(mode=_compile_mode(config), backend=config.model.compile_backend)
+            compile_model(
+                model, mode=config.model.compile_mode, backend=config.model.compile_backend
+            )
         optimizer = _together(
             world,
             lambda model=model: build_optimizer(config, model, prefers_fused=prefers_fused),
@@ -255,10 +257,6 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
         )
         replicas[name].reason = connection.reason
     return replicas
-
-
-def _compile_mode(config: Config) -> str | None:
-    return None if config.model.compile_mode == "default" else config.model.compile_mode
 
 
 def _averages(config: Config, replicas: dict[str, Replica]) -> dict[str, EMA]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from hpctrain import log
 from hpctrain.train.config import Logging
 from hpctrain.train.directory import RunDirectory, replace_file
 
@@ -169,9 +170,10 @@ class WandbLog:
             name=self._directory.path.resolve().name,
             dir=str(self._directory.path),
             mode="online" if self._mode == "online" else "offline",
-            resume="allow" if self._mode == "online" else None,
+            resume="allow",
             config=tomllib.loads(self._config or ""),
-            settings=wandb.Settings(console="off"),  # what ranks print is in logs/
+            # What ranks print is in logs/, and what wandb says of itself is in its own.
+            settings=wandb.Settings(console="off", silent=self._mode == "offline"),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -184,8 +186,15 @@ class WandbLog:
 
     def close(self, *, failed: bool) -> None:
         """Finish this job's part."""
-        if self._run is not None:
-            self._run.finish(exit_code=int(failed))
+        if self._run is None:
+            return
+        self._run.finish(exit_code=int(failed))
+        self._run = None
+        if self._mode == "offline":
+            log.notice(
+                f"Weights & Biases: `wandb sync {self._directory.path / 'wandb'}/offline-run-*` "
+                "uploads this run"
+            )
 
 
 def _scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import os
 import signal
+import struct
 from pathlib import Path
 
 import pytest
@@ -167,49 +169,93 @@ def test_norms_before_clipping_are_logged_whatever_else_is_done(world, engines, 
     replica.close()
 
 
-def test_a_csv_file_goes_on_where_the_run_does(world, engines, shared):
-    def trained(stop_at=None):
-        replica, loader, _ = make(world, engines)
-        trainer = hpc.Trainer(
-            world, replica, loader, loss=mse_loss, epochs=2, evaluation=held_out(world),
-            directory=shared / "run", checkpoint=dataclasses.replace(SAVED, every_steps=3),
-            logging=Logging(display="off", every_steps=1, csv=True),
-        )  # fmt: skip
-        if stop_at is not None:
+def logged(world, engines, folder, loggers, *, fails_at=None):
+    """Two epochs of four steps, with a checkpoint every three steps."""
+    replica, loader, _ = make(world, engines)
+    trainer = hpc.Trainer(
+        world, replica, loader, loss=mse_loss, epochs=2, evaluation=held_out(world),
+        directory=folder / "run", checkpoint=Checkpoint(every_s=None, every_steps=3),
+        logging=Logging(display="off", every_steps=1, **loggers),
+    )  # fmt: skip
 
-            def fail(_, facts):
-                if facts["step"] == stop_at:
-                    raise OSError("out of luck")
+    def fail(_, facts):
+        if facts["step"] == fails_at:
+            raise OSError("out of luck")
 
-            trainer.on("step", fail)
-            with pytest.raises(OSError, match="luck"):
-                trainer.fit()
-        else:
+    trainer.on("step", fail)
+    if fails_at is None:
+        trainer.fit()
+    else:
+        with pytest.raises(OSError, match="luck"):
             trainer.fit()
-        replica.close()
+    replica.close()
 
-    trained(stop_at=5)  # the last checkpoint is that of step 3
+
+EPOCHS = [("step", 1), ("step", 2), ("step", 3), ("step", 4), ("eval", 4), ("epoch", 4),
+          ("step", 5), ("step", 6), ("step", 7), ("step", 8), ("eval", 8),
+          ("epoch", 8)]  # fmt: skip
+
+
+def test_a_csv_file_goes_on_where_the_run_does(world, engines, shared):
+    def rows():
+        with (shared / "run" / "metrics.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    logged(world, engines, shared, {"csv": True}, fails_at=5)  # the last checkpoint is of step 3
     if world.rank == 0:
-        assert [row["step"] for row in rows_of(shared)] == ["1", "2", "3", "4", "4", "4"]
+        assert [(row["kind"], int(row["step"])) for row in rows()] == EPOCHS[:6]
     world.comm.Barrier()
-    trained()
+    logged(world, engines, shared, {"csv": True})
     if world.rank == 0:
-        rows = rows_of(shared)
-        assert [(row["kind"], int(row["step"])) for row in rows] == [
-            ("step", 1), ("step", 2), ("step", 3), ("step", 4), ("eval", 4), ("epoch", 4),
-            ("step", 5), ("step", 6), ("step", 7), ("step", 8), ("eval", 8), ("epoch", 8),
-        ]  # fmt: skip
+        assert [(row["kind"], int(row["step"])) for row in rows()] == EPOCHS
         lines = [x for x in read_lines(shared / "run" / "metrics.jsonl") if x["kind"] != "event"]
-        assert [row["seq"] for row in rows] == [str(line["seq"]) for line in lines]
-        assert [float(row["loss"]) for row in rows if row["kind"] == "step"] == [
-            line["loss"] for line in lines if line["kind"] == "step"
-        ]
-        assert rows[0]["best"] == ""
+        assert [row["seq"] for row in rows()] == [str(line["seq"]) for line in lines]
+        losses = [line["loss"] for line in lines if line["kind"] == "step"]
+        assert [float(row["loss"]) for row in rows() if row["kind"] == "step"] == losses
+        assert rows()[0]["best"] == ""
 
 
-def rows_of(folder):
-    with (folder / "run" / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+def records_of(path):
+    """The records of a file of wandb: a log of LevelDB's form, in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2 as proto
+
+    content, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<4xHB", content[at : at + 7])
+        piece, at = content[at + 7 : at + 7 + length], at + 7 + length
+        whole = piece if kind in (1, 2) else whole + piece
+        if kind in (1, 4):
+            record = proto.Record()
+            record.ParseFromString(whole)
+            yield record
+
+
+def test_weights_and_biases_get_every_step_once(world, engines, shared):
+    wandb = pytest.importorskip("wandb")
+    logged(world, engines, shared, {"wandb": "offline"}, fails_at=5)
+    logged(world, engines, shared, {"wandb": "offline"})
+    wandb.teardown()  # its process, which it leaves running for further runs
+    os.environ.pop("WANDB_SERVICE", None)
+    if world.rank == 0:
+        folder = shared / "run" / "wandb"
+        jobs = sorted(folder.glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+        assert len(jobs) == 2
+        assert len({path.stem for path in jobs}) == 1  # one run, with one id
+        seen = []
+        for path in jobs:
+            for record in records_of(path):
+                items = record.history.item
+                row = {(item.key or "/".join(item.nested_key)): item.value_json for item in items}
+                if row:
+                    kind = "eval" if "evaluation/loss" in row else "step"
+                    seen.append((kind, int(row["step"])))
+                    assert math.isfinite(float(row["train/grad_norm" if kind == "step" else
+                                                   "evaluation/loss"]))  # fmt: skip
+        assert seen == [place for place in EPOCHS if place[0] != "epoch"]
 
 
 # Averages
