@@ -23,7 +23,7 @@ def check_arguments(
     belonging: Collection[str],
     saves: bool,
     has_directory: bool,
-    packages: Mapping[str, str],
+    loggers: Mapping[str, str | None],
     num_batches: int | None,
 ) -> None:
     """Refuse what cannot be trained, with what to do.
@@ -40,7 +40,7 @@ def check_arguments(
         belonging: The replicas that schedules and averages are given for.
         saves: Whether checkpoints are made.
         has_directory: Whether there is a run directory.
-        packages: What loggers need beyond torch, by the key that asks for it.
+        loggers: What is written besides metrics.jsonl, by its key, and the package it needs.
         num_batches: Of an epoch; None for a stream.
 
     Raises:
@@ -78,8 +78,10 @@ def check_arguments(
             raise ConfigError(
                 f"there is no replica {name!r} for a schedule or an average; there are {known}"
             )
-    for key, package in packages.items():
-        if importlib.util.find_spec(package) is None:
+    for key, package in loggers.items():
+        if not has_directory:
+            raise ConfigError(f"{key} needs a directory to write to")
+        if package is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"{key} needs the package {package}; install it by `pip install "
                 f"hpctrain[{package}]`, or leave it out"

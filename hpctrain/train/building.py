@@ -67,13 +67,13 @@ def compile_model(model: torch.nn.Module, *, mode: str, backend: str) -> None:
     As `model.compile()`, which leaves modules of torch itself (a Sequential) uncompiled: a frame of
     torch's own is none that torch captures, so the one that calls it is captured here.
     """
+    module: Any = model  # what follows is torch's own, and untyped
 
     def call(*arguments: Any, **named: Any) -> Any:
-        return model._call_impl(*arguments, **named)
+        return module._call_impl(*arguments, **named)
 
     chosen = None if mode == "default" else mode
-    compiled: Any = torch.compile(call, mode=chosen, backend=backend)
-    model._compiled_call_impl = compiled
+    module._compiled_call_impl = torch.compile(call, mode=chosen, backend=backend)
 
 
 def build_optimizer(

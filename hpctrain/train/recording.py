@@ -21,9 +21,7 @@ from hpctrain.world import World, agree
 __all__ = ["Recorder", "open_directory"]
 
 
-def open_directory(
-    world: World, path: Path | None, *, config: str | None = None
-) -> tuple[RunDirectory | None, Lock | None]:
+def open_directory(world: World, path: Path | None) -> tuple[RunDirectory | None, Lock | None]:
     """Collective: make the run directory and lock it, on rank 0; `path` must match.
 
     Raises:
@@ -36,9 +34,6 @@ def open_directory(
         try:
             directory.make()
             lock = Lock(path, job_id=world.launch.job_id)
-            directory.write_environment(describe_environment(world))
-            if config is not None:
-                directory.write_config(config)
         except (ConfigError, OSError) as error:
             trouble = str(error)
     agree(world.comm, trouble, error=ConfigError)
@@ -54,7 +49,7 @@ class Recorder:
         options: What is written and shown.
         progress: How far the run is.
         goal: How many steps and epochs there will be, where that is known.
-        config: The configuration as TOML, for loggers that show it.
+        config: The configuration as TOML, kept in the directory.
     """
 
     def __init__(
@@ -79,6 +74,8 @@ class Recorder:
         self._writes = writes
         self._goal = goal
         self._display: Display = make_display(world, options.display)
+        self._config = config
+        self.is_open = False
         self._loggers: list[Logger] = []
         if directory is not None and writes:
             self._loggers = make_loggers(directory, options, config)
@@ -86,19 +83,26 @@ class Recorder:
     def open(self) -> None:
         """Collective: begin to write after what was restored; what comes again replaces the rest.
 
+        Until here everything in the directory is as an earlier job has left it.
+
         Raises:
             ConfigError: on all ranks; a logger cannot begin.
         """
         trouble = None
         try:
+            if self.directory is not None and self._writes:
+                self.directory.write_environment(describe_environment(self._world))
+                if self._config is not None:
+                    self.directory.write_config(self._config)
             kept, last_seq = self.journal.open()
             measured = [line for line in kept if line["kind"] != "event"]
             for logger in self._loggers:
                 logger.open(measured, last_seq=last_seq)
         except Exception as error:  # of packages that have their own
-            trouble = f"metrics cannot be written: {type(error).__name__}: {error}"
+            trouble = f"the run cannot be recorded: {type(error).__name__}: {error}"
         agree(self._world.comm, trouble, error=ConfigError)
         self.earlier_s = self._world.comm.bcast(self.journal.earlier_s, root=0)
+        self.is_open = True
 
     def step(self, figures: Figures, steps: Mapping[str, float], *, left_s: float | None) -> None:
         """The figures of an interval that ended with this step, and this step's own."""

@@ -155,7 +155,7 @@ class Trainer:
             belonging=(*self.schedules, *self.epoch_schedules, *self.emas),
             saves=checkpoint is not None,
             has_directory=directory is not None,
-            packages=self._logging.packages,
+            loggers=self._logging.loggers,
             num_batches=count_batches(loader),
         )
         self._guard = Guard(world, self.replicas.values(), self._faults)
@@ -248,7 +248,7 @@ class Trainer:
             SystemExit: with code 75 on all ranks, saved, after a signal or at the end of the time.
         """
         with self.refusing():
-            directory, lock = open_directory(self.world, self._directory, config=self._config)
+            directory, lock = open_directory(self.world, self._directory)
         recorder = self._recorder = Recorder(
             self.world,
             directory,
@@ -278,7 +278,8 @@ class Trainer:
             raise
         finally:
             summary = self._summary(state, failure)
-            recorder.summarise(summary, anyone=failure is not None)
+            if recorder.is_open or not self.is_refused:  # what is refused leaves an old run alone
+                recorder.summarise(summary, anyone=failure is not None)
             recorder.close(summary)
             if lock is not None:
                 lock.release()

@@ -81,6 +81,9 @@ def test_another_model_is_refused_with_a_message_alone(folder):
     assert "Traceback" not in other.text
     assert other.text.count("0.weight is 128x64 in it and 64x64 here") == 1
     assert "--fresh puts the old run aside" in other.text
+    directory = folder / "runs" / "other"
+    assert "hidden = 128" in (directory / "config.toml").read_text()  # the old run is untouched
+    assert json.loads((directory / "summary.json").read_text())["state"] == "finished"
     again = run(*HPCTRAIN, "train", *words, cwd=folder, timeout_s=120)
     assert again.code == 0, again.text
 

@@ -158,3 +158,27 @@ def test_a_compiled_model_trains_the_same_and_keeps_its_names(world, folder):
     for ours, theirs in zip(compiled, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert told["metrics"]["loss"] == pytest.approx(summary["metrics"]["loss"], rel=1e-4)
+
+
+def test_named_batches_and_a_model_with_its_own_loss_need_no_further_key(world, folder):
+    text = EVALUATED.replace("trainer_kit:line", "test_trainer_results:own_loss")
+    text = text.replace("trainer_kit:shared_data", "test_trainer_results:named_data")
+    text = text.replace('loss = "mse_loss"', 'metrics = ["mse", "mae"]')
+    weights, summary, _ = train(world, text, folder, "train.epochs=4")
+    assert summary["metrics"]["mse"] == pytest.approx(summary["metrics"]["loss"], rel=1e-5)
+    by_name, told, _ = train(world, text, folder, "train.epochs=4", "train.loss=mse_loss")
+    assert same(weights, by_name)  # a loss by name looks at the logits
+    assert told["metrics"] == summary["metrics"]
+    with pytest.raises(hpc.ConfigError, match=r"forward takes .*features"):
+        train(world, text, folder, "model.build=mpi_tests.ranks.test_train_entry:wrong_names")
+
+
+def wrong_names():
+    """For configurations: a model whose forward has other names than the data."""
+    from mpi_tests.ranks.test_trainer_results import Output, OwnLoss
+
+    class Renamed(OwnLoss):
+        def forward(self, features, labels=None):
+            return super().forward(features, torch.ones(len(features)), labels)
+
+    return Renamed(Output)

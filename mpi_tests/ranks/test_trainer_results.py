@@ -329,6 +329,11 @@ class OwnLoss(torch.nn.Module):
         return self.returns(loss=loss, logits=logits)
 
 
+def own_loss():
+    """For configurations."""
+    return OwnLoss(Output)
+
+
 def named_data(num=40):
     x, y = data(num)
     return {"labels": y, "scale": torch.linspace(0.5, 1.5, num), "features": x}

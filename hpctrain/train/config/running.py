@@ -141,11 +141,14 @@ class Logging(Section):
     )
 
     @property
-    def packages(self) -> dict[str, str]:
-        """Packages that are needed, by the key that asks for them."""
-        needed = {"logging.tensorboard=true": "tensorboard"} if self.tensorboard else {}
-        wandb = {f'logging.wandb="{self.wandb}"': "wandb"} if self.wandb != "off" else {}
-        return needed | wandb
+    def loggers(self) -> dict[str, str | None]:
+        """What is written besides metrics.jsonl, by its key, and the package that it needs."""
+        asked = {
+            "logging.csv=true": (self.csv, None),
+            "logging.tensorboard=true": (self.tensorboard, "tensorboard"),
+            f'logging.wandb="{self.wandb}"': (self.wandb != "off", "wandb"),
+        }
+        return {key: package for key, (wanted, package) in asked.items() if wanted}
 
     def conflicts(self) -> Iterator[str]:
         """Options of Weights & Biases where it is used."""
