@@ -258,6 +258,19 @@ def test_weights_and_biases_get_every_step_once(world, engines, shared):
         assert seen == [place for place in EPOCHS if place[0] != "epoch"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_every_step_once(world, engines, shared):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logged(world, engines, shared, {"tensorboard": True}, fails_at=5)
+    logged(world, engines, shared, {"tensorboard": True})
+    if world.rank == 0:
+        seen = events.EventAccumulator(str(shared / "run" / "tensorboard"))
+        seen.Reload()
+        for name in ("loss", "lr", "grad_norm"):
+            assert [event.step for event in seen.Scalars(f"train/{name}")] == list(range(1, 9))
+        assert [event.step for event in seen.Scalars("evaluation/loss")] == [4, 8]
+
+
 # Averages
 
 
