@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.catalog import Entry, list_checkpoints
     from hpctrain.checkpoint.comparing import differences
     from hpctrain.checkpoint.exporting import export, import_torch
+    from hpctrain.checkpoint.finding import find_checkpoint, load_weights
     from hpctrain.checkpoint.retention import Keep
     from hpctrain.checkpoint.store import Loaded, Store
     from hpctrain.checkpoint.verifying import verify
@@ -25,8 +26,10 @@ __all__ = [
     "Store",
     "differences",
     "export",
+    "find_checkpoint",
     "import_torch",
     "list_checkpoints",
+    "load_weights",
     "read_checkpoint",
     "verify",
     "write_checkpoint",
@@ -39,8 +42,10 @@ _HOME = {
     "Store": "store",
     "differences": "comparing",
     "export": "exporting",
+    "find_checkpoint": "finding",
     "import_torch": "exporting",
     "list_checkpoints": "catalog",
+    "load_weights": "finding",
     "read_checkpoint": "alone",
     "verify": "verifying",
     "write_checkpoint": "alone",

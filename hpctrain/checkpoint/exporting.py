@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpctrain import log
 from hpctrain.checkpoint.alone import read_checkpoint
+from hpctrain.checkpoint.finding import average_name, weights_in
 from hpctrain.errors import CheckpointError, ConfigError
 
 __all__ = ["export", "import_torch"]
@@ -21,7 +22,7 @@ __all__ = ["export", "import_torch"]
 _FORMS = (".safetensors", ".pt", ".pth")
 
 
-def export(path: Path, to: Path, *, key: str | None = "model") -> int:
+def export(path: Path, to: Path, *, key: str | None = "model", ema: bool = False) -> int:
     """Write the state of a checkpoint as one file; the ending of its name says which kind.
 
     Args:
@@ -29,6 +30,7 @@ def export(path: Path, to: Path, *, key: str | None = "model") -> int:
         to: A `.safetensors` file, which holds tensors and nothing else, or a `.pt` file, which
             `torch.load(weights_only=True)` reads: arrays of numpy become tensors there.
         key: What of the state, with slashes to go deeper; None: everything.
+        ema: The averaged weights of the model that `key` names, instead of the last ones.
 
     Returns:
         How many tensors are in it.
@@ -40,6 +42,10 @@ def export(path: Path, to: Path, *, key: str | None = "model") -> int:
     if to.suffix not in _FORMS:
         raise ConfigError(f"{to} must end in {', '.join(_FORMS)}: the ending says what is written")
     state = read_checkpoint(path)
+    if not ema and key is not None and average_name(key) in state:
+        log.notice(f"{path.name} has averaged weights, too: --ema, in Python ema=True, writes them")
+    if ema:
+        state, key = weights_in(state, path, ema=True, key=key or "model"), None
     for word in key.split("/") if key else ():
         if not isinstance(state, dict) or word not in state:
             there = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__

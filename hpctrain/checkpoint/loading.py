@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def load(
         CheckpointError: on all ranks: the one that was asked for is not valid, or none of those
             that are there is.
     """
-    refused: list[str] = []
+    refused: list[tuple[str, str]] = []
     offers = _offers(directory, path, like, refused) if world.rank == 0 else iter(())
     while True:
         offer, trouble = None, None
@@ -78,22 +78,36 @@ def load(
             break
         loaded, trouble = _try(world, offer, timeout_s)
         if loaded is not None:
+            for each, why in refused:  # on rank 0
+                log.warn(f"checkpoint {each} is refused: {why}")
             return loaded
         if world.rank == 0:
-            _refuse(refused, offer.path, str(trouble))
+            refused.append((str(offer.path), str(trouble)))
     refused = world.comm.bcast(refused, root=0)
     if not refused:
         return None
     if path is not None:
-        raise CheckpointError(f"the checkpoint that was asked for cannot be used: {refused[0]}")
+        asked = ": ".join(refused[0])
+        raise CheckpointError(f"the checkpoint that was asked for cannot be used: {asked}")
     raise CheckpointError(
-        f"none of the checkpoints in {directory} can be used; to begin anew, move them away or "
-        "choose another directory:\n  " + "\n  ".join(refused)
+        f"none of the checkpoints in {directory} can be used:\n  {_by_reason(refused)}\nto begin "
+        "anew, move them away or choose another directory"
     )
 
 
+def _by_reason(refused: Sequence[tuple[str, str]]) -> str:
+    """Each reason once, with the checkpoints that it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for path, why in refused:
+        reasons.setdefault(why, []).append(Path(path).name)
+    return "\n  ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+
+
 def _offers(
-    directory: Path, path: Path | None, like: Mapping[str, object] | None, refused: list[str]
+    directory: Path,
+    path: Path | None,
+    like: Mapping[str, object] | None,
+    refused: list[tuple[str, str]],
 ) -> Iterator[_Offer]:
     """Rank 0's part: checkpoints that look right, the newest first."""
     if path is None:
@@ -110,12 +124,7 @@ def _offers(
                 continue
             except CheckpointError as error:
                 trouble = str(error)
-        _refuse(refused, each, str(trouble))
-
-
-def _refuse(refused: list[str], path: Path, why: str) -> None:
-    refused.append(f"{path}: {why}")
-    log.warn(f"checkpoint {path} is refused: {why}")
+        refused.append((str(each), str(trouble)))
 
 
 def _try(world: World, offer: _Offer, timeout_s: float) -> tuple[Loaded | None, str | None]:

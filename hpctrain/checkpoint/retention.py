@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["Candidate", "Keep", "choose_removals"]
+__all__ = ["Candidate", "Keep", "choose_best", "choose_removals", "read_metric"]
 
 _DIRECTIONS = ("min", "max")
 
@@ -33,11 +33,7 @@ class Keep:
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigError(f"{name}={number!r} must be a whole number of at least 1")
         if self.best is not None:
-            direction, _, metric = self.best.partition(":")
-            if direction not in _DIRECTIONS or not metric:
-                raise ConfigError(
-                    f"best={self.best!r} must be min:METRIC or max:METRIC, such as min:loss"
-                )
+            read_metric(self.best)
         if self.every_hours is not None and not 0 < self.every_hours < math.inf:
             raise ConfigError(f"every_hours={self.every_hours!r} must be a number above 0")
 
@@ -72,17 +68,33 @@ def choose_removals(candidates: Sequence[Candidate], keep: Keep) -> list[int]:
     return [candidate.number for candidate in ordered if candidate.number not in stay]
 
 
-def _best(valid: Sequence[Candidate], keep: Keep) -> set[int]:
-    if keep.best is None:
-        return set()
-    direction, _, metric = keep.best.partition(":")
-    sign = 1.0 if direction == "min" else -1.0
+def read_metric(best: str) -> tuple[float, str]:
+    """What to multiply a metric by so that less is better, and its name.
+
+    Raises:
+        ConfigError: it is neither `min:METRIC` nor `max:METRIC`.
+    """
+    direction, _, metric = best.partition(":")
+    if direction not in _DIRECTIONS or not metric:
+        raise ConfigError(f"best={best!r} must be min:METRIC or max:METRIC, such as min:loss")
+    return (1.0 if direction == "min" else -1.0), metric
+
+
+def choose_best(valid: Sequence[Candidate], best: str) -> list[int]:
+    """The numbers of those that have the metric, the best first; of equals the newer."""
+    sign, metric = read_metric(best)
     measured = [
-        (sign * candidate.metrics[metric], -candidate.number)  # of equals the newer
+        (sign * candidate.metrics[metric], -candidate.number)
         for candidate in valid
         if not math.isnan(candidate.metrics.get(metric, math.nan))
     ]
-    return {-number for _, number in sorted(measured)[: keep.best_count]}
+    return [-number for _, number in sorted(measured)]
+
+
+def _best(valid: Sequence[Candidate], keep: Keep) -> set[int]:
+    if keep.best is None:
+        return set()
+    return set(choose_best(valid, keep.best)[: keep.best_count])
 
 
 def _one_every(valid: Sequence[Candidate], keep: Keep) -> set[int]:

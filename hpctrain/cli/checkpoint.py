@@ -9,20 +9,23 @@ import math
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.checkpoint.catalog import Entry, list_checkpoints
-from hpctrain.checkpoint.naming import step_of
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.catalog import Entry
+from hpctrain.checkpoint.finding import checkpoints_of, find_checkpoint
+from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]
 
+_PATH = "a run, a directory of checkpoints, or one checkpoint"
 _MORE = """\
-PATH is a directory of checkpoints or one checkpoint. Everything runs in one process, on a login
-node as well; no MPI is needed.
+PATH is a run directory, a directory of checkpoints, or one checkpoint. Everything runs in one
+process, on a login node as well; no MPI is needed.
 
 examples:
-  hpctrain checkpoint list runs/one/checkpoints
-  hpctrain checkpoint verify runs/one/checkpoints
-  hpctrain checkpoint export runs/one/checkpoints model.safetensors
+  hpctrain checkpoint list runs/one
+  hpctrain checkpoint verify runs/one
+  hpctrain checkpoint export runs/one model.safetensors
+  hpctrain checkpoint export runs/one best.safetensors --best
+  hpctrain checkpoint export runs/one best.pt --best --metric max:accuracy --ema
   hpctrain checkpoint export runs/one/checkpoints/checkpoint-000012-step-1200 all.pt --all
   hpctrain checkpoint import somebody.pt --to runs/two/checkpoints
 
@@ -37,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="action", required=True, metavar="list|verify|export|import"
     )
     listing = actions.add_parser("list", help="say which checkpoints there are")
-    listing.add_argument("path", type=Path, metavar="PATH", help="a directory of checkpoints")
+    listing.add_argument("path", type=Path, metavar="PATH", help=_PATH)
     listing.add_argument("--json", action="store_true", help="as JSON")
     verify = actions.add_parser("verify", help="read all files and compare the checksums")
-    verify.add_argument("path", type=Path, metavar="PATH", help="a directory, or one checkpoint")
+    verify.add_argument("path", type=Path, metavar="PATH", help=_PATH)
     verify.add_argument("--json", action="store_true", help="as JSON")
     export = actions.add_parser("export", help="write the model as one file for other tools")
     export.add_argument(
-        "path", type=Path, metavar="PATH", help="one checkpoint, or a directory: its newest"
+        "path", type=Path, metavar="PATH", help="one checkpoint, or a run or directory: its newest"
     )
     export.add_argument("to", type=Path, metavar="FILE", help=".safetensors, .pt or .pth")
     what = export.add_mutually_exclusive_group()
@@ -52,6 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--key", default="model", metavar="K", help="what of the state, as a/b (default: model)"
     )
     what.add_argument("--all", action="store_true", help="the whole state")
+    export.add_argument(
+        "--best", action="store_true", help="the best that is kept instead of the newest"
+    )
+    export.add_argument(
+        "--metric",
+        metavar="min:NAME",
+        help="what --best means, as min:loss or max:accuracy (default: what the run says)",
+    )
+    export.add_argument(
+        "--ema", action="store_true", help="the averaged weights instead of the last ones"
+    )
     importing = actions.add_parser("import", help="make a checkpoint of a torch file")
     importing.add_argument("file", type=Path, metavar="FILE", help="made by torch.save")
     importing.add_argument(
@@ -72,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    entries = _entries(args.path)
+    entries = checkpoints_of(args.path)
     if args.json:
         print(json.dumps([_describe(entry) for entry in entries], indent=1))
         return 0
@@ -98,7 +112,7 @@ def _list(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from hpctrain.checkpoint.verifying import verify
 
-    found = {str(entry.path): verify(entry.path) for entry in _entries(args.path)}
+    found = {str(entry.path): verify(entry.path) for entry in checkpoints_of(args.path)}
     broken = {path: texts for path, texts in found.items() if texts}
     if args.json:
         print(json.dumps({"num_checkpoints": len(found), "broken": broken}, indent=1))
@@ -113,15 +127,39 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from hpctrain.checkpoint.exporting import export
 
-    path = args.path
-    if step_of(path) is None:
-        good = [entry for entry in _entries(path) if entry.trouble is None]
-        if not good:
-            raise CheckpointError(f"{path} holds no complete checkpoint")
-        path = good[-1].path
-    count = export(path, args.to, key=None if args.all else args.key)
-    print(f"{args.to}: {count} tensors of {path}")
+    if args.metric is not None and not args.best:
+        raise ConfigError(f"--metric {args.metric} belongs to --best")
+    if args.ema and args.all:
+        raise ConfigError("--all has the averages in it; leave --ema out")
+    path = find_checkpoint(args.path, best=(args.metric or True) if args.best else False)
+    if args.best:
+        _remark_on_better(args.path, path, args.metric)
+    count = export(path, args.to, key=None if args.all else args.key, ema=args.ema)
+    what = "averaged weights, " if args.ema else ""
+    print(f"{args.to}: {what}{count} tensors of {path}{_measured(path)}")
     return 0
+
+
+def _remark_on_better(run: Path, path: Path, metric: str | None) -> None:
+    """Say that an evaluation was better than all checkpoints that are kept, where that is known."""
+    from hpctrain.train.directory import read_summary
+
+    monitor = (read_summary(run) or {}).get("monitor", {})
+    (entry,) = checkpoints_of(path)
+    found = None if entry.manifest is None else entry.manifest.metrics.get(monitor.get("name", ""))
+    other = metric is not None and metric.partition(":")[2] != monitor.get("name")
+    if found is not None and monitor["best"] not in (None, found) and not other:
+        log.notice(
+            f"the best {monitor['name']} was {monitor['best']:.6g} at step {monitor['best_step']}, "
+            "and its checkpoint is not kept: checkpoint.keep_best keeps it"
+        )
+
+
+def _measured(path: Path) -> str:
+    """What was measured of a checkpoint, in brackets; empty where that is nothing."""
+    (entry,) = checkpoints_of(path)
+    metrics = _metrics(entry)
+    return f" ({metrics})" if metrics else ""
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -132,23 +170,6 @@ def _import(args: argparse.Namespace) -> int:
     note = {"imported_from": args.file.name}
     print(write_checkpoint(args.to, state, step=args.step, note=note))
     return 0
-
-
-def _entries(path: Path) -> list[Entry]:
-    """The checkpoints of a directory, or the one that the path is."""
-    if step_of(path) is not None:
-        path = path.absolute()
-        return [entry for entry in list_checkpoints(path.parent) if entry.path == path] or _none(
-            path
-        )
-    return list_checkpoints(path) or _none(path)
-
-
-def _none(path: Path) -> list[Entry]:
-    raise CheckpointError(
-        f"{path} holds no checkpoint; give the directory that has been saved to, or one of the "
-        "checkpoint-... directories in it"
-    )
 
 
 def _describe(entry: Entry) -> dict[str, object]:

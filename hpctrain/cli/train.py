@@ -27,7 +27,8 @@ examples:
   srun hpctrain train digits.toml
 
 exit codes: 0 finished; 75 saved and to be run again (a signal, or the end of the allocation);
-2 the configuration is wrong; otherwise the code of the rank that failed
+2 refused before the first step: the configuration is wrong, or does not fit the checkpoints in the
+run directory; otherwise the code of the rank that failed
 """
 
 

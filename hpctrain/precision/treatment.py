@@ -86,6 +86,8 @@ class Treatment:
         self.clip_norm = clip_norm
         self.clip_value = clip_value
         self.scaler = None if scaling is None else Scaler(scaling, device)
+        self.measures_norm = False
+        """Whether the norm is computed also where nothing is clipped or scaled; for logs."""
         self._spread = spread
         self._one = torch.ones((), device=device)
         self._overflow: Tensor | None = None
@@ -150,14 +152,13 @@ class Treatment:
         self, gradients: Gradients, divisor: float | Tensor, groups: Sequence[dict[str, Any]]
     ) -> None:
         """Turn sums into averages, unscaled and clipped."""
-        if not self.owns_step:
-            gradients.average(divisor)
-            return
+        excluded = excluded_from_clipping(groups) if self.clips else frozenset()
         if self.scaler is None and self.clip_norm is None:
             gradients.average(divisor)
+            if self.measures_norm:
+                self._note_norm(gradients.norm_squared(excluded)[0], self._one)
             self._clamp(gradients, groups)
             return
-        excluded = excluded_from_clipping(groups) if self.clips else frozenset()
         squared = torch.stack(gradients.norm_squared(excluded)).to(self._one.device)
         if self._spread is not None:
             self._spread(squared)
@@ -173,9 +174,12 @@ class Treatment:
             clipping = factor * clip_factor(squared[0].sqrt() * factor, self.clip_norm)
         gradients.scale(clipping, excluded, factor)
         self._clamp(gradients, groups)
+        self._note_norm(squared[0], factor)
+
+    def _note_norm(self, squared: Tensor, factor: Tensor) -> None:
         self._num_exchanges += 1
         # The norm of a sum of several is not known.
-        self._norm_parts = (squared[0], factor) if self._num_exchanges == 1 else None
+        self._norm_parts = (squared, factor) if self._num_exchanges == 1 else None
 
     def _one_over(self, divisor: float | Tensor, dtype: torch.dtype) -> Tensor:
         """On the device, by as few kernels as can be: on a GPU each of them shows."""

@@ -58,6 +58,7 @@ def distribute(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     nonfinite: str = "stop",
+    averages_statistics: bool = False,
 ) -> Replica:
     """Collective: train a model on all ranks as one; every rank passes the same arguments.
 
@@ -93,6 +94,8 @@ def distribute(
         nonfinite: `stop`: a loss that is inf or NaN ends the training on all ranks before the sum
             spreads it, with the rank and the step; `ignore`: go on as torch does. `fp16` has its
             own rule: such steps are skipped.
+        averages_statistics: Whether the caller averages the running statistics of BatchNorm itself
+            before they are used (`average_batchnorm`), and need not be told to.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
@@ -202,8 +205,9 @@ def distribute(
     mode = lay_out(True)
     make_equal_state(world, link, model, trained)
     world.streams.bind_own()
-    for what, text in own_statistics(model, link.size) if world.rank == 0 else ():
-        log.notice(f"{what}: {text}")
+    if world.rank == 0 and not averages_statistics:
+        for what, text in own_statistics(model, link.size):
+            log.notice(f"{what}: {text}")
     timed = asked is not None and world.bench.take_replica()
     kind = TimedReplica if timed else ObservedReplica if world.observers else Replica
     replica = kind(
@@ -219,6 +223,7 @@ def distribute(
         release=(lambda: None) if given else connection.close,
         stops_at_nonfinite=nonfinite == "stop",
     )
+    replica.averages_statistics = averages_statistics
     world.at_exit(_let_go(weakref.ref(replica)))
     if isinstance(replica, TimedReplica) and asked is not None:
         replica.attend(asked)

@@ -70,6 +70,8 @@ class Replica:
         self.reason = reason
         self.num_steps = 0
         """Steps so far, those included that an overflow made all ranks skip."""
+        self.averages_statistics = False
+        """Whether somebody averages BatchNorm's statistics before they are used."""
         self._precision = precision
         self._treatment = precision.treatment
         self._mode = mode
@@ -668,7 +670,7 @@ class Replica:
             *self._precision.describe(),
             ("optimizer", f"{label_of(self.optimizer)}, {len(self._identity)} parameters"),
             *([("freed memory", keep_freed_memory())] if self.world.device.type == "cpu" else []),
-            *own_statistics(self.model, self.engine.size),
+            *([] if self.averages_statistics else own_statistics(self.model, self.engine.size)),
         ]
         return log.table(("replica", ""), rows)
 

@@ -52,7 +52,8 @@ class Step:
     def norm(self) -> float | None:
         """The gradients' norm, unscaled and before clipping, without groups that say `clip=False`.
 
-        None where nobody needs it: without `clip_norm` and loss scaling it is not computed.
+        None where nobody asked: without `clip_norm` and loss scaling it is computed only for the
+        lines of a trainer's log. None, too, where gradients of a step were exchanged several times.
         """
         if self.done.norm_parts is None:
             return None

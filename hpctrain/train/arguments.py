@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Sized
+from collections.abc import Collection, Mapping, Sized
 
 from hpctrain.errors import ConfigError
 
@@ -16,13 +16,14 @@ def check_arguments(
     has_step: bool,
     measured: Collection[str],
     watched: Collection[str],
+    needs_evaluation: str | None,
     epochs: int | None,
     steps: int | None,
     replicas: Collection[str],
-    scheduled: Collection[str],
+    belonging: Collection[str],
     saves: bool,
     has_directory: bool,
-    tensorboard: bool,
+    loggers: Mapping[str, str | None],
     num_batches: int | None,
 ) -> None:
     """Refuse what cannot be trained, with what to do.
@@ -31,14 +32,15 @@ def check_arguments(
         has_loss: Whether there is a loss.
         has_step: Whether there is a step function.
         measured: What evaluations measure; nothing where there are none.
-        watched: What the monitors look at in evaluations.
+        watched: What monitors and schedules look at in evaluations.
+        needs_evaluation: What steps after evaluations, in words; None where nothing does.
         epochs: How often all samples are used.
         steps: Steps of the whole training.
         replicas: Their names.
-        scheduled: Those that have a schedule.
+        belonging: The replicas that schedules and averages are given for.
         saves: Whether checkpoints are made.
         has_directory: Whether there is a run directory.
-        tensorboard: Whether events are written.
+        loggers: What is written besides metrics.jsonl, by its key, and the package it needs.
         num_batches: Of an epoch; None for a stream.
 
     Raises:
@@ -50,27 +52,40 @@ def check_arguments(
         if number is not None and number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
     refuse_no_batch(num_batches)
-    if not has_loss and (not has_step or measured):
-        raise ConfigError("Trainer needs a loss; without one, a step function and no evaluation")
+    if not has_loss and measured and len(replicas) != 1:
+        raise ConfigError(
+            f"{len(replicas)} replicas are evaluated by a loss, and none is given; give one, or "
+            "no evaluation"
+        )
     if not has_step and len(replicas) != 1:
         raise ConfigError(f"{len(replicas)} replicas need a step function to train them")
     for name in watched if measured else ():
         if name not in measured:
             raise ConfigError(
-                f"the monitor looks at {name!r}, and evaluations measure {', '.join(measured)}; "
-                "name one of these, or add the metric"
+                f"a monitor or schedule looks at {name!r}, and evaluations measure "
+                f"{', '.join(measured)}; name one of these, or add the metric"
             )
+    if needs_evaluation is not None and not measured:
+        raise ConfigError(
+            f"{needs_evaluation} steps after evaluations, and there are none; give evaluation=... "
+            "(in a file data.evaluation or data.evaluation_files)"
+        )
     if saves and not has_directory:
         raise ConfigError("checkpoint=... needs a directory to write to")
-    for name in scheduled:
+    for name in belonging:
         if name not in replicas:
             known = ", ".join(replicas)
-            raise ConfigError(f"there is no replica {name!r} for a schedule; there are {known}")
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "logging.tensorboard=true needs the package tensorboard; install it by "
-            "`pip install tensorboard`, or leave it out"
-        )
+            raise ConfigError(
+                f"there is no replica {name!r} for a schedule or an average; there are {known}"
+            )
+    for key, package in loggers.items():
+        if not has_directory:
+            raise ConfigError(f"{key} needs a directory to write to")
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{key} needs the package {package}; install it by `pip install "
+                f"hpctrain[{package}]`, or leave it out"
+            )
 
 
 def count_batches(loader: Sized) -> int | None:

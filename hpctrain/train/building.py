@@ -32,6 +32,7 @@ __all__ = [
     "build_models",
     "build_optimizer",
     "build_schedule",
+    "compile_model",
     "find_functions",
     "wants_world",
 ]
@@ -61,6 +62,21 @@ def build_models(config: Config) -> dict[str, torch.nn.Module]:
             "train.step, which says how they are trained"
         )
     return models
+
+
+def compile_model(model: torch.nn.Module, *, mode: str, backend: str) -> None:
+    """Let torch compile what the model does when it is called; its state keeps its names.
+
+    As `model.compile()`, which leaves modules of torch itself (a Sequential) uncompiled: a frame of
+    torch's own is none that torch captures, so the one that calls it is captured here.
+    """
+    module: Any = model  # what follows is torch's own, and untyped
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return module._call_impl(*arguments, **named)
+
+    chosen = None if mode == "default" else mode
+    module._compiled_call_impl = torch.compile(call, mode=chosen, backend=backend)
 
 
 def build_optimizer(
@@ -126,7 +142,10 @@ def build_schedule(
     if chosen.name == "none":
         return None
     if chosen.name != "recipe":
-        return call(find_schedule(chosen.name), chosen.args, "schedule.args", optimizer)
+        arguments = dict(chosen.args)
+        if chosen.is_plateau:
+            arguments["mode"] = config.plateau_metric.partition(":")[0]
+        return call(find_schedule(chosen.name), arguments, "schedule.args", optimizer)
     if num_steps is None:
         raise ConfigError(
             'schedule.name="recipe" must know the number of steps, and a stream does not say it; '

@@ -60,6 +60,16 @@ def describe_changes(
     held = "it comes with the checkpoint"
     lines = [f"{line}: {held}" for line in _differences(saved, now, "optimizer", _OPTIMIZER)]
     lines += [f"{line}: {held}" for line in _differences(saved, now, "schedule", _schedule_keys())]
+    when = _compare("schedule.every", saved.schedule.when, now.schedule.when)
+    lines += [f"{line}: {held}" for line in when]
+    if saved.schedule.is_plateau and now.schedule.is_plateau:
+        metric = _compare("schedule.metric", saved.plateau_metric, now.plateau_metric)
+        lines += [f"{line}: the best so far was found by the other" for line in metric]
+    if (saved.ema.decay is None) != (now.ema.decay is None):
+        lines += [
+            f"{line}: an average begins with the run, and goes on with it"
+            for line in _differences(saved, now, "ema", ("decay",))
+        ]
     lines += [
         f"{line}: the order of samples and the random numbers are the checkpoint's"
         for line in _differences(saved, now, "train", ("seed",))
@@ -98,7 +108,7 @@ def _rate_changes(saved: Config, now: Config, saved_end: int | None, end: int | 
 def _schedule_keys() -> tuple[str, ...]:
     """All but the one that says until when: what counts is what comes of it."""
     recipe = (name for name in Schedule.RECIPE if name != "decay_steps")
-    return ("name", "args", "every", *recipe)
+    return ("name", "args", *recipe)
 
 
 def _differences(saved: Config, now: Config, title: str, names: tuple[str, ...]) -> list[str]:

@@ -18,7 +18,7 @@ from hpctrain.errors import ConfigError
 if TYPE_CHECKING:
     from hpctrain.world import World
 
-__all__ = ["RunDirectory", "describe_environment", "read_summary"]
+__all__ = ["RunDirectory", "describe_environment", "read_summary", "replace_file"]
 
 _PACKAGES = ("numpy", "torch", "mpi4py", "horovod", "h5py", "safetensors")
 
@@ -38,6 +38,8 @@ class RunDirectory:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
+        self.csv = path / "metrics.csv"
+        self.wandb = path / "wandb.json"
 
     @property
     def has_checkpoints(self) -> bool:
@@ -70,15 +72,15 @@ class RunDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json at once: it is never half written."""
-        _replace(self.summary, json.dumps(dict(summary), indent=1))
+        replace_file(self.summary, json.dumps(dict(summary), indent=1))
 
     def write_config(self, text: str) -> None:
         """Keep the resolved configuration."""
-        _replace(self.config, text)
+        replace_file(self.config, text)
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
         """Keep what the run ran on."""
-        _replace(self.environment, json.dumps(dict(facts), indent=1))
+        replace_file(self.environment, json.dumps(dict(facts), indent=1))
 
 
 def read_summary(directory: Path) -> dict[str, Any] | None:
@@ -123,7 +125,8 @@ def describe_environment(world: World) -> dict[str, Any]:
     }
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a small file at once: it is the old one or the new one, never half of it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("w") as file:
         file.write(text if text.endswith("\n") else text + "\n")

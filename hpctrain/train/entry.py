@@ -12,9 +12,9 @@ from hpctrain import log
 from hpctrain.connection import connect
 from hpctrain.data.adopting import is_stream
 from hpctrain.data.loader import Loader
-from hpctrain.errors import ConfigError, HpcTrainError
+from hpctrain.errors import CheckpointError, ConfigError, HpcTrainError
 from hpctrain.launch.script import tee_output
-from hpctrain.optim import sync_batchnorm
+from hpctrain.optim import EMA, sync_batchnorm
 from hpctrain.precision import LossScaling
 from hpctrain.replica import Replica, distribute
 from hpctrain.train.arguments import count_batches, refuse_no_batch
@@ -24,6 +24,7 @@ from hpctrain.train.building import (
     build_models,
     build_optimizer,
     build_schedule,
+    compile_model,
     find_functions,
 )
 from hpctrain.train.config import Config, load_config, to_toml
@@ -71,13 +72,24 @@ def main(words: Sequence[str]) -> None:
         if world.rank == 0:
             log.notice(f"run directory {directory.path}")
             print(world.describe(), trainer.replica.describe(), sep="\n\n", flush=True)
-        trainer.fit()
+        try:
+            trainer.fit()
+        except (CheckpointError, ConfigError) as error:
+            if not trainer.is_refused:
+                raise
+            _refuse(world, error)
 
 
-def _refuse(world: World, error: ConfigError) -> NoReturn:
+def _refuse(world: World, error: HpcTrainError) -> NoReturn:
     """Collective: leave with exit code 2, with one message and no traceback."""
     if world.rank == 0:
-        print(f"hpctrain train: {error}", file=sys.stderr, flush=True)
+        text = f"hpctrain train: {error}"
+        if isinstance(error, CheckpointError):
+            text += (
+                "\nor: --fresh puts the old run aside, another logging.directory leaves it where "
+                "it is"
+            )
+        print(text, file=sys.stderr, flush=True)
     raise AgreedExit(2)
 
 
@@ -135,7 +147,7 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
             if (schedule := build_schedule(config, replica.optimizer, num_steps)) is not None
         },
     )
-    by_epoch = config.schedule.every == "epoch"
+    by_epoch = config.schedule.when == "epoch"
     return Trainer(
         world,
         replicas,
@@ -146,6 +158,9 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
         steps=train.steps,
         schedules={} if by_epoch else schedules,
         epoch_schedules=schedules if by_epoch else {},
+        schedule_metric=config.schedule.metric and config.schedule.metric.partition(":")[2],
+        ema=_averages(config, replicas),
+        evaluate_ema=config.ema.evaluate,
         evaluate_every_epochs=train.evaluate_every_epochs,
         evaluate_every_steps=train.evaluate_every_steps,
         monitor=Monitor(train.monitor, patience=train.patience, min_delta=train.min_delta),
@@ -219,6 +234,10 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
         model.to(world.device)
         if config.model.sync_batchnorm:
             sync_batchnorm(connection.engine, model)
+        if config.model.compile:
+            compile_model(
+                model, mode=config.model.compile_mode, backend=config.model.compile_backend
+            )
         optimizer = _together(
             world,
             lambda model=model: build_optimizer(config, model, prefers_fused=prefers_fused),
@@ -238,9 +257,23 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
             scaling=scaling,
             clip_norm=config.optimizer.clip_norm,
             clip_value=config.optimizer.clip_value,
+            averages_statistics=config.evaluates,  # before every evaluation
         )
         replicas[name].reason = connection.reason
     return replicas
+
+
+def _averages(config: Config, replicas: dict[str, Replica]) -> dict[str, EMA]:
+    """Collective: an average of each replica's weights, held once a node where memory is shared."""
+    chosen = config.ema
+    if chosen.decay is None:
+        return {}
+    return {
+        name: EMA.once_a_node(
+            replica.engine, replica.model, decay=chosen.decay, warm_up=chosen.warm_up
+        )
+        for name, replica in replicas.items()
+    }
 
 
 def _loader(world: World, config: Config, data: Any, draw: dict[str, Any]) -> Loader:

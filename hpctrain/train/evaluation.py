@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.data import metrics as exact
 from hpctrain.data.loader import Loader
-from hpctrain.errors import ConfigError
-from hpctrain.optim import SyncBatchNorm, average_batchnorm
+from hpctrain.optim import EMA, SyncBatchNorm, average_batchnorm
 from hpctrain.replica import Replica
+from hpctrain.train.computing import compute
+from hpctrain.world import World
 
-__all__ = ["evaluate", "split_batch"]
-
-
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """The inputs of a batch, and what is wanted: its last part.
-
-    Raises:
-        ConfigError: the batch has no parts.
-    """
-    parts = tuple(batch.values()) if isinstance(batch, Mapping) else batch
-    if not isinstance(parts, tuple | list) or len(parts) < 2:
-        raise ConfigError(
-            f"a batch is a {type(batch).__name__}, and inputs and what is wanted are needed; give "
-            "data of at least two parts, or a step function (train.step) that knows better"
-        )
-    return tuple(parts[:-1]), parts[-1]
+__all__ = ["evaluate"]
 
 
 def evaluate(
     replica: Replica,
     loader: Loader,
-    loss: Callable[..., Tensor],
+    loss: Callable[..., Tensor] | None,
     metrics: Mapping[str, Callable[..., Tensor]],
+    *,
+    ema: EMA | None = None,
+    averaged: bool = True,
 ) -> dict[str, float]:
     """Collective: the mean loss and metrics over the samples of all ranks; all must match.
 
@@ -45,8 +34,11 @@ def evaluate(
     Args:
         replica: The model.
         loader: The data.
-        loss: The mean over a batch of what the model returns and what is wanted.
-        metrics: One value a sample, likewise.
+        loss: The mean over a batch of what the model returns and what is wanted; None: the model
+            returns its loss itself.
+        metrics: One value a sample of what the model returns and what is wanted.
+        ema: The average of the model's weights, where there is one.
+        averaged: Whether it is the average that is evaluated, or the last weights.
 
     Raises:
         ConfigError: on all ranks, when there are no samples.
@@ -54,22 +46,33 @@ def evaluate(
     world, model = replica.world, replica.model
     sums = {name: exact.Mean() for name in ("loss", *metrics)}
     if world.size > 1 and any(_has_own_statistics(layer) for layer in model.modules()):
-        average_batchnorm(world, model)  # all ranks must evaluate one and the same model
+        _average_statistics(world, model, ema)  # all ranks must evaluate one and the same model
+    swapped = ema.swapped_in() if ema is not None and averaged else nullcontext()
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), swapped:
             for batch in loader:
                 if loader.num_samples == 0:
                     continue
-                inputs, wanted = split_batch(batch)
-                out = replica(*inputs)
-                sums["loss"].update(loss(out, wanted), loader.num_samples)
+                made = compute(replica, model, batch, loss)
+                sums["loss"].update(made.loss, loader.num_samples)
                 for name, metric in metrics.items():
-                    sums[name].update(metric(out, wanted))
+                    sums[name].update(metric(made.out, made.wanted))
     finally:
         model.train(was_training)
     return {name: total.value(world) for name, total in sums.items()}
+
+
+def _average_statistics(world: World, model: nn.Module, ema: EMA | None) -> None:
+    """Collective: average the statistics of BatchNorm over ranks, and their averages over steps."""
+    average_batchnorm(world, model)
+    if ema is not None:
+        with ema.swapped_in():
+            average_batchnorm(world, model)
+            for name, buffer in model.named_buffers():
+                if name in ema.averages:
+                    ema.averages[name].copy_(buffer)
 
 
 def _has_own_statistics(layer: nn.Module) -> bool:

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from hpctrain.errors import ConfigError
+from hpctrain.replica import Step
 from hpctrain.train.timing import StepTimer
 from hpctrain.world import World, agree
 
-__all__ = ["Figures", "Interval", "summarise"]
+__all__ = ["Figures", "Interval", "describe_steps", "summarise"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +130,29 @@ def summarise(
         slowest=slowest,
         nonfinite={name: ranks for name, ranks in wrong.items() if ranks},
     )
+
+
+def describe_steps(steps: Mapping[str, Step]) -> dict[str, float]:
+    """Learning rates and gradient norms of a step, by name. Waits for the device.
+
+    `lr` is the rate of the first parameter group; `lr_1` is that of the second where it is another
+    one, and so on. `grad_norm` is the norm of the averaged gradients before clipping. Where there
+    are several replicas their names come first, as in `critic.lr`.
+
+    Args:
+        steps: What each replica's last step did.
+    """
+    numbers: dict[str, float] = {}
+    for name, done in steps.items():
+        prefix = "" if len(steps) == 1 else f"{name}."
+        rates = [float(rate) for rate in done.learning_rates]
+        for group, rate in enumerate(rates):
+            if group == 0 or rate != rates[0]:
+                numbers[f"{prefix}lr_{group}" if group else f"{prefix}lr"] = rate
+        norm = done.norm
+        if norm is not None:
+            numbers[f"{prefix}grad_norm"] = norm
+    return numbers
 
 
 def _read(numbers: Mapping[str, Any], *, empty: bool) -> tuple[list[str], list[float], str | None]:

@@ -36,12 +36,17 @@ class Journal:
         self.earlier_s = 0.0
         """Seconds that earlier jobs took for the lines that are kept."""
 
-    def open(self) -> None:
-        """Begin after the lines that are counted; later ones are dropped."""
+    def open(self) -> tuple[list[dict[str, Any]], int]:
+        """Begin after the lines that are counted; later ones are dropped.
+
+        Returns:
+            The lines that were kept, and the number of the last line that was there.
+        """
         if self._path is None:
-            return
+            return [], 0
         seq = self._progress.seq
-        kept = [line for line in read_lines(self._path) if line.get("seq", 0) <= seq]
+        found = list(read_lines(self._path))
+        kept = [line for line in found if line.get("seq", 0) <= seq]
         draft = self._path.with_suffix(".draft")
         with draft.open("w") as file:
             file.writelines(json.dumps(line) + "\n" for line in kept)
@@ -52,6 +57,7 @@ class Journal:
             self.earlier_s = float(kept[-1].get("time_s", 0.0))
             self._began -= self.earlier_s
         self._file = self._path.open("a", buffering=1)
+        return kept, max((int(line.get("seq", 0)) for line in found), default=0)
 
     def measure(self, kind: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Write what all ranks know alike: a line that counts."""

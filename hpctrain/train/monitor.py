@@ -30,7 +30,7 @@ class Monitor:
             raise ConfigError(f"patience={patience} must be at least 1, or None")
         if not 0 <= min_delta < math.inf:
             raise ConfigError(f"min_delta={min_delta} must be at least 0")
-        self.name = name
+        self.name, self.way = name, way
         self._sign = 1.0 if way == "min" else -1.0
         self._patience = patience
         self._min_delta = min_delta

@@ -53,6 +53,8 @@ class Memory:
     gradients: int
     optimizer_state: int
     """Of one copy, float32 masters of bfloat16 weights included."""
+    averages: int
+    """Of one copy of averaged weights; 0 where there are none."""
     per_rank: int
     """What is a rank's own."""
     per_node: int
@@ -111,6 +113,7 @@ class Plan:
             ("weights", _size(self.memory.weights)),
             ("gradients", _size(self.memory.gradients)),
             ("optimizer state", _size(self.memory.optimizer_state)),
+            *([("averages", _size(self.memory.averages))] if self.memory.averages else []),
             ("memory a rank", f"{_size(self.memory.per_rank)} and activations"),
             ("memory a node", f"{_size(self.memory.per_node)} and activations"),
             ("engine", f"{self.engine}: {self.engine_reason}"),
@@ -225,10 +228,14 @@ def _memory(
     gradients = sum(p.numel() * size for p, size in width if id(p) in mine)
     masters = sum(p.numel() * 4 for p in trained) if pure else 0
     state = state_bytes + masters
+    averages = 0
+    if config.ema.decay is not None:
+        averages = sum(p.numel() * max(4, size) for p, size in width)
     ranks = place.ranks_per_node
-    own, shared = weights + gradients + state, 0
+    own, shared = weights + gradients + state + averages, 0
     if _shares_memory(config, choice, place):
-        shared = gradients  # the sums, beside each rank's own
+        own -= averages  # once a node, too
+        shared = gradients + averages  # the sums, beside each rank's own
         if update.by is not None:
             own = (0 if config.engine.share_parameters else weights) + gradients
             shared += gradients + state  # the new weights, and the state, once a node
@@ -236,6 +243,7 @@ def _memory(
         weights=weights,
         gradients=gradients,
         optimizer_state=state,
+        averages=averages,
         per_rank=own,
         per_node=own * ranks + shared,
     )

@@ -1,4 +1,4 @@
-"""Where a run's figures go: metrics.jsonl, TensorBoard, the display, the summary."""
+"""Where a run's figures go: metrics.jsonl and other loggers, the display, the summary."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hpctrain.train.display import Display, Silent, make_display
 from hpctrain.train.figures import Figures
 from hpctrain.train.journal import Journal
 from hpctrain.train.lock import Lock
+from hpctrain.train.loggers import Logger, make_loggers
 from hpctrain.train.progress import Progress
 from hpctrain.train.showing import Standing, ending_line, evaluation_line
 from hpctrain.world import World, agree
@@ -20,9 +21,7 @@ from hpctrain.world import World, agree
 __all__ = ["Recorder", "open_directory"]
 
 
-def open_directory(
-    world: World, path: Path | None, *, config: str | None = None
-) -> tuple[RunDirectory | None, Lock | None]:
+def open_directory(world: World, path: Path | None) -> tuple[RunDirectory | None, Lock | None]:
     """Collective: make the run directory and lock it, on rank 0; `path` must match.
 
     Raises:
@@ -35,9 +34,6 @@ def open_directory(
         try:
             directory.make()
             lock = Lock(path, job_id=world.launch.job_id)
-            directory.write_environment(describe_environment(world))
-            if config is not None:
-                directory.write_config(config)
         except (ConfigError, OSError) as error:
             trouble = str(error)
     agree(world.comm, trouble, error=ConfigError)
@@ -53,6 +49,7 @@ class Recorder:
         options: What is written and shown.
         progress: How far the run is.
         goal: How many steps and epochs there will be, where that is known.
+        config: The configuration as TOML, kept in the directory.
     """
 
     def __init__(
@@ -63,6 +60,7 @@ class Recorder:
         progress: Progress,
         *,
         goal: tuple[int | None, int | None],
+        config: str | None = None,
     ) -> None:
         writes = directory is not None and world.rank == 0
         self.directory = directory
@@ -76,21 +74,41 @@ class Recorder:
         self._writes = writes
         self._goal = goal
         self._display: Display = make_display(world, options.display)
-        self._events: Any = None
-        self._folder = directory.tensorboard if directory and writes else None
-        self._options = options
+        self._config = config
+        self.is_open = False
+        self._loggers: list[Logger] = []
+        if directory is not None and writes:
+            self._loggers = make_loggers(directory, options, config)
 
     def open(self) -> None:
-        """Collective: begin to write after what was restored; what comes again replaces it."""
-        self.journal.open()
-        self.earlier_s = self._world.comm.bcast(self.journal.earlier_s, root=0)
-        if self._options.tensorboard and self._folder is not None:
-            self._events = _open_events(self._folder, after=self._progress.step)
+        """Collective: begin to write after what was restored; what comes again replaces the rest.
 
-    def step(self, figures: Figures, *, left_s: float | None) -> None:
-        """The figures of an interval that ended with this step."""
+        Until here everything in the directory is as an earlier job has left it.
+
+        Raises:
+            ConfigError: on all ranks; a logger cannot begin.
+        """
+        trouble = None
+        try:
+            if self.directory is not None and self._writes:
+                self.directory.write_environment(describe_environment(self._world))
+                if self._config is not None:
+                    self.directory.write_config(self._config)
+            kept, last_seq = self.journal.open()
+            measured = [line for line in kept if line["kind"] != "event"]
+            for logger in self._loggers:
+                logger.open(measured, last_seq=last_seq)
+        except Exception as error:  # of packages that have their own
+            trouble = f"the run cannot be recorded: {type(error).__name__}: {error}"
+        agree(self._world.comm, trouble, error=ConfigError)
+        self.earlier_s = self._world.comm.bcast(self.journal.earlier_s, root=0)
+        self.is_open = True
+
+    def step(self, figures: Figures, steps: Mapping[str, float], *, left_s: float | None) -> None:
+        """The figures of an interval that ended with this step, and this step's own."""
         step = self._progress.step
         numbers = {
+            **steps,
             **figures.numbers,
             "samples_per_s": figures.samples_per_s,
             "step_s": figures.step_s,
@@ -98,8 +116,7 @@ class Recorder:
         }
         if figures.slowest is not None:
             numbers["slowest_rank"], numbers["slowest_ratio"] = figures.slowest
-        self.journal.measure("step", numbers)
-        self._add_events(numbers, step, "train")
+        self.measure("step", numbers)
         num_steps, num_epochs = self._goal
         self._display.show(
             Standing(
@@ -108,6 +125,8 @@ class Recorder:
                 num_steps=num_steps,
                 num_epochs=num_epochs,
                 loss=figures.numbers.get("loss"),
+                learning_rate=steps.get("lr"),
+                gradient_norm=steps.get("grad_norm"),
                 samples_per_s=figures.samples_per_s,
                 step_s=figures.step_s,
                 left_s=left_s,
@@ -117,9 +136,15 @@ class Recorder:
 
     def evaluated(self, metrics: Mapping[str, float], *, best: bool, seconds: float) -> None:
         """What an evaluation measured."""
-        line = self.journal.measure("eval", {**metrics, "best": best, "seconds": seconds})
-        self._add_events(metrics, self._progress.step, "evaluation")
+        line = self.measure("eval", {**metrics, "best": best, "seconds": seconds})
         self._display.say(evaluation_line(line))
+
+    def measure(self, kind: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a line that counts."""
+        line = self.journal.measure(kind, numbers)
+        for logger in self._loggers:
+            logger.write(line)
+        return line
 
     def say(self, text: str) -> None:
         """Show a line."""
@@ -137,16 +162,5 @@ class Recorder:
         self._display.close()
         self._display = Silent()
         self.journal.close()
-        if self._events is not None:
-            self._events.close()
-
-    def _add_events(self, numbers: Mapping[str, Any], step: int, folder: str) -> None:
-        if self._events is not None:
-            for name, value in numbers.items():
-                self._events.add_scalar(f"{folder}/{name}", value, step)
-
-
-def _open_events(folder: Path, *, after: int) -> Any:
-    from torch.utils.tensorboard.writer import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+        for logger in self._loggers:
+            logger.close(failed=summary.get("state") == "failed")

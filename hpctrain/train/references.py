@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.errors import ConfigError
+from hpctrain.train.computing import prediction_of
 from hpctrain.train.config.reading import nearest
 
 __all__ = [
@@ -117,29 +118,33 @@ def find_loss(name: str) -> Callable[..., Tensor]:
         hint = _hint(name, _LOSSES) or f"; choose one of {', '.join(_LOSSES)}"
         raise ConfigError(f"train.loss={name!r} is no loss of torch.nn.functional{hint}")
     loss: Callable[..., Tensor] = getattr(functional, name)
-    return loss
+
+    def of_prediction(out: Any, wanted: Any) -> Tensor:
+        return loss(prediction_of(out), wanted)
+
+    return of_prediction
 
 
 def _by_sample(values: Tensor) -> Tensor:
     return values.reshape(len(values), -1).double().mean(1)
 
 
-def accuracy(out: Tensor, wanted: Tensor) -> Tensor:
+def accuracy(out: Any, wanted: Tensor) -> Tensor:
     """1 for every sample whose highest output is the wanted class, 0 for the others."""
-    return _by_sample(out.argmax(1) == wanted)
+    return _by_sample(prediction_of(out).argmax(1) == wanted)
 
 
-def mae(out: Tensor, wanted: Tensor) -> Tensor:
+def mae(out: Any, wanted: Tensor) -> Tensor:
     """The absolute error of every sample, over all of its values."""
-    return _by_sample((out.double() - wanted.double()).abs())
+    return _by_sample((prediction_of(out).double() - wanted.double()).abs())
 
 
-def mse(out: Tensor, wanted: Tensor) -> Tensor:
+def mse(out: Any, wanted: Tensor) -> Tensor:
     """The squared error of every sample, over all of its values."""
-    return _by_sample((out.double() - wanted.double()).square())
+    return _by_sample((prediction_of(out).double() - wanted.double()).square())
 
 
-METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+METRICS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "accuracy": accuracy,
     "mae": mae,
     "mse": mse,

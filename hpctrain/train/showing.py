@@ -21,6 +21,8 @@ class Standing:
     num_steps: int | None = None
     num_epochs: int | None = None
     loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
     samples_per_s: float | None = None
     step_s: float | None = None
     """Of this job, on average."""
@@ -45,6 +47,10 @@ def status_line(standing: Standing) -> str:
     ]
     if standing.loss is not None:
         parts.append(f"loss {standing.loss:.4g}")
+    if standing.learning_rate is not None:
+        parts.append(f"lr {standing.learning_rate:.3g}")
+    if standing.gradient_norm is not None:
+        parts.append(f"gradient norm {standing.gradient_norm:.3g}")
     if standing.samples_per_s is not None:
         parts.append(f"{standing.samples_per_s:,.0f} samples/s")
     if standing.eta_s is not None:

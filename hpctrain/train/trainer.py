@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hpctrain.data.loader import Loader
-from hpctrain.errors import ConfigError
+from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.exit_codes import REQUEUE
+from hpctrain.optim import EMA
 from hpctrain.replica import Replica, Step
-from hpctrain.replica.asking import accumulation_of
+from hpctrain.replica.asking import accumulation_of, measure_norm
 from hpctrain.train.arguments import check_arguments, count_batches
 from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.evaluation import evaluate
-from hpctrain.train.figures import Interval
+from hpctrain.train.figures import Interval, describe_steps
 from hpctrain.train.guarding import Guard
 from hpctrain.train.monitor import Monitor
 from hpctrain.train.progress import Progress
 from hpctrain.train.recording import Recorder, open_directory
 from hpctrain.train.saving import make_saver
+from hpctrain.train.schedules import MetricSchedules
 from hpctrain.train.state import RunState
 from hpctrain.train.stepping import supervised
 from hpctrain.train.summary import make_summary
@@ -32,7 +35,7 @@ from hpctrain.world import World
 from hpctrain.world.guard import exit_code_of
 
 if TYPE_CHECKING:
-    from hpctrain.saver import Saver
+    from hpctrain.saver import Restored, Saver
 
 __all__ = ["EVENTS", "Trainer"]
 
@@ -53,7 +56,8 @@ class Trainer:
         replica: From `hpctrain.distribute`; or several by name, which `step` trains.
         loader: The training data.
         loss: The mean over a batch of what the model returns and what is wanted. The last part of a
-            batch is what is wanted, the others are the model's inputs.
+            batch is what is wanted, the others are the model's inputs. None: the model gets the
+            whole batch and returns an object or a dict with a `loss`.
         step: Makes one step itself, for several optimizers or losses of one's own: it gets the
             trainer and a batch, calls `replica.backward` and `trainer.update(name)`, and returns a
             loss, or a dict of numbers.
@@ -63,7 +67,12 @@ class Trainer:
         steps: Steps of the whole training, instead.
         schedules: By the name of its replica (`model` for a single one): stepped at every step that
             moved the weights.
-        epoch_schedules: The same, stepped at the end of every epoch.
+        epoch_schedules: The same, stepped at the end of every epoch. Schedules that need a metric
+            (ReduceLROnPlateau), here or there, are stepped after every evaluation instead.
+        schedule_metric: The result of an evaluation that those get; None: the monitor's.
+        ema: Averages of weights by the name of their replica, or that of a single one: updated at
+            every step that moved the weights, saved, and evaluated.
+        evaluate_ema: Whether evaluations are of the average, or of the last weights.
         evaluate_every_epochs: Epochs between evaluations.
         evaluate_every_steps: Steps between evaluations, instead.
         monitor: Which evaluations are better, and when to give up.
@@ -92,6 +101,9 @@ class Trainer:
         steps: int | None = None,
         schedules: Mapping[str, Any] | None = None,
         epoch_schedules: Mapping[str, Any] | None = None,
+        schedule_metric: str | None = None,
+        ema: EMA | Mapping[str, EMA] | None = None,
+        evaluate_ema: bool = True,
         evaluate_every_epochs: int = 1,
         evaluate_every_steps: int | None = None,
         monitor: Monitor | None = None,
@@ -113,6 +125,8 @@ class Trainer:
         self.epochs = 1 if epochs is None and steps is None else epochs
         self.steps = steps
         self.monitor = monitor or Monitor()
+        self.emas = dict(ema) if isinstance(ema, Mapping) else {MAIN: ema} if ema else {}
+        """Averages of weights, by the name of their replica."""
         self.progress = Progress()
         """How far the run is, over all its jobs."""
         self._make_step = step or supervised
@@ -124,18 +138,24 @@ class Trainer:
         self._config = config
         self._listeners: dict[str, list[Listener]] = {event: [] for event in EVENTS}
         self._interval = Interval(timer)
+        self._evaluates_ema = evaluate_ema
+        self._by_metric = MetricSchedules(
+            self._named_schedules(), metric=schedule_metric, monitor=self.monitor
+        )
+        watched = [one.name for one in (self.monitor, self._best) if one is not None]
         check_arguments(
             has_loss=loss is not None,
             has_step=step is not None,
             measured=("loss", *self.metrics) if evaluation is not None else (),
-            watched=[one.name for one in (self.monitor, self._best) if one is not None],
+            watched=[*watched, *([self._by_metric.metric] if self._by_metric else [])],
+            needs_evaluation=self._by_metric.describe(),
             epochs=epochs,
             steps=steps,
             replicas=self.replicas,
-            scheduled=(*self.schedules, *self.epoch_schedules),
+            belonging=(*self.schedules, *self.epoch_schedules, *self.emas),
             saves=checkpoint is not None,
             has_directory=directory is not None,
-            tensorboard=self._logging.tensorboard,
+            loggers=self._logging.loggers,
             num_batches=count_batches(loader),
         )
         self._guard = Guard(world, self.replicas.values(), self._faults)
@@ -143,6 +163,11 @@ class Trainer:
         self._saver: Saver | None = None
         self._saved_step: int | None = None
         self._due = False
+        self._steps: dict[str, Step] = {}
+        self.has_stepped = False
+        """Whether this job has computed a batch."""
+        self.is_refused = False
+        """Whether `fit` raised before it trained, on all ranks alike, for what it was given."""
         self._mark = self._began = time.perf_counter()
         self._cpu_s = 0.0
         self._used: dict[str, Any] | None = None
@@ -192,9 +217,26 @@ class Trainer:
 
     def _advance(self, name: str, done: Step) -> Step:
         self._due = self._due or done.due
-        if name in self.schedules and done:
-            self.schedules[name].step()
+        if done.due:
+            self._steps[name] = done
+        schedule, ema = self.schedules.get(name), self.emas.get(name)
+        if schedule in self._by_metric:
+            schedule = None
+        if (schedule is not None or ema is not None) and done:
+            if schedule is not None:
+                schedule.step()
+            if ema is not None:
+                ema.update()
         return done
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """A block whose errors all ranks raise alike, about what they were given."""
+        try:
+            yield
+        except (CheckpointError, ConfigError):
+            self.is_refused = True
+            raise
 
     def fit(self) -> dict[str, Any]:
         """Collective: train until the goal, and go on from the newest checkpoint if there is one.
@@ -205,13 +247,21 @@ class Trainer:
         Raises:
             SystemExit: with code 75 on all ranks, saved, after a signal or at the end of the time.
         """
-        directory, lock = open_directory(self.world, self._directory, config=self._config)
-        goal = (self.num_steps, self.epochs)
-        recorder = Recorder(self.world, directory, self._logging, self.progress, goal=goal)
-        self._recorder = recorder
+        with self.refusing():
+            directory, lock = open_directory(self.world, self._directory)
+        recorder = self._recorder = Recorder(
+            self.world,
+            directory,
+            self._logging,
+            self.progress,
+            goal=(self.num_steps, self.epochs),
+            config=self._config,
+        )
         state, failure = "failed", None
         try:
-            self._open()
+            with self.refusing():
+                restored = self._open()
+            self._begin(restored)
             self._train()
             self._finish()
             self._used = measure_use(
@@ -228,14 +278,15 @@ class Trainer:
             raise
         finally:
             summary = self._summary(state, failure)
-            recorder.summarise(summary, anyone=failure is not None)
+            if recorder.is_open or not self.is_refused:  # what is refused leaves an old run alone
+                recorder.summarise(summary, anyone=failure is not None)
             recorder.close(summary)
             if lock is not None:
                 lock.release()
         self._tell("end", summary)
         return summary
 
-    def _open(self) -> None:
+    def _open(self) -> Restored | None:
         """Collective: restore, and begin to write after what was restored."""
         recorder, restored = self._recording, None
         if self._checkpoint is not None and recorder.directory is not None:
@@ -245,7 +296,7 @@ class Trainer:
                 recorder.directory.checkpoints,
                 self.replicas,
                 self.loader,
-                {"trainer": state} | self._named_schedules(),
+                {"trainer": state} | self._named_schedules() | self._named_averages(),
                 checkpoint=self._checkpoint,
                 faults=self._faults,
                 note={"config": self._config},
@@ -253,6 +304,11 @@ class Trainer:
             self._saver.on("saved", self._on_saved)
             restored = self._saver.restore()
         recorder.open()
+        return restored
+
+    def _begin(self, restored: Restored | None) -> None:
+        """Say where it begins."""
+        recorder = self._recording
         if restored is not None:
             self._saved_step = restored.step
             facts = {"path": restored.path, "num_ranks": self.world.size}
@@ -267,6 +323,10 @@ class Trainer:
     def _named_schedules(self) -> dict[str, Any]:
         both = {"schedule": self.schedules, "epoch-schedule": self.epoch_schedules}
         return {f"{kind}-{name}": one for kind, all in both.items() for name, one in all.items()}
+
+    def _named_averages(self) -> dict[str, Any]:
+        alone = len(self.replicas) == 1
+        return {"ema" if alone else f"ema-{name}": ema for name, ema in self.emas.items()}
 
     def _train(self) -> None:
         while not self._is_done():
@@ -289,7 +349,10 @@ class Trainer:
         """Collective: one batch."""
         before = [replica.num_steps for replica in self.replicas.values()]
         self._due = False
+        for replica in self.replicas.values():
+            measure_norm(replica, self._is_logged(self.step + 1))
         told = self._make_step(self, batch)
+        self.has_stepped = True
         numbers = dict(told) if isinstance(told, Mapping) else {"loss": told}
         last = self.loader.num_left == 0
         if last:
@@ -318,14 +381,17 @@ class Trainer:
         for name, replica in self.replicas.items():
             self._advance(name, replica.step(flush=True))
 
+    def _is_logged(self, step: int) -> bool:
+        return step == 1 or step % self._logging.every_steps == 0
+
     def _end_step(self, numbers: Mapping[str, Any]) -> None:
         self.progress.step += 1
         self._interval.stepped(time.perf_counter() - self._mark)
         self._tell("step", {"step": self.step, **numbers})
-        if self.step == 1 or self.step % self._logging.every_steps == 0:
+        if self._is_logged(self.step):
             left_s = None if self._saver is None else self._saver.agreed.left_s
             figures = self._interval.close(self.world)
-            self._recording.step(figures, left_s=left_s)
+            self._recording.step(figures, describe_steps(self._steps), left_s=left_s)
             self._guard.look(figures, step=self.step)
         self._guard.step(self.step)
         if self._every_steps is not None and self.step % self._every_steps == 0:
@@ -334,20 +400,29 @@ class Trainer:
     def _end_epoch(self) -> None:
         self.progress.epochs_done += 1
         for schedule in self.epoch_schedules.values():
-            schedule.step()
+            if schedule not in self._by_metric:
+                schedule.step()
         if self._every_steps is None and self.progress.epochs_done % self._every_epochs == 0:
             self._evaluate()
         facts = {"samples": self.progress.samples, **self.progress.fresh_results}
-        self._recording.journal.measure("epoch", facts)
+        self._recording.measure("epoch", facts)
         self._tell("epoch", {"step": self.step, "epoch": self.progress.epochs_done, **facts})
 
     def _evaluate(self) -> None:
         """Collective: evaluate, and decide whether to go on."""
-        if self.evaluation is None or self.loss is None:
+        if self.evaluation is None:
             return
         began = time.perf_counter()
-        results = evaluate(self.replica, self.evaluation, self.loss, self.metrics)
+        results = evaluate(
+            self.replica,
+            self.evaluation,
+            self.loss,
+            self.metrics,
+            ema=self.emas.get(next(iter(self.replicas))),
+            averaged=self._evaluates_ema,
+        )
         self.progress.results, self.progress.evaluated_step = results, self.step
+        self._by_metric.step(results)
         best = self.monitor.judge(results, step=self.step)
         self._recording.evaluated(results, best=best, seconds=time.perf_counter() - began)
         self._tell("evaluated", {"step": self.step, "best": best, **results})

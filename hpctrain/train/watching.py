@@ -60,6 +60,8 @@ class Look:
             epoch=int(last["epoch"]) + 1,
             num_steps=summary.get("num_steps"),
             loss=last.get("loss"),
+            learning_rate=last.get("lr"),
+            gradient_norm=last.get("grad_norm"),
             samples_per_s=last.get("samples_per_s"),
             step_s=last.get("step_s"),
             slowest=None if slowest is None else (int(slowest), float(last["slowest_ratio"])),

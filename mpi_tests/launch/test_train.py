@@ -71,6 +71,52 @@ def test_mistakes_that_only_ranks_can_see_leave_with_code_2(folder):
     assert "no checkpoints to go on from" in none.text
 
 
+def test_another_model_is_refused_with_a_message_alone(folder):
+    words = ["digits_mlp.toml", "-n", "2", "--set", "logging.directory=runs/other"]
+    words += ["--set", "train.epochs=1", "--set", "checkpoint.every_steps=10"]
+    assert run(*HPCTRAIN, "train", *words, cwd=folder, timeout_s=120).code == 0
+    other = run(*HPCTRAIN, "train", *words, "--set", "model.args.hidden=64", cwd=folder,
+                timeout_s=120)  # fmt: skip
+    assert other.code == 2, other.text
+    assert "Traceback" not in other.text
+    assert other.text.count("0.weight is 128x64 in it and 64x64 here") == 1
+    assert "--fresh puts the old run aside" in other.text
+    directory = folder / "runs" / "other"
+    assert "hidden = 128" in (directory / "config.toml").read_text()  # the old run is untouched
+    assert json.loads((directory / "summary.json").read_text())["state"] == "finished"
+    again = run(*HPCTRAIN, "train", *words, cwd=folder, timeout_s=120)
+    assert again.code == 0, again.text
+
+
+BATCHNORM = """
+import torch
+
+
+def build():
+    layers = torch.nn.Linear(64, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(16, 10))
+"""
+
+
+def test_statistics_that_are_averaged_anyway_are_no_news(folder):
+    (folder / "batchnorm.py").write_text(BATCHNORM)
+    text = (folder / "digits_mlp.toml").read_text()
+    text = text.replace('"digits:mlp"', '"batchnorm:build"').replace("args = { hidden = 128 }", "")
+    (folder / "batchnorm.toml").write_text(text)
+    words = ["train", "batchnorm.toml", "-n", "2", "--set", "train.epochs=1"]
+    done = run(*HPCTRAIN, *words, cwd=folder, timeout_s=120)
+    assert done.code == 0, done.text
+    assert "each rank's own" not in done.text.replace("each rank's own besides", "")
+    (folder / "plain.toml").write_text(
+        text.partition("[checkpoint]")[0].replace('evaluation = "digits:held_out"', "")
+        .replace('metrics = ["accuracy"]', "").replace("patience = 5", "")
+    )  # fmt: skip
+    words[1] = "plain.toml"  # nobody evaluates, so nobody averages
+    told = run(*HPCTRAIN, *words, cwd=folder, timeout_s=120)
+    assert told.code == 0, told.text
+    assert "running statistics of 1 are each rank's own" in told.text
+
+
 @pytest.mark.parametrize(
     ("name", "metric", "low", "high"),
     [("digits_cnn", "accuracy", 0.9, 1.0), ("text", "loss", 1.0, 3.0)],

@@ -174,3 +174,76 @@ def test_what_cannot_be_opened_or_built_is_refused_on_all_ranks(world, folder):
     ):
         with pytest.raises(hpc.ConfigError, match=told):
             train(world, CONFIG, folder, *settings)
+
+
+EVALUATED = FUNCTION.replace(
+    "[train]", 'evaluation = "mpi_tests.ranks.trainer_kit:shared_data"\n[train]'
+).replace('name = "recipe"\nwarmup_steps = 2', "")
+
+
+def test_a_plateau_from_a_file_has_the_direction_of_its_metric(world, folder):
+    plateau = ("schedule.name=ReduceLROnPlateau", "schedule.args.patience=0", "train.epochs=3")
+    by_error = ("schedule.metric=max:mae", "train.metrics=['mae']")
+    for more in ((), ("schedule.every=epoch",), by_error):
+        _, _, trainer = train(world, EVALUATED, folder, *plateau, *more)
+        (schedule,) = (trainer.schedules | trainer.epoch_schedules).values()
+        assert schedule.last_epoch == 3  # one evaluation an epoch
+        assert schedule.mode == ("max" if more == by_error else "min")
+        rate = trainer.replica.optimizer.param_groups[0]["lr"]
+        # The error falls in every epoch: taken for a score, every epoch after the first is worse.
+        assert rate == pytest.approx(1e-4 if schedule.mode == "max" else 1e-2)
+
+
+def test_an_average_from_a_file_is_what_is_evaluated(world, folder):
+    plain, by_last, _ = train(world, EVALUATED, folder)
+    _, by_average, trainer = train(world, EVALUATED, folder, "ema.decay=0.9")
+    assert trainer.emas["model"].decay == 0.9
+    assert trainer.emas["model"].num_updates == trainer.step == 8
+    assert by_average["metrics"]["loss"] > by_last["metrics"]["loss"]  # it lags behind
+    same_weights, also_last, _ = train(
+        world, EVALUATED, folder, "ema.decay=0.9", "ema.evaluate=false"
+    )
+    assert same(same_weights, plain)
+    assert also_last["metrics"] == by_last["metrics"]
+
+
+def test_a_compiled_model_trains_the_same_and_keeps_its_names(world, folder):
+    """By a backend that only traces: the code that inductor makes is torch's own affair."""
+    wanted, summary, _ = train(world, EVALUATED, folder)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    words = ("model.compile=true", "model.compile_backend=eager")
+    compiled, told, trainer = train(world, EVALUATED, folder, *words)
+    counted = dict(torch._dynamo.utils.counters["stats"])
+    torch._dynamo.reset()
+    assert counted["unique_graphs"] >= 2  # for training, and for evaluation
+    assert list(trainer.replica.model.state_dict()) == [
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    ]  # fmt: skip
+    for ours, theirs in zip(compiled, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert told["metrics"]["loss"] == pytest.approx(summary["metrics"]["loss"], rel=1e-4)
+
+
+def test_named_batches_and_a_model_with_its_own_loss_need_no_further_key(world, folder):
+    text = EVALUATED.replace("trainer_kit:line", "test_trainer_results:own_loss")
+    text = text.replace("trainer_kit:shared_data", "test_trainer_results:named_data")
+    text = text.replace('loss = "mse_loss"', 'metrics = ["mse", "mae"]')
+    weights, summary, _ = train(world, text, folder, "train.epochs=4")
+    assert summary["metrics"]["mse"] == pytest.approx(summary["metrics"]["loss"], rel=1e-5)
+    by_name, told, _ = train(world, text, folder, "train.epochs=4", "train.loss=mse_loss")
+    assert same(weights, by_name)  # a loss by name looks at the logits
+    assert told["metrics"] == summary["metrics"]
+    with pytest.raises(hpc.ConfigError, match=r"forward takes .*features"):
+        train(world, text, folder, "model.build=mpi_tests.ranks.test_train_entry:wrong_names")
+
+
+def wrong_names():
+    """For configurations: a model whose forward has other names than the data."""
+    from mpi_tests.ranks.test_trainer_results import Output, OwnLoss
+
+    class Renamed(OwnLoss):
+        def forward(self, features, labels=None):
+            return super().forward(features, torch.ones(len(features)), labels)
+
+    return Renamed(Output)

@@ -14,7 +14,7 @@ from hpctrain.train.journal import read_lines
 from hpctrain.train.lock import Lock
 from hpctrain.train.monitor import Monitor
 from hpctrain.train.timing import time_steps
-from mpi_tests.ranks.trainer_kit import QUIET, held_out, make
+from mpi_tests.ranks.trainer_kit import QUIET, data, held_out, make
 
 
 @pytest.fixture
@@ -48,18 +48,37 @@ def test_time_is_split_and_the_slowest_rank_is_named(world, engines, shared):
 
 def test_what_is_wrong_is_refused(world, engines, shared):
     replica, loader, schedule = make(world, engines)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(replica.optimizer)
     for told, options in (
         ("give one of them", {"loss": mse_loss, "epochs": 1, "steps": 1}),
-        ("needs a loss", {}),
+        ("2 replicas need a step function", {"several": True}),
+        ("ReduceLROnPlateau steps after evaluations", {"schedules": {"model": plateau}}),
+        (
+            'mode="max", and of loss the monitor says "min"',
+            {
+                "schedules": {
+                    "model": torch.optim.lr_scheduler.ReduceLROnPlateau(
+                        replica.optimizer, mode="max"
+                    )
+                },
+                "evaluation": held_out(world),
+            },
+        ),
         ("needs a directory", {"loss": mse_loss, "checkpoint": Checkpoint()}),
+        ("csv=true needs a directory", {"loss": mse_loss, "logging": Logging(csv=True)}),
         (
             "looks at 'acc', and evaluations measure loss",
             {"loss": mse_loss, "evaluation": held_out(world), "monitor": Monitor("max:acc")},
         ),
         ("no replica 'net'", {"loss": mse_loss, "schedules": {"net": schedule}}),
     ):
+        several = options.pop("several", False)
+        models = {"a": replica, "b": replica} if several else replica
         with pytest.raises(hpc.ConfigError, match=told):
-            hpc.Trainer(world, replica, loader, **options)
+            hpc.Trainer(world, models, loader, **options)
+    with pytest.raises(hpc.ConfigError, match=r"no train\.loss, and the model returned a tensor"):
+        hpc.Trainer(world, replica, hpc.Loader(world, (data()[0],), global_batch=12),
+                    logging=QUIET).fit()  # fmt: skip
     trainer = hpc.Trainer(world, replica, loader, loss=mse_loss, logging=QUIET)
     with pytest.raises(hpc.ConfigError, match="event='steps' is unknown"):
         trainer.on("steps", print)

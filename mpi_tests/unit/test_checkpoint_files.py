@@ -25,13 +25,14 @@ from hpctrain.checkpoint.alone import read_checkpoint, write_checkpoint
 from hpctrain.checkpoint.background import Background, Errand
 from hpctrain.checkpoint.catalog import list_checkpoints
 from hpctrain.checkpoint.exporting import import_torch
+from hpctrain.checkpoint.finding import find_checkpoint, load_weights
 from hpctrain.checkpoint.finishing import Outline, Record, Records, finish
 from hpctrain.checkpoint.manifest import FileSpec
 from hpctrain.checkpoint.removing import describe_owner, retain, sweep
 from hpctrain.checkpoint.retention import Keep
 from hpctrain.checkpoint.verifying import verify
 from hpctrain.cli import main
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, ConfigError
 from mpi_tests.checkpoints import bits, damage
 
 STATE = {
@@ -190,6 +191,81 @@ def test_list_and_verify(checkpoint, capsys):
     assert "tree.json is missing" in capsys.readouterr().out
     assert main(["checkpoint", "list", str(checkpoint.parent / "nothing")]) == 1
     assert "holds no checkpoint" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory as a training leaves it: three checkpoints, the second is the best."""
+    config = '[train]\nmonitor = "max:accuracy"\n'
+    path = tmp_path / "runs" / "one"
+    for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7)):
+        weights = torch.full((2,), float(step))
+        average = {"num_updates": step, "averages": {"w": weights / 2}}
+        write_checkpoint(
+            path / "checkpoints",
+            {"model": {"w": weights, "count": torch.tensor(step)}, "ema": average},
+            step=step,
+            note={"num_ranks": 1, "user": {"config": config}},
+            metrics={"accuracy": accuracy, "loss": 1.0 - step / 100},
+        )
+    (path / "logs").mkdir()
+    return path
+
+
+def test_export_looks_into_a_run_and_finds_the_best(run, tmp_path, capsys):
+    to = tmp_path / "model.pt"
+
+    def exported(*words):
+        assert main(["checkpoint", "export", str(run), str(to), *words]) == 0
+        return torch.load(to, weights_only=True)["w"].tolist()
+
+    assert exported() == [30.0, 30.0]
+    assert exported("--best") == [20.0, 20.0]
+    assert "step-20 (accuracy=0.9 loss=0.8)" in capsys.readouterr().out
+    assert exported("--best", "--metric", "min:loss") == [30.0, 30.0]
+    assert "--ema" in capsys.readouterr().err
+    assert exported("--best", "--ema") == [10.0, 10.0]
+    assert torch.load(to, weights_only=True)["count"] == 20  # what is not averaged is the model's
+    assert "averaged weights" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert main(["checkpoint", "list", str(run)]) == 0
+    summary = {"monitor": {"name": "accuracy", "best": 0.95, "best_step": 15}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    exported("--best")
+    assert "0.95 at step 15, and its checkpoint is not kept" in capsys.readouterr().err
+
+
+def test_what_best_cannot_mean_is_refused(run, checkpoint, tmp_path, capsys):
+    to = str(tmp_path / "model.pt")
+    for words, code, told in (
+        ([str(run), to, "--metric", "min:loss"], 2, "belongs to --best"),
+        ([str(run), to, "--best", "--metric", "loss"], 2, "must be min:METRIC or max:METRIC"),
+        ([str(run), to, "--best", "--metric", "max:f1"], 1, "there are accuracy, loss"),
+        ([str(run), to, "--ema", "--all"], 2, "leave --ema out"),
+        ([str(checkpoint), to, "--best"], 2, "does not say which metric is better"),
+        ([str(checkpoint), to, "--ema"], 2, "has no average of the weights"),
+        ([str(tmp_path / "runs"), to], 1, "holds no checkpoint"),
+    ):
+        assert main(["checkpoint", "export", *words]) == code, words
+        assert told in capsys.readouterr().err
+    shutil.copytree(run / "checkpoints", run / "more")
+    assert main(["checkpoint", "export", str(run), to]) == 1
+    assert "checkpoints in checkpoints, more; name one" in capsys.readouterr().err
+
+
+def test_weights_of_a_run_in_python(run):
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(2))
+    model.register_buffer("count", torch.tensor(0))
+    for options, wanted in (
+        ({}, 30.0), ({"best": True}, 20.0), ({"best": "min:accuracy"}, 10.0),
+        ({"best": True, "ema": True}, 10.0),
+    ):  # fmt: skip
+        model.load_state_dict(load_weights(run, **options))
+        assert model.w.tolist() == [wanted] * 2
+    assert find_checkpoint(run, best=True).name.endswith("step-20")
+    with pytest.raises(ConfigError, match="models are model"):
+        load_weights(run, key="critic.model")
 
 
 def test_export(checkpoint, tmp_path, capsys):

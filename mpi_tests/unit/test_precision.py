@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import OrderedDict, namedtuple
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -210,3 +213,60 @@ def test_what_a_step_tells():
     assert (nothing.reason, nothing.skipped, nothing.learning_rate) == ("accumulating", False, None)
     assert (nothing.scale, nothing.norm) == (None, None)
     assert Step(due=True, note="stepped", learning_rates=(0.1, 0.2)).learning_rate == 0.1
+
+
+class Output(OrderedDict):
+    """As transformers' outputs are: a dictionary whose entries are attributes too."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    """An output that cannot be written to."""
+
+    loss: torch.Tensor
+    inner: Output
+    name: str
+    made: int = dataclasses.field(init=False, default=3)
+
+
+def half_outputs(kind):
+    loss, logits = torch.ones((), dtype=kind), torch.ones(2, 3, dtype=kind)
+    output = Output(loss=loss)
+    output["logits"], output["count"] = logits, 7
+    pair = namedtuple("pair", "out extra")
+    return Frozen(loss, output, "x"), output, pair(output, [logits]), SimpleNamespace(loss=loss)
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_outputs_of_any_class_come_back_in_float32_as_what_they_are(precision, kind):
+    made = half_outputs(kind)
+    frozen, output, both, space = Casting(precision, "cpu").forward(lambda: made, (), {})
+    assert type(frozen) is Frozen
+    assert (frozen.loss.dtype, frozen.name, frozen.made) == (torch.float32, "x", 3)
+    assert frozen.inner.logits.dtype == frozen.inner["logits"].dtype == torch.float32
+    assert type(output) is Output
+    assert output.loss is output["loss"]
+    assert (output.loss.dtype, output["count"]) == (torch.float32, 7)
+    assert (both.out.logits.dtype, both.extra[0].dtype) == (torch.float32,) * 2
+    assert space.loss.dtype == torch.float32
+    assert made[0].loss.dtype == made[1].logits.dtype == kind  # the model's own are untouched
+
+
+def test_an_output_of_transformers_comes_back_as_itself():
+    modeling = pytest.importorskip("transformers.modeling_outputs")
+    given_out = modeling.CausalLMOutput(
+        loss=torch.ones((), dtype=torch.bfloat16), logits=torch.ones(2, 3, dtype=torch.bfloat16)
+    )
+    out = Casting("bf16", "cpu").forward(lambda: given_out, (), {})
+    assert type(out) is modeling.CausalLMOutput
+    assert out.logits.dtype == out["logits"].dtype == out.loss.dtype == torch.float32
+    assert out.hidden_states is None
+    assert list(out) == ["loss", "logits"]
+    inside = Casting("bf16-pure", "cpu").forward(
+        lambda batch: batch.logits.dtype, (modeling.CausalLMOutput(logits=torch.ones(2)),), {}
+    )
+    assert inside == torch.bfloat16

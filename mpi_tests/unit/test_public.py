@@ -83,7 +83,7 @@ ACTIONS = {
     ("chaos", "soak"): "--help --json --keep --ranks --rounds --seed -h -n",
     ("checkpoint", "list"): "--help --json -h",
     ("checkpoint", "verify"): "--help --json -h",
-    ("checkpoint", "export"): "--all --help --key -h",
+    ("checkpoint", "export"): "--all --best --ema --help --key --metric -h",
     ("checkpoint", "import"): "--help --key --step --to -h",
     ("job", "render"): f"{JOB} --output -o",
     ("job", "submit"): f"{JOB} --chain --json --quiet -q",

@@ -122,6 +122,27 @@ kind = "fp61"
         ("optimizer.exclude_norms=true", "needs optimizer.weight_decay"),
         ("optimizer.clip_norm=1|optimizer.clip_value=1", "choose one"),
         ("train.min_delta=0.1", "belongs to train.patience"),
+        (
+            "schedule.name=ReduceLROnPlateau|schedule.every=step",
+            "steps after every evaluation; leave it out",
+        ),
+        (
+            "schedule.name=ReduceLROnPlateau|schedule.every=epoch|train.evaluate_every_steps=5",
+            "needs an evaluation after every epoch",
+        ),
+        (
+            "schedule.name=ReduceLROnPlateau|schedule.args.mode=max",
+            'mode="max" and train.monitor="min:loss" say opposite things',
+        ),
+        ("schedule.name=StepLR|schedule.metric=min:loss", "belongs to ReduceLROnPlateau"),
+        ("ema.warm_up=true", "belong to ema.decay"),
+        ("ema.decay=1.0", "must be at least 0 and below 1"),
+        ("model.compile_mode=max-autotune", "belongs to model.compile=true"),
+        (
+            "model.compile=true|model.compile_backend=eager|model.compile_mode=max-autotune",
+            'belongs to model.compile_backend="inductor"',
+        ),
+        ("logging.wandb_project=mine", 'belongs to logging.wandb="offline"'),
         ("optimizer.lr=nan", "must be finite"),
         ("lr=1", "write section.key=value"),
         ("optimzer.lr=1", "did you mean [optimizer]?"),
@@ -138,6 +159,8 @@ def test_without_an_evaluation_nothing_may_need_one():
     parse_config(alone)
     for setting in ("train.patience=3", 'train.metrics=["mae"]', "checkpoint.keep_best=min:loss"):
         assert "needs data.evaluation" in mistakes(alone, setting)
+    assert "needs data.evaluation" in mistakes(alone, "ema.decay=0.9", "ema.evaluate=false")
+    assert "needs data.evaluation" in mistakes(alone, "schedule.name=ReduceLROnPlateau")
 
 
 def test_settings_come_on_top_and_quotes_can_be_left_out():
@@ -226,8 +249,9 @@ def values_of(key):
             low = key.above if key.above is not None else key.low
             return st.floats(
                 low,
-                key.high,
+                key.high if key.below is None else key.below,
                 exclude_min=key.above is not None,
+                exclude_max=key.below is not None,
                 allow_nan=False,
                 allow_infinity=False,
             )

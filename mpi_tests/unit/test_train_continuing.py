@@ -22,6 +22,7 @@ name = "SGD"
 lr = 0.1
 args = { momentum = 0.9 }
 """
+EVALUATED = ("data.evaluation=a:more",)
 RECIPE = ("schedule.name=recipe", "schedule.warmup_steps=5")
 
 
@@ -49,8 +50,7 @@ def changes(*settings, before=()):
     ],
 )
 def test_what_takes_effect_may_change(setting):
-    evaluated = ("data.evaluation=a:more",)
-    assert changes(setting, before=evaluated) == []
+    assert changes(setting, before=EVALUATED) == []
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,13 @@ def test_what_takes_effect_may_change(setting):
         ((), "optimizer.args.momentum=0.5", "optimizer.args.momentum 0.9 -> 0.5"),
         ((), "optimizer.weight_decay=0.1", "optimizer.weight_decay left out -> 0.1"),
         ((), "schedule.name=recipe", "schedule.name 'none' -> 'recipe'"),
+        ((), "ema.decay=0.9", "ema.decay left out -> 0.9: an average begins with the run"),
+        (
+            (*EVALUATED, "schedule.name=ReduceLROnPlateau"),
+            "schedule.metric=max:loss",
+            "schedule.metric 'min:loss' -> 'max:loss': the best so far was found by the other",
+        ),
+        (("schedule.name=StepLR",), "schedule.every=epoch", "schedule.every 'step' -> 'epoch'"),
         ((), "train.seed=1", "train.seed 0 -> 1: the order of samples"),
         ((), "train.monitor=max:loss", "the best so far was found by the other"),
         (("precision.kind=fp16",), "precision.init_scale=4", "precision.init_scale 65536.0 -> 4.0"),
@@ -77,6 +84,13 @@ def test_what_takes_effect_may_change(setting):
 def test_what_cannot_take_effect_is_named(before, setting, told):
     (line,) = changes(setting, before=before)
     assert told in line
+
+
+def test_what_was_said_and_what_was_left_out_are_the_same():
+    assert changes("schedule.every=step", before=("schedule.name=StepLR",)) == []
+    plateau = (*EVALUATED, "schedule.name=ReduceLROnPlateau")
+    assert changes("schedule.every=epoch", "schedule.metric=min:loss", before=plateau) == []
+    assert changes("ema.decay=0.99", "model.compile=true", before=("ema.decay=0.9",)) == []
 
 
 def test_a_longer_training_where_the_rate_stays_what_it_was():

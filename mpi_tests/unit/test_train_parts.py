@@ -86,6 +86,9 @@ def test_the_plan_of_a_configuration():
     alone = plan_of(num_ranks=1, ranks_per_node=1)
     assert (alone.engine, alone.update) == ("local", "replicated")
     assert alone.memory.per_rank == alone.memory.per_node == 4 * weights
+    averaged = plan_of("ema.decay=0.9").memory  # once a node
+    assert averaged.averages == averaged.per_node - plan.memory.per_node == weights
+    assert plan_of("ema.decay=0.9", num_ranks=1, ranks_per_node=1).memory.per_rank == 5 * weights
 
 
 @pytest.mark.parametrize(

@@ -70,21 +70,22 @@ def measure_configured(path: Path, batch: int, *, repeats: int = 20) -> Profile:
     from hpctrain.data.loader import Loader
     from hpctrain.scaling.plan.profiling import Subject, measure_profile
     from hpctrain.train.building import build_data, build_models, build_optimizer
-    from hpctrain.train.evaluation import split_batch
+    from hpctrain.train.computing import compute
     from hpctrain.train.measuring import count_samples
     from hpctrain.train.references import find_loss, search_beside
     from hpctrain.world import init
 
     config: Config = load_config(path, [])
     search_beside(path)
-    if config.train.loss is None or config.precision.kind != "fp32":
-        what = "by train.step" if config.train.loss is None else f"in {config.precision.kind}"
+    train = config.train
+    by_step = train.step is not None and train.loss is None
+    if by_step or config.precision.kind != "fp32":
+        what = "by train.step" if by_step else f"in {config.precision.kind}"
         raise ConfigError(
             f"{path} trains {what}, and only a loss in fp32 is measured from a configuration; "
             "measure it with --measure-profile and --subject, and give --profile"
         )
-    loss_of = find_loss(config.train.loss)
-    train = config.train
+    loss_of = None if train.loss is None else find_loss(train.loss)
     with init(seed=train.seed, device=train.device, num_threads=train.num_threads) as alone:
         if alone.size > 1:
             raise ConfigError("a profile is measured by one process; start it without mpirun")
@@ -92,11 +93,11 @@ def measure_configured(path: Path, batch: int, *, repeats: int = 20) -> Profile:
         model.to(alone.device)
         data = build_data(config, alone, path.resolve().parent)
         loader = Loader(alone, data, global_batch=batch)
-        inputs, wanted = split_batch(next(iter(loader)))
+        batch_here = next(iter(loader))
         subject = Subject(
             model=model,
             optimizer=build_optimizer(config, model),
-            loss=lambda: loss_of(model(*inputs), wanted),
+            loss=lambda: compute(model, model, batch_here, loss_of).loss,
             batch=loader.num_samples,
             samples=count_samples(data) or 0,
             name=config.model.build,

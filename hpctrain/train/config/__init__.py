@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.train.config.parts import Data, Model, Optimizer, Schedule, Training
+from hpctrain.train.config.parts import Averages, Data, Model, Optimizer, Schedule, Training
 from hpctrain.train.config.reading import build_config, load_config, parse_config
 from hpctrain.train.config.root import SECTIONS, Config, all_keys
 from hpctrain.train.config.running import Checkpoint, EngineChoice, Faults, Logging, Precision
@@ -10,6 +10,7 @@ from hpctrain.train.config.writing import to_toml
 
 __all__ = [
     "SECTIONS",
+    "Averages",
     "Checkpoint",
     "Config",
     "Data",

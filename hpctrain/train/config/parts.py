@@ -1,4 +1,4 @@
-"""The sections that say what is trained: model, data, training, optimizer, schedule. Pure."""
+"""The sections that say what is trained: model, data, training, optimizer and so on. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, ClassVar, Literal
 from hpctrain.train.config.keys import key, table
 from hpctrain.train.config.section import Section
 
-__all__ = ["Data", "Model", "Optimizer", "Schedule", "Training"]
+__all__ = ["Averages", "Data", "Model", "Optimizer", "Schedule", "Training"]
 
 REFERENCE = (r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", "MODULE:FUNCTION")
 NAME_OR_REFERENCE = (rf"[A-Za-z_]\w*|{REFERENCE[0]}", "a name or MODULE:FUNCTION")
+PLATEAU = "ReduceLROnPlateau"
 MONITOR = (r"(min|max):[A-Za-z_]\w*", "min:NAME or max:NAME of a metric")
 
 
@@ -31,6 +32,27 @@ class Model(Section):
         default_factory=dict, metadata=table("Keyword arguments of that function.")
     )
     sync_batchnorm: bool = key("Give every BatchNorm the statistics of all ranks.", default=False)
+    compile: bool = key(
+        "Compile the model by torch.compile, for training and evaluation; checkpoints stay those "
+        "of the plain model.",
+        default=False,
+    )
+    compile_mode: Literal[
+        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = key("How much torch.compile tries.", default="default")
+    compile_backend: str = key("What torch.compile makes code with.", default="inductor")
+
+    def conflicts(self) -> Iterator[str]:
+        """Options of the compiler where it is used."""
+        fields = type(self).__dataclass_fields__
+        for name in ("compile_mode", "compile_backend"):
+            if not self.compile and getattr(self, name) != fields[name].default:
+                yield f"model.{name} belongs to model.compile=true"
+        if self.compile_backend != "inductor" and self.compile_mode != "default":
+            yield (
+                f'model.compile_mode belongs to model.compile_backend="inductor", not '
+                f'"{self.compile_backend}"'
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +185,8 @@ class Training(Section):
     )
     loss: str | None = key(
         "A function of torch.nn.functional by name, or MODULE:FUNCTION, called with what the "
-        "model returns and what is wanted; the mean over samples.",
+        "model returns and what is wanted; the mean over samples. Left out, the model gets the "
+        "whole batch and returns an object or a dict with a `loss`, as transformers do.",
         default=None,
         form=NAME_OR_REFERENCE,
     )
@@ -222,8 +245,6 @@ class Training(Section):
                 f"train.accumulate={self.accumulate} does not divide "
                 f"train.global_batch={self.global_batch}"
             )
-        if self.loss is None and self.step is None:
-            yield 'train.loss is missing; write one, as in loss = "cross_entropy", or a train.step'
         if self.evaluate_every_steps is not None and self.evaluate_every_epochs != 1:
             yield (
                 "train.evaluate_every_steps and train.evaluate_every_epochs both say when to "
@@ -287,7 +308,17 @@ class Schedule(Section):
     args: dict[str, Any] = field(
         default_factory=dict, metadata=table("Keyword arguments of torch's schedule.")
     )
-    every: Literal["step", "epoch"] = key("When torch's schedule steps.", default="step")
+    every: Literal["step", "epoch"] | None = key(
+        "When torch's schedule steps. Left out, at every step; ReduceLROnPlateau after every "
+        "evaluation.",
+        default=None,
+    )
+    metric: str | None = key(
+        "Which result of the evaluation ReduceLROnPlateau looks at, and which way is better; left "
+        "out, train.monitor.",
+        default=None,
+        form=MONITOR,
+    )
     base_batch: int | None = key(
         "The batch that optimizer.lr is right for; left out, train.global_batch.",
         default=None,
@@ -335,5 +366,51 @@ class Schedule(Section):
             yield f'schedule.{strange[0]} belongs to schedule.name="recipe", not "{self.name}"'
         if self.decay_steps is not None and self.decay not in ("cosine", "polynomial"):
             yield f'schedule.decay_steps has no meaning for schedule.decay="{self.decay}"'
-        if self.name in ("none", "recipe") and (self.args or self.every != "step"):
+        ours = self.name in ("none", "recipe")
+        if ours and (self.args or self.every not in (None, "step")):
             yield f'schedule.args and .every belong to torch\'s schedules, not "{self.name}"'
+        if self.metric is not None and (ours or (not self.is_plateau and ":" not in self.name)):
+            yield f'schedule.metric belongs to ReduceLROnPlateau, not "{self.name}"'
+        if self.is_plateau and self.every == "step":
+            yield (
+                'schedule.every="step" does not go with ReduceLROnPlateau, which steps after every '
+                "evaluation; leave it out (train.evaluate_every_steps says how often)"
+            )
+
+    @property
+    def is_plateau(self) -> bool:
+        """Whether it is the schedule of torch that looks at a metric."""
+        return self.name == PLATEAU
+
+    @property
+    def when(self) -> str:
+        """What it steps at, whether or not that was said."""
+        return "evaluation" if self.is_plateau else self.every or "step"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Averages(Section):
+    """An exponential moving average of the weights."""
+
+    title: ClassVar[str] = "ema"
+
+    decay: float | None = key(
+        "What the average keeps at every step, such as 0.999; left out, there is none.",
+        default=None,
+        low=0,
+        below=1,
+    )
+    warm_up: bool = key(
+        "Begin with a smaller decay, (1 + k) / (10 + k) after k steps, so that the weights of the "
+        "start are soon forgotten.",
+        default=False,
+    )
+    evaluate: bool = key(
+        "Evaluate the average; otherwise the last weights, with the average only saved.",
+        default=True,
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        """Options of an average where there is one."""
+        if self.decay is None and (self.warm_up or not self.evaluate):
+            yield "ema.warm_up and ema.evaluate belong to ema.decay; write it, as in 0.999"

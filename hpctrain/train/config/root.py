@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.errors import ConfigError
 from hpctrain.train.config.keys import Key, keys_of
-from hpctrain.train.config.parts import Data, Model, Optimizer, Schedule, Training
+from hpctrain.train.config.parts import Averages, Data, Model, Optimizer, Schedule, Training
 from hpctrain.train.config.running import Checkpoint, EngineChoice, Faults, Logging, Precision
 from hpctrain.train.config.section import Section
 
@@ -25,6 +25,7 @@ class Config:
     train: Training
     optimizer: Optimizer
     schedule: Schedule = field(default_factory=Schedule)
+    ema: Averages = field(default_factory=Averages)
     precision: Precision = field(default_factory=Precision)
     engine: EngineChoice = field(default_factory=EngineChoice)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -39,25 +40,54 @@ class Config:
 
     def conflicts(self) -> Iterator[str]:
         """What does not go together between sections, each with what to do."""
-        evaluates = bool(self.data.evaluation or self.data.evaluation_files)
-        if not evaluates:
+        if not self.evaluates:
             for name, given in (
                 ("train.patience", self.train.patience),
                 ("train.metrics", self.train.metrics),
                 ("train.evaluate_every_steps", self.train.evaluate_every_steps),
                 ("train.evaluation_batch", self.train.evaluation_batch),
                 ("checkpoint.keep_best", self.checkpoint.keep_best),
+                (f'schedule.name="{self.schedule.name}"', self.schedule.is_plateau),
+                ("schedule.metric", self.schedule.metric),
+                ("ema.evaluate=false", not self.ema.evaluate),
             ):
                 if given:
                     yield f"{name} needs data.evaluation or data.evaluation_files"
-        if evaluates and self.train.loss is None:
-            yield "data.evaluation needs train.loss beside train.step, to evaluate with"
+        yield from self._plateau_conflicts()
         if self.checkpoint.keep_best and not self.checkpoint.enabled:
             yield "checkpoint.keep_best needs checkpoint.enabled=true"
         if self.schedule.name == "recipe" and "lr" in self.schedule.args:
             yield "schedule.args.lr is optimizer.lr; write it there"
         if self.engine.share_parameters and self.precision.kind == "bf16-pure":
             yield 'engine.share_parameters does not go with precision.kind="bf16-pure"'
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are evaluations."""
+        return bool(self.data.evaluation or self.data.evaluation_files)
+
+    @property
+    def plateau_metric(self) -> str:
+        """What ReduceLROnPlateau looks at, as `min:NAME` or `max:NAME`."""
+        return self.schedule.metric or self.train.monitor
+
+    def _plateau_conflicts(self) -> Iterator[str]:
+        """It follows evaluations, in the direction of its metric."""
+        if not self.schedule.is_plateau:
+            return
+        by_epoch = self.train.evaluate_every_steps is None and self.train.evaluate_every_epochs == 1
+        if self.schedule.every == "epoch" and not by_epoch:
+            yield (
+                'schedule.every="epoch" with ReduceLROnPlateau needs an evaluation after every '
+                "epoch; leave it out, and the schedule steps after every evaluation"
+            )
+        mode, way = self.schedule.args.get("mode"), self.plateau_metric.partition(":")[0]
+        if mode not in (None, way):
+            key = "train.monitor" if self.schedule.metric is None else "schedule.metric"
+            yield (
+                f'schedule.args.mode="{mode}" and {key}="{self.plateau_metric}" say opposite '
+                "things; leave mode out"
+            )
 
     def as_tree(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, without those that are None."""
@@ -79,6 +109,7 @@ SECTIONS: dict[str, type[Section]] = {
         Training,
         Optimizer,
         Schedule,
+        Averages,
         Precision,
         EngineChoice,
         Checkpoint,

@@ -128,10 +128,32 @@ class Logging(Section):
     tensorboard: bool = key(
         "Also write TensorBoard events (needs the package tensorboard).", default=False
     )
+    csv: bool = key("Also write metrics.csv, one row a line of metrics.", default=False)
+    wandb: Literal["off", "offline", "online"] = key(
+        "Also log to Weights & Biases (needs the package wandb): into the run directory, for "
+        "`wandb sync`, or to the server while it runs.",
+        default="off",
+    )
+    wandb_project: str = key("Its project.", default="hpctrain")
     display: Literal["auto", "live", "plain", "off"] = key(
         "What rank 0 shows: `auto` is live on a terminal and plain lines in a batch log.",
         default="auto",
     )
+
+    @property
+    def loggers(self) -> dict[str, str | None]:
+        """What is written besides metrics.jsonl, by its key, and the package that it needs."""
+        asked = {
+            "logging.csv=true": (self.csv, None),
+            "logging.tensorboard=true": (self.tensorboard, "tensorboard"),
+            f'logging.wandb="{self.wandb}"': (self.wandb != "off", "wandb"),
+        }
+        return {key: package for key, (wanted, package) in asked.items() if wanted}
+
+    def conflicts(self) -> Iterator[str]:
+        """Options of Weights & Biases where it is used."""
+        if self.wandb == "off" and self.wandb_project != "hpctrain":
+            yield 'logging.wandb_project belongs to logging.wandb="offline" or "online"'
 
 
 def _check_signal(name: str) -> bool:
