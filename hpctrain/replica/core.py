@@ -21,7 +21,7 @@ from hpctrain.replica.joining import Joining
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import identity, named_parameters
 from hpctrain.replica.outcome import Step
-from hpctrain.replica.window import Window, check_counted
+from hpctrain.replica.window import Turn, Window, check_counted
 from hpctrain.world import World
 from hpctrain.world.allocator import keep_freed_memory
 
@@ -60,6 +60,7 @@ class Replica:
         self._treatment = precision.treatment
         self._mode = mode
         self._window = Window(accumulate)
+        self._turn = Turn()
         self._no_sync = False
         self._joining = False
         self._empty = False  # whether the last exchange brought no samples at all
@@ -120,6 +121,7 @@ class Replica:
         if self._window.exchanged and self._mode.has_none():  # somebody's zero_grad(): begin anew
             self._window.clear()
             self._treatment.forget()
+        self._turn.admit()
         weight = self._window.admit(num_samples)
         self._treatment.admit(exchanged=self._window.exchanged)
         if weight > 0:
@@ -245,7 +247,9 @@ class Replica:
     def step(self, *, flush: bool = False) -> Step:
         """Update the weights if the window is complete.
 
-        The next backward begins from zero: no `zero_grad` is needed, and none does harm.
+        The next backward begins from zero: no `zero_grad` is needed, and none does harm. On the
+        last batch of an epoch that a Saver or a Trainer hands out, a window that is only partly
+        filled is stepped as with `flush`.
 
         Args:
             flush: Collective: step with what there is, as at the end of an epoch.
@@ -260,7 +264,9 @@ class Replica:
         check_finished(self._window)
         if self._mode.foreign():
             self._check_habits()
-        if flush:
+        ends_epoch = self._turn.count_step() and not self._joining
+        if flush or ends_epoch:
+            self._turn.closed = ends_epoch and self._window.calls > 0 and not self._window.exchanged
             self.synchronize()
         if not self._window.calls:
             return Step(due=False, note="no gradients")
@@ -276,6 +282,15 @@ class Replica:
         if not self._joining:  # not all ranks step there, so not all could raise
             self._treatment.check_collapse(done, number=self.num_steps)
         return Step(due=True, note="stepped", learning_rates=rates, done=done)
+
+    def begin_batch(self, *, last: bool) -> None:
+        """A batch was handed out: what Saver and Trainer tell; the same on every rank.
+
+        Args:
+            last: Whether the epoch ends with it: its last `step()` then flushes. That is the call
+                with the number that the batch before had; in a run's first batch it is not known.
+        """
+        self._turn.begin(last=last)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients and begin the window anew; `set_to_none` as in torch."""
@@ -338,11 +353,17 @@ class Replica:
 
         A run that goes on with it is bit for bit the one that was never stopped.
         """
-        return {"num_steps": self.num_steps, "scale": self._scale}
+        steps_per_batch = self._turn.num_steps or self._turn.usual_steps
+        return {
+            "num_steps": self.num_steps,
+            "scale": self._scale,
+            "steps_per_batch": steps_per_batch,
+        }
 
     def load_counters(self, counters: dict[str, Any]) -> None:
         """Go on from what `counters` gave; the same on every rank."""
         self.num_steps, self._scale = counters["num_steps"], counters["scale"]
+        self._turn = Turn(usual_steps=counters.get("steps_per_batch"))
 
     @property
     def num_skipped(self) -> int:

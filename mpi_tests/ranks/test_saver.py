@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -303,3 +304,131 @@ def test_why_one_rank_asked_to_stop_is_known_to_all(world, tmp_path):
         run.saver.on("stopping", said.append)
         assert not run.train(before=ask)
     assert said == ["the queue is closing"]
+
+
+ROWS, PART, LOOPS = 79, 12, 3  # seven batches an epoch, the last one smaller
+
+
+def _rows():
+    x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True)
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from zip(*_rows(), strict=True)
+
+
+def _learner(rate_step):
+    torch.manual_seed(11)
+    model = nn.Linear(6, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, rate_step, 0.8)
+
+
+def _one_process(window_of):
+    """The weights of one process; `window_of` cuts an epoch's samples into those of each step."""
+    model, optimizer, schedule = _learner(1)
+    x, y = _rows()
+    for _ in range(LOOPS):
+        for start, stop in window_of:
+            optimizer.zero_grad()
+            (model(x[start:stop]) - y[start:stop]).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    return model
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_the_loop_sees_the_step_that_ends_an_epoch(world, tmp_path, is_stream, num_pieces, capfd):
+    model, optimizer, schedule = _learner(1)
+    accumulate = 2 if num_pieces == 1 else 3
+    replica = hpc.distribute(world, model, optimizer, accumulate=accumulate)
+    data = _Stream() if is_stream else _rows()
+    loader = hpc.Loader(world, data, global_batch=PART, shuffle=False)
+    saver = hpc.Saver(world, common(world, tmp_path), replica, loader, every_s=None)
+    seen, batches = 0, saver.resume(LOOPS)
+    if is_stream:
+        with pytest.raises(TypeError, match="stream"):
+            len(batches)
+    else:
+        assert len(batches) == LOOPS * 7
+    for x, y in batches:
+        for piece in range(num_pieces):  # every rank has a sample in each piece, and counts it
+            mine = slice(piece, None, num_pieces)
+            weight = len(y[mine])
+            loss = (replica(x[mine]) - y[mine]).square().mean() if weight else None
+            replica.backward(loss, num_samples=weight)
+            if replica.step():
+                seen += 1
+                schedule.step()
+    calls = 7 * num_pieces
+    steps = -(-calls // accumulate)
+    assert (seen, replica.num_steps) == (LOOPS * steps, LOOPS * steps)
+    assert schedule.last_epoch == seen
+    if num_pieces == 1:
+        alone = _one_process([(0, 24), (24, 48), (48, 72), (72, ROWS)])
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    assert "accumulation window" not in capfd.readouterr().err
+    replica.close()
+    saver.close()
+
+
+def test_a_window_that_the_loop_leaves_open_is_stepped_and_said(world, tmp_path, capfd):
+    model, optimizer, _ = _learner(1)
+    replica = hpc.distribute(world, model, optimizer, accumulate=2)
+    loader = hpc.Loader(world, _rows(), global_batch=PART, shuffle=False)
+    saver = hpc.Saver(world, common(world, tmp_path), replica, loader, every_s=None)
+    for number, (x, y) in enumerate(saver.resume(1)):
+        replica.backward((replica(x) - y).square().mean(), num_samples=len(y))
+        if number % 2:
+            assert replica.step()
+    assert replica.num_steps == 4
+    alone = "miss this step" in capfd.readouterr().err
+    assert alone == (world.rank == 0)
+    x, y = next(iter(loader))  # after the loop nothing is the last batch any more
+    replica.backward((replica(x) - y).square().mean(), num_samples=len(y))
+    assert replica.step().reason == "accumulating"
+    replica.close()
+    saver.close()
+
+
+def test_a_finished_run_says_that_nothing_is_left(world, tmp_path, capfd):
+    folder = common(world, tmp_path)
+    with made(world, folder) as run:
+        assert len(run.saver.batches()) == 4
+        assert run.train()
+    assert "nothing is left" not in capfd.readouterr().err
+    with made(world, folder) as run:
+        assert len(run.saver.resume(EPOCHS)) == 0
+        assert run.train()
+        told = capfd.readouterr().err
+        assert ("nothing is left to do" in told) == (world.rank == 0)
+        assert world.rank or ("raise num_epochs" in told and str(folder) in told)
+        assert len(run.saver.resume(EPOCHS + 2)) == 8
+
+
+def test_a_resumed_last_batch_still_ends_the_epoch_in_the_loop(world, tmp_path):
+    folder = common(world, tmp_path)
+
+    def train(stop_at):
+        model, optimizer, schedule = _learner(1)
+        replica = hpc.distribute(world, model, optimizer, accumulate=2)
+        loader = hpc.Loader(world, _rows(), global_batch=PART, shuffle=False)
+        named = {"schedule": schedule}
+        saver = hpc.Saver(world, folder, replica, loader, named=named, every_s=None)
+        with contextlib.suppress(AgreedExit):
+            for x, y in saver.resume(1):
+                replica.backward((replica(x) - y).square().mean(), num_samples=len(y))
+                if replica.step():
+                    schedule.step()
+                if saver.step + 1 == stop_at:
+                    saver.request_stop("the test says so")
+        replica.close()
+        saver.close()
+        return saver.step, replica.num_steps, schedule.last_epoch
+
+    assert train(5) == (6, 3, 3)  # one batch is left, and with it half a window
+    assert train(None) == (7, 4, 4)
