@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hpctrain.tensor_names import plain_name
+
 __all__ = ["explain_missing", "own_statistics"]
 
 
@@ -22,7 +24,7 @@ def explain_missing(attributes: Mapping[str, Any], name: str) -> str:
 def own_statistics(model: torch.nn.Module, size: int) -> list[tuple[str, str]]:
     """A row for models with running statistics, which are never exchanged; none for others."""
     found = [
-        name or type(module).__name__
+        plain_name(name) or type(module).__name__
         for name, module in model.named_modules()
         if isinstance(getattr(module, "running_mean", None), torch.Tensor)
         and "SyncBatchNorm" not in type(module).__name__  # torch's, and that of `sync_batchnorm`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.errors import ConfigError
+from hpctrain.tensor_names import plain_name
 
 __all__ = ["identity", "named_parameters"]
 
@@ -24,7 +25,7 @@ def named_parameters(
     Raises:
         ConfigError: there is none, or one is not a leaf that torch could give a gradient.
     """
-    known = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
+    known = {id(p): plain_name(n) for n, p in model.named_parameters(remove_duplicate=True)}
     names: list[str] = []
     parameters: list[torch.nn.Parameter] = []
     seen: set[int] = set()

@@ -12,9 +12,13 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import hpctrain as hpc
+from hpctrain.checkpoint import list_checkpoints
+from hpctrain.checkpoint.alone import read_checkpoint
+from hpctrain.checkpoint.exporting import export
 from hpctrain.replica.starting import digest
 from hpctrain.world.guard import AgreedExit
 from mpi_tests.ranks.split import tensors_of
@@ -432,3 +436,96 @@ def test_a_resumed_last_batch_still_ends_the_epoch_in_the_loop(world, tmp_path):
 
     assert train(5) == (6, 3, 3)  # one batch is left, and with it half a window
     assert train(None) == (7, 4, 4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+def test_compiled_models_are_saved_under_plain_names(world, engines, tmp_path, precision):
+    folder = common(world, tmp_path)
+    engine = engines["mpi"] if world.size > 1 else "auto"
+
+    def make(compiled):
+        torch.manual_seed(4)
+        inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model = inner
+        if compiled == "whole":
+            model = torch.compile(inner, backend="eager")
+        elif compiled == "part":
+            model = nn.Sequential(torch.compile(inner[0], backend="eager"), inner[1], inner[2])
+        optimizer = torch.optim.AdamW(inner.parameters(), 0.1)
+        replica = hpc.distribute(world, model, optimizer, engine=engine, precision=precision)
+        average = hpc.EMA(model)
+        loader = hpc.Loader(world, tuple(t.float() for t in _rows()), global_batch=PART)
+        saver = hpc.Saver(world, folder, replica, loader, named={"average": average}, every_s=None)
+        return inner, replica, average, saver
+
+    def bits(inner, replica, average):
+        masters = replica.state_dict().get("masters", {})
+        tensors = [*inner.state_dict().values(), *average.averages.values(), *masters.values()]
+        return digest(tensors), sorted(average.averages), sorted(masters)
+
+    saved = None
+    for compiled in ("whole", None, "part", "whole"):
+        inner, replica, average, saver = make(compiled)
+        restored = saver.restore()
+        assert (restored is None) == (saved is None)
+        assert saved is None or bits(inner, replica, average) == saved
+        for x, y in saver._loader():
+            loss = (replica(x).float() - y).square().mean()
+            replica.backward(loss, num_samples=len(y))
+            if replica.step():
+                average.update()
+            saver.boundary()
+            break
+        saver.save(wait=True)
+        saved = bits(inner, replica, average)
+        newest = list_checkpoints(folder)[-1].path
+        state = read_checkpoint(newest)
+        assert set(state["model"]) == set(inner.state_dict())
+        assert not any("_orig_mod" in name for name in _names_in(state))
+        saver.close()
+        replica.close()
+
+
+def _names_in(tree):
+    for key, value in tree.items():
+        yield str(key)
+        if isinstance(value, dict):
+            yield from _names_in(value)
+
+
+def test_checkpoints_of_compiled_models_from_before_still_load(world, tmp_path):
+    folder = common(world, tmp_path)
+    torch.manual_seed(4)
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    replica = hpc.distribute(world, model, optimizer)
+    average = hpc.EMA(model)
+    saver = hpc.Saver(world, folder, replica, named={"average": average}, every_s=None)
+    capture = saver._parts.capture
+
+    def with_wrappers(world):  # what hpctrain wrote until now
+        common, own = capture(world)
+        for tree in (common["model"], common["average"]["averages"]):
+            for name in list(tree):
+                tree[f"_orig_mod.{name}"] = tree.pop(name)
+        return common, own
+
+    saver._parts.capture = with_wrappers
+    saver.save(wait=True)
+    saver.close()
+    path = list_checkpoints(folder)[-1].path
+    assert "_orig_mod.weight" in read_checkpoint(path)["model"]
+    if world.rank == 0:
+        export(path, folder / "old.safetensors")
+        export(path, folder / "old.pt", key=None)
+        assert set(load_file(folder / "old.safetensors")) == {"weight", "bias"}
+        exported = torch.load(folder / "old.pt", weights_only=True)
+        assert set(exported["model"]) == {"weight", "bias"} == set(exported["average"]["averages"])
+    kept = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    again = hpc.Saver(world, folder, replica, named={"average": average}, every_s=None)
+    assert again.restore() is not None
+    assert torch.equal(model.weight, kept)
+    again.close()
+    replica.close()

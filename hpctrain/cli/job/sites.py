@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         headers = ("site", "template", "GPUs", "what", "ever run", "as of")
         print(log.table(headers, [_row(site) for site in sites], width=_WIDTH))
-        print("\n`hpctrain job sites NAME` tells where a profile comes from, and all that is in it.")
+        print("\n`hpctrain job sites NAME` tells all of a profile, and where it comes from.")
     for error in broken:
         log.warn(str(error))
     return 2 if broken else 0
