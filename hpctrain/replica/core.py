@@ -16,12 +16,13 @@ from hpctrain.fusion.arena import Arrived
 from hpctrain.precision import Precision
 from hpctrain.replica.arguments import check_loss
 from hpctrain.replica.habits import check_finished, check_gradients, check_unchanged
-from hpctrain.replica.hints import explain_missing, own_statistics
+from hpctrain.replica.hints import check_state, explain_missing, own_statistics
 from hpctrain.replica.joining import Joining
 from hpctrain.replica.mode import Mode
-from hpctrain.replica.naming import identity, named_parameters
+from hpctrain.replica.naming import identity, load_model, named_parameters
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.window import Turn, Window, check_counted
+from hpctrain.tensor_names import plain_keys
 from hpctrain.world import World
 from hpctrain.world.allocator import keep_freed_memory
 
@@ -70,6 +71,11 @@ class Replica:
         self._identity = identity(optimizer)
         self._rebuild = rebuild
         self._release = release
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, under the name that it has in DistributedDataParallel."""
+        return self.model
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the model forward, in the precision that was chosen.
@@ -332,16 +338,27 @@ class Replica:
             joining.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, in the form that the undistributed optimizer has.
+        """All that a run needs to go on: the optimizer's state as torch has it, and the model's.
 
-        `fp16` adds the key `scaler`, `bf16-pure` the key `masters`; torch's own optimizers load the
-        state all the same and leave these out.
+        The weights are under the key `model`. `fp16` adds the key `scaler`, `bf16-pure` the key
+        `masters`; torch's own optimizers load the state all the same and leave these out.
         """
-        return {**self.optimizer.state_dict(), **self._precision.state_dict()}
+        model = plain_keys(self.model.state_dict())
+        return {"model": model, **self.optimizer.state_dict(), **self._precision.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load an optimizer's state, of one process or of many; the same on every rank."""
-        self._precision.load_state_dict(state)
+        """Load what `state_dict` gave, on any number of ranks; the same on every rank.
+
+        An optimizer's state of one process does as well: the weights then stay.
+
+        Raises:
+            ConfigError: it is something else, such as a model's state.
+        """
+        check_state(state)
+        self._precision.load_state_dict({k: v for k, v in state.items() if k != "model"})
+        if "model" in state:
+            masters = state.get("masters", {}) if self._precision.masters is not None else {}
+            load_model(self.model, state["model"], but=masters)
 
     @property
     def is_mid_step(self) -> bool:

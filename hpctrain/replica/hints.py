@@ -1,4 +1,4 @@
-"""What users are told about their model and about attributes that a replica has not. Pure."""
+"""What users are told about their model, and about attributes and states that are none. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from hpctrain.errors import ConfigError
 from hpctrain.tensor_names import plain_name
 
-__all__ = ["explain_missing", "own_statistics"]
+__all__ = ["check_state", "explain_missing", "own_statistics"]
 
 
 def explain_missing(attributes: Mapping[str, Any], name: str) -> str:
@@ -19,6 +20,20 @@ def explain_missing(attributes: Mapping[str, Any], name: str) -> str:
         if owner in attributes and hasattr(attributes[owner], name):
             return f"{text}; it is the {owner}'s: use replica.{owner}.{name}"
     return text
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Refuse a state that is neither a replica's nor an optimizer's.
+
+    Raises:
+        ConfigError: with the keys that it has.
+    """
+    if "param_groups" not in state or "state" not in state:
+        found = ", ".join(map(str, list(state)[:3]))
+        raise ConfigError(
+            f"this is no state of a replica: it has {found or 'nothing'}, and not 'state' and "
+            "'param_groups'; a model's state goes to replica.model.load_state_dict(state)"
+        )
 
 
 def own_statistics(model: torch.nn.Module, size: int) -> list[tuple[str, str]]:

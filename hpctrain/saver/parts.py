@@ -133,7 +133,9 @@ class Parts:
             differing |= set(mine)
             model |= statistics.take_from_first(world, mine)
             common[_key(name, "model")] = model
-            common[_key(name, "optimizer")] = replica.state_dict()
+            optimizer = replica.state_dict()
+            del optimizer["model"]  # it is above, with rank 0's statistics
+            common[_key(name, "optimizer")] = optimizer
             kind = optimizers.identify(replica.optimizer)
             common[_key(name, "counters")] = replica.counters() | {"optimizer": kind}
         for name, other in self.others.items():
