@@ -52,7 +52,8 @@ def mean_over_ranks(comm: Comm, value: float | Tensor, weight: float) -> float |
     summed = torch.empty_like(own)
     comm.Allreduce(own.numpy(), summed.numpy())
     dtype = tensor.dtype if tensor.is_floating_point() else torch.float32
-    return (summed / total).to(tensor.device, dtype)
+    mean: Tensor = (summed / total).to(tensor.device, dtype)
+    return mean
 
 
 def _as_weight(weight: float) -> float:
