@@ -86,8 +86,11 @@ def _is_command(word: str) -> bool:
 def _is_python_file(path: Path) -> bool:
     if path.suffix in (".py", ".pyw"):
         return True
-    with path.open("rb") as file:
-        first = file.readline(256)
+    try:
+        with path.open("rb") as file:
+            first = file.readline(256)
+    except OSError:  # it may be run all the same
+        return False
     return first.startswith(b"#!") and b"python" in first
 
 
