@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import textwrap
 from pathlib import Path
 
 from hpctrain import log
@@ -84,4 +85,6 @@ def _describe(site: Site) -> str:
     for key, queue in site.queues.items():
         rows.append((f"queue {key}", queue.describe(), origin.get("queues", "")))
     drawn = log.table(("key", "value", "from"), rows, width=_WIDTH)
-    return "\n".join([drawn, *(f"[{n}] {page}" for n, page in enumerate(pages, start=1))])
+    wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    notes = [wrapper.fill(f"[{n}] {page}") for n, page in enumerate(pages, start=1)]
+    return "\n".join([drawn, *notes])
