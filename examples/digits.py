@@ -2,6 +2,7 @@
 
 Every rank trains on its share of each global batch; the test accuracy is exact: every test image is
 counted once. Horovod exchanges the gradients where it is built; elsewhere MPI does, and says so.
+It runs on any machine: with fewer GPUs than ranks the ranks share them, without any it takes CPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def distribute(world: hpc.World, model: nn.Module, engine: str) -> hpc.Replica:
     try:
         return hpc.distribute(world, model, optimizer, engine=engine)
     except hpc.ConfigError as error:
-        if world.rank == 0:
+        if world.is_main:
             notice(f"{error}\nhpctrain: going on with engine='auto'")
         return hpc.distribute(world, model, optimizer)
 
@@ -49,13 +50,13 @@ def evaluate(world: hpc.World, model: nn.Module, test: hpc.Loader) -> float:
         for x, y in test:
             right, seen = right + int((model(x).argmax(1) == y).sum()), seen + len(y)
     model.train()
-    return world.comm.allreduce(right) / world.comm.allreduce(seen)
+    return world.mean(right / max(1, seen), weight=seen)
 
 
 def progress_of(world: hpc.World) -> Progress:
     """A bar on rank 0's terminal; nothing in a batch log."""
     columns = world.launch.terminal_columns
-    live = world.rank == 0 and (columns is not None or sys.stdout.isatty())
+    live = world.is_main and (columns is not None or sys.stdout.isatty())
     console = Console(force_terminal=live, width=columns - 8 if columns else None)
     words = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     return Progress(*words, console=console, disable=not live)
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--engine", default="horovod", help="horovod, mpi, torch or auto")
     args = parser.parse_args()
 
-    with hpc.init(seed=7, config=vars(args)) as world:
+    with hpc.init(seed=7, config=vars(args), allow_shared_device=True) as world:
         train_x, train_y, test_x, test_y = load()
         train = hpc.Loader(world, (train_x, train_y), global_batch=args.global_batch)
         test = hpc.Loader(world, (test_x, test_y), global_batch=256, shuffle=False)
@@ -89,11 +90,10 @@ def main() -> None:
                     progress.update(task, advance=1, description=f"epoch {epoch + 1}")
                 rate = len(train_x) / (time.perf_counter() - started)
                 accuracy = evaluate(world, model, test)
-                mean = world.comm.allreduce(summed) / world.comm.allreduce(seen)
+                mean = world.mean(summed / max(1, seen), weight=seen)
                 rows.append((epoch + 1, f"{mean:.4f}", f"{100 * accuracy:.2f}%", f"{rate:.0f}"))
-        if world.rank == 0:
-            print(world.describe(), replica.describe(), sep="\n\n", end="\n\n")
-            print(table(("epoch", "loss", "test accuracy", "samples/s"), rows))
+        world.print(world.describe(), replica.describe(), sep="\n\n", end="\n\n")
+        world.print(table(("epoch", "loss", "test accuracy", "samples/s"), rows))
 
 
 if __name__ == "__main__":

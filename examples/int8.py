@@ -34,7 +34,7 @@ def main() -> None:
             found = candidate(x[test].to(world.device)).argmax(1).cpu()
             return (found == y[test]).float().mean().item()
 
-        if world.rank == 0:
+        if world.is_main:
             hpc.quantize_int8(model, accuracy)
 
 

@@ -1,11 +1,12 @@
-"""The MPI implementations: how each names itself, whose launcher starts whose programs. Pure."""
+"""The MPI implementations: how each names itself, and what starts its programs. Pure."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
-__all__ = ["MpiVersion", "identify"]
+__all__ = ["MpiVersion", "choose_plugin", "identify", "parse_plugins"]
 
 # Most specific first: Cray, Intel and MVAPICH all derive from MPICH and may mention it.
 _FAMILIES = (
@@ -25,6 +26,16 @@ _TITLES = {
     "cray": "Cray MPICH",
     "unknown": "an unknown MPI",
 }
+# What srun's --mpi may be for each, best first; a name also stands for its versions (pmix_v4).
+_PLUGINS = {
+    "openmpi": ("pmix",),
+    # Slurm's plugin pmi2 serves PMI-1 as well, which is what MPICH speaks unless told otherwise:
+    # from MPICH 5 on PMI-2 itself is deprecated.
+    "mpich": ("pmi2",),
+    "mvapich": ("pmi2",),
+    "intel": ("pmi2",),
+    "cray": ("cray_shasta", "cray", "pmi2"),
+}
 # Families whose launchers start each other's programs: all speak Hydra's PMI.
 _PMI_FAMILIES = frozenset({"mpich", "intel", "mvapich"})
 
@@ -35,6 +46,23 @@ class MpiVersion:
 
     family: str
     version: str
+    configure: str = field(default="", compare=False, repr=False)
+    """The options that an MPICH says it was built with."""
+
+    @property
+    def srun_plugins(self) -> tuple[str, ...]:
+        """What srun's `--mpi` may be for it, best first; none where that is not known.
+
+        An MPICH that was built with PMIx needs PMIx: its own PMI is then left out, unless that was
+        asked for as well.
+        """
+        usual = _PLUGINS.get(self.family, ())
+        if self.family not in ("mpich", "mvapich"):
+            return usual
+        options = self.configure.replace("'", " ").replace('"', " ").split()
+        has_pmix = any(re.fullmatch(r"--with-pmix(=(?!no$).*)?", word) for word in options)
+        keeps_own = any(re.fullmatch(r"--with-pmilib=(mpich|install)", word) for word in options)
+        return ("pmix", *(usual if keeps_own else ())) if has_pmix else usual
 
     def __str__(self) -> str:
         return f"{_TITLES[self.family]} {self.version}".rstrip()
@@ -51,9 +79,35 @@ def identify(version_text: str) -> MpiVersion:
     for family, pattern in _FAMILIES:
         match = re.search(pattern, version_text, re.IGNORECASE)
         if match:
-            return MpiVersion(family=family, version=match.group(1))
+            built = re.search(r"^MPICH configure:[ \t]*(.*)$", version_text, re.MULTILINE)
+            options = built.group(1) if built else ""
+            return MpiVersion(family=family, version=match.group(1), configure=options)
     return MpiVersion(family="unknown", version="")
 
 
 def _major(version: str) -> str:
     return version.split(".", 1)[0]
+
+
+def parse_plugins(text: str) -> frozenset[str]:
+    """Read the output of `srun --mpi=list`, whichever version wrote it."""
+    names: set[str] = set()
+    for line in text.splitlines():
+        body = re.sub(r"^srun:\s*", "", line.strip())
+        if body.lower().startswith(("mpi plugin types", "mpi types")):
+            continue
+        body = re.sub(r"^specific \w+ plugin versions available:\s*", "", body, flags=re.IGNORECASE)
+        words = [word.strip() for word in body.split(",")]
+        names.update(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word))
+    return frozenset(names)
+
+
+def choose_plugin(mpi: MpiVersion, offered: Collection[str]) -> str | None:
+    """Choose srun's `--mpi` for an MPI from what srun offers; None when nothing fits."""
+    for wanted in mpi.srun_plugins:
+        if wanted in offered:
+            return wanted
+        versions = sorted(name for name in offered if name.startswith(f"{wanted}_"))
+        if versions:
+            return versions[-1]
+    return None

@@ -16,6 +16,7 @@ from hpctrain import log
 from hpctrain.checkpoint.alone import read_checkpoint
 from hpctrain.checkpoint.finding import average_name, weights_in
 from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.tensor_names import are_plain, plain_keys
 
 __all__ = ["export", "import_torch"]
 
@@ -51,6 +52,7 @@ def export(path: Path, to: Path, *, key: str | None = "model", ema: bool = False
             there = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
             raise ConfigError(f"{path} has no {key!r} in its state; at {word!r} there is {there}")
         state = state[word]
+    state = _with_plain_names(state)
     tensors: dict[str, Tensor] = {}
     others: list[str] = []
     _collect(state, "", tensors, others)
@@ -95,6 +97,15 @@ def _collect(value: Any, name: str, tensors: dict[str, Tensor], others: list[str
             _collect(item, f"{name}/{key}" if name else str(key), tensors, others)
         return
     others.append(name)
+
+
+def _with_plain_names(value: Any) -> Any:
+    """The tree without the wrappers of `torch.compile` in its names, which older states have."""
+    if not isinstance(value, dict):
+        return value
+    for key, item in value.items():
+        value[key] = _with_plain_names(item)
+    return value if are_plain(value) else plain_keys(value)
 
 
 def _without_numpy(value: Any) -> Any:

@@ -18,6 +18,7 @@ from hpctrain.checkpoint.reading import read_parts
 from hpctrain.checkpoint.tree_file import Tree
 from hpctrain.checkpoint.unflattening import unflatten
 from hpctrain.errors import CheckpointError
+from hpctrain.tensor_names import plain_keys
 from hpctrain.world import World, agree
 
 __all__ = ["Loaded", "load", "refuse_misfit"]
@@ -161,6 +162,6 @@ def refuse_misfit(tree: Tree, like: Mapping[str, object]) -> None:
         if found is None:
             raise CheckpointError(f"it holds no {key}")
         here = tensor_shapes(flat.skeleton, {k: tuple(t.shape) for k, t in flat.tensors.items()})
-        wrong = differences(found, here or {})
+        wrong = differences(plain_keys(found), plain_keys(here or {}))
         if wrong:
             raise CheckpointError(f"its {key} is of another model: {'; '.join(wrong)}")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
+from hpctrain import log
 from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
+from hpctrain.cli.sharing import tell_of_sharing
 from hpctrain.cli.variables import add_variables, set_variables
 from hpctrain.errors import ConfigError
 
@@ -15,6 +18,7 @@ __all__ = ["add_arguments", "main"]
 _MORE = """\
 Outside a launcher, the mpirun that belongs to mpi4py's MPI is started; under mpirun, mpiexec or
 srun the script is only run. Whatever ends one rank ends all of them, with that rank's traceback.
+`python train.py` is the script train.py; any other command runs as it is, once per rank.
 
 The script sees RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
 MASTER_PORT: scripts written for torch.distributed's env:// or for horovod.torch run unchanged.
@@ -22,6 +26,8 @@ MASTER_PORT: scripts written for torch.distributed's env:// or for horovod.torch
 examples:
   hpctrain run -n 4 train.py --epochs 3
   hpctrain run --hosts node1:4,node2:4 -m package.train
+  hpctrain run -n 2 python train.py
+  hpctrain run -n 2 -- nvidia-smi -L
   srun hpctrain run train.py
 """
 
@@ -29,7 +35,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options; everything after the script belongs to the script."""
     parser.epilog = _MORE
-    parser.usage = "hpctrain run [options] SCRIPT|-m MODULE [ARGS ...]"
+    parser.usage = "hpctrain run [options] SCRIPT|-m MODULE|COMMAND [ARGS ...]"
     parser.add_argument(
         "-n",
         "-np",
@@ -65,16 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start the ranks, or be one."""
-    from hpctrain.launch import Hosts, Program, parse_hosts, run_here, start
+    from hpctrain.launch import (
+        Hosts,
+        is_another_python,
+        parse_hosts,
+        read_program,
+        run_here,
+        start,
+    )
     from hpctrain.world import detect
 
-    words = args.program[1:] if args.program[:1] == ["--"] else args.program
-    is_module = args.is_module
-    if not is_module and words[:1] == ["-m"]:
-        is_module, words = True, words[1:]
-    if not words:
-        raise ConfigError("no script was given; write `hpctrain run [-n N] SCRIPT [ARGS ...]`")
-    program = Program(target=words[0], is_module=is_module, arguments=tuple(words[1:]))
+    program = read_program(args.program, is_module=args.is_module)
     if args.trace is not None:  # the ranks read it from their environment, however they start
         os.environ["HPCTRAIN_TRACE"] = str(args.trace.resolve())
     variables = set_variables(args.env)
@@ -87,10 +94,20 @@ def main(args: argparse.Namespace) -> int:
                 "leave -n, --hosts and --hostfile to the launcher"
             )
         return run_here(program, launch, environ, log_dir=args.log_dir)
+    if program.is_command and is_another_python(program.target):
+        log.notice(
+            f"{program.target} is not the Python of this hpctrain ({sys.executable}); it runs with "
+            "what it has installed itself"
+        )
     if args.ranks == AUTO:
         if args.hosts or args.hostfile:
             raise ConfigError("-n auto is the best of this machine alone; with hosts, give numbers")
         program.check()
+        if program.is_command:
+            raise ConfigError(
+                f"-n auto is for scripts and modules that `hpctrain bench layout` has measured, "
+                f"not for the command {program.target!r}; give -n a number"
+            )
         key = program.target if program.is_module else str(Path(program.target).resolve())
         args.ranks, environ = choose_layout(key, program.arguments, environ)
     hosts: Hosts | None = None
@@ -106,6 +123,8 @@ def main(args: argparse.Namespace) -> int:
             f"-n {num_ranks} is more than the {hosts.num_ranks} ranks of {hosts}; give the hosts "
             "more, as in host:4, or lower -n"
         )
+    if hosts is None:
+        tell_of_sharing(num_ranks, environ, ["hpctrain", "run"], program.words())
     return start(
         program,
         environ,

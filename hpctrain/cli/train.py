@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
+from hpctrain.cli.sharing import tell_of_sharing
 from hpctrain.cli.variables import add_variables, set_variables
 from hpctrain.errors import ConfigError
 
@@ -110,10 +111,10 @@ def main(args: argparse.Namespace) -> int:
         if launch.rank == 0:
             print(json.dumps(plan.as_json(), indent=1) if args.json else plan.describe())
         return 0
-    return _train(args, variables)
+    return _train(args, variables, wants_gpus=config.train.device != "cpu")
 
 
-def _train(args: argparse.Namespace, variables: Sequence[str]) -> int:
+def _train(args: argparse.Namespace, variables: Sequence[str], *, wants_gpus: bool) -> int:
     from hpctrain.launch import Program, parse_hosts, run_here, start
     from hpctrain.world import detect
 
@@ -140,4 +141,6 @@ def _train(args: argparse.Namespace, variables: Sequence[str]) -> int:
             f"-n {num_ranks} is more than the {hosts.num_ranks} ranks of {hosts}; give the hosts "
             "more, as in host:4, or lower -n"
         )
+    if hosts is None and wants_gpus:
+        tell_of_sharing(num_ranks, environ, ["hpctrain", "train", *words], [])
     return start(program, environ, num_ranks=num_ranks, hosts=hosts, variables=variables)

@@ -115,6 +115,8 @@ class Loader:
         self._begun = False  # whether a loop over this epoch has begun here
         self._loops = 0
         self._part: Part | None = None
+        self._looks_ahead = False
+        self._ends: bool | None = None
         self._check_alike(
             "hpctrain.Loader",
             self.state_dict()
@@ -209,6 +211,23 @@ class Loader:
             return None
         return self._settled.batching.count(num_samples - self._consumed)
 
+    @property
+    def num_next(self) -> int | None:
+        """Batches that the next loop has: the rest of an epoch that was resumed, or a whole one."""
+        if self._settled.feed.num_samples is None:
+            return None
+        return len(self) if self._begun else self.num_left
+
+    @property
+    def is_last(self) -> bool | None:
+        """Whether the current batch is the last of its epoch; None: only `look_ahead` can tell."""
+        num_left = self.num_left
+        return self._ends if num_left is None else num_left == 0
+
+    def look_ahead(self) -> None:
+        """Read a stream one batch further from the next loop on, so that `is_last` is known."""
+        self._looks_ahead = self._settled.feed.num_samples is None
+
     def __len__(self) -> int:
         """Steps in a whole epoch; the same on every rank."""
         num_samples = self._settled.feed.num_samples
@@ -231,7 +250,8 @@ class Loader:
         return self._loop(where, self._loops)
 
     def _loop(self, where: Where, number: int) -> Iterator[Batch]:
-        for part, batch in self._observed(self._arrivals(where)):
+        arrivals = self._observed(self._arrivals(where))
+        for part, batch in self._foreseen(arrivals) if self._looks_ahead else arrivals:
             if number != self._loops:
                 break
             self._part = part
@@ -258,6 +278,15 @@ class Loader:
         """The same; waiting for each batch is a phase where somebody observes the world."""
         observers = self.world.observers
         return observed(arrivals, observers, "input") if observers else arrivals
+
+    def _foreseen(self, arrivals: Iterator[tuple[Part, Batch]]) -> Iterator[tuple[Part, Batch]]:
+        """The same, handed out when it is known whether another one follows."""
+        held = next(arrivals, None)
+        while held is not None:
+            following = next(arrivals, None)
+            self._ends = following is None
+            yield held
+            held = following
 
     def _arrivals(self, where: Where) -> Iterator[tuple[Part, Batch]]:
         """Batches on the device, by as few steps as there must be: each costs every batch."""

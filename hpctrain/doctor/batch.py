@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpctrain.doctor.verdict import Check
 from hpctrain.install.asking import Answer
-from hpctrain.install.mpi import MpiVersion
+from hpctrain.mpi_version import MpiVersion, choose_plugin, parse_plugins
 
-__all__ = ["TOOLS", "choose_plugin", "judge_batch", "parse_plugins"]
+__all__ = ["TOOLS", "judge_batch"]
 
 TOOLS: Mapping[str, tuple[str, ...]] = {
     "Slurm": ("sbatch", "srun"),
@@ -18,39 +17,6 @@ TOOLS: Mapping[str, tuple[str, ...]] = {
     "LSF": ("bsub",),
     "Flux": ("flux",),
 }
-
-# What each MPI can be started with, best first; a name also stands for its versions (pmix_v4).
-_PLUGINS: Mapping[str, tuple[str, ...]] = {
-    "openmpi": ("pmix",),
-    "mpich": ("pmi2",),
-    "mvapich": ("pmi2",),
-    "intel": ("pmi2",),
-    "cray": ("cray_shasta", "cray", "pmi2"),
-}
-
-
-def parse_plugins(text: str) -> frozenset[str]:
-    """Read the output of `srun --mpi=list`, whichever version wrote it."""
-    names: set[str] = set()
-    for line in text.splitlines():
-        body = re.sub(r"^srun:\s*", "", line.strip())
-        if body.lower().startswith(("mpi plugin types", "mpi types")):
-            continue
-        body = re.sub(r"^specific \w+ plugin versions available:\s*", "", body, flags=re.IGNORECASE)
-        words = [word.strip() for word in body.split(",")]
-        names.update(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word))
-    return frozenset(names)
-
-
-def choose_plugin(family: str, offered: Collection[str]) -> str | None:
-    """Choose srun's `--mpi` for an MPI from what srun offers; None when nothing fits."""
-    for wanted in _PLUGINS.get(family, ()):
-        if wanted in offered:
-            return wanted
-        versions = sorted(name for name in offered if name.startswith(f"{wanted}_"))
-        if versions:
-            return versions[-1]
-    return None
 
 
 def judge_batch(tools: Mapping[str, Path], plugins: Answer | None, mpi: MpiVersion | None) -> Check:
@@ -84,9 +50,9 @@ def judge_batch(tools: Mapping[str, Path], plugins: Answer | None, mpi: MpiVersi
             "doctor on a login node",
             details=details,
         )
-    plugin = choose_plugin(mpi.family, offered)
+    plugin = choose_plugin(mpi, offered)
     if plugin is None:
-        wanted = " or ".join(_PLUGINS.get(mpi.family, ("its own",)))
+        wanted = " or ".join(mpi.srun_plugins or ("its own",))
         return Check(
             name=name,
             status="warning",

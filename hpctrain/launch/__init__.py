@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from hpctrain.launch.command import Hosts, launch_command, parse_hosts, parse_variable
-from hpctrain.launch.script import Program, run_here
+from hpctrain.launch.external import is_another_python, read_program
+from hpctrain.launch.gpus import count_gpus, explain_sharing
+from hpctrain.launch.program import Program
+from hpctrain.launch.script import run_here
 from hpctrain.launch.starter import start
 
 __all__ = [
     "Hosts",
     "Program",
+    "count_gpus",
+    "explain_sharing",
+    "is_another_python",
     "launch_command",
     "parse_hosts",
     "parse_variable",
+    "read_program",
     "run_here",
     "start",
 ]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import runpy
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.errors import ConfigError
 from hpctrain.freed_memory import launch_variables
 from hpctrain.launch import relay, tee
+from hpctrain.launch.external import run_command
+from hpctrain.launch.program import Program
 from hpctrain.world import Launch, cores, roll_call
 from hpctrain.world.guard import (
     AgreedExit,
@@ -29,82 +28,7 @@ from hpctrain.world.library import load_mpi
 from hpctrain.world.output import write_whole_lines
 from hpctrain.world.topology import Place, split
 
-__all__ = ["Program", "make_log_dir", "run_here", "tee_output"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """What to run: a script or a module, with its arguments."""
-
-    target: str
-    is_module: bool
-    arguments: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Refuse a script or module that is not there, before anything is started."""
-        if self.is_module:
-            top = self.target.partition(".")[0]
-            if not _is_known(top, Path.cwd()):
-                raise ConfigError(_no_module(self.target, top))
-        elif not Path(self.target).is_file():
-            raise ConfigError(
-                f"script {self.target!r} is not a file here ({Path.cwd()}); give a path to a "
-                "Python file, or -m MODULE"
-            )
-
-    def words(self) -> list[str]:
-        """The words after `hpctrain run` that mean this program."""
-        return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
-
-    def run(self) -> None:
-        """Run it as `__main__`, as Python itself would."""
-        sys.argv[:] = [self.target, *self.arguments]
-        if self.is_module:
-            sys.path.insert(0, os.getcwd())
-            self._find()
-            runpy.run_module(self.target, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(self.target).resolve().parent))
-            runpy.run_path(self.target, run_name="__main__")
-
-    def _find(self) -> None:
-        """Refuse a module that is not there; its packages are imported on the way, as by Python.
-
-        Raises:
-            LaunchError: there is none of that name, or it is a package that cannot be run.
-        """
-        try:
-            spec = importlib.util.find_spec(self.target)
-        except ModuleNotFoundError as error:
-            missing = error.name or ""
-            if missing != self.target and not self.target.startswith(f"{missing}."):
-                raise  # the user's own package imports something that is not there
-            raise LaunchError(_no_module(self.target, missing)) from None
-        if spec is None:
-            raise LaunchError(_no_module(self.target, self.target))
-        if spec.submodule_search_locations is not None and not importlib.util.find_spec(
-            f"{self.target}.__main__"
-        ):
-            raise LaunchError(
-                f"-m {self.target} is a package without a __main__ module, so there is nothing to "
-                "run; name a module in it"
-            )
-
-
-def _is_known(name: str, folder: Path) -> bool:
-    """Whether there is a module of that name, here or in the environment; imports nothing."""
-    here = (folder / name).is_dir() or (folder / f"{name}.py").is_file()
-    try:
-        return here or importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _no_module(target: str, missing: str) -> str:
-    return (
-        f"-m {target}: there is no module {missing!r} here ({Path.cwd()}) or in this Python's "
-        "environment; correct the name, install it, or start in the folder that has it"
-    )
+__all__ = ["make_log_dir", "run_here", "tee_output"]
 
 
 def run_here(
@@ -124,9 +48,13 @@ def run_here(
     if "torch" not in sys.modules:  # it reads them when it is loaded
         for name, value in launch_variables(environ).items():
             os.environ.setdefault(name, value)
+    started_by_us = relay.VARIABLE in environ
     launch = relay.attach(launch, environ)
     if log_dir is not None:
         tee_output(log_dir, launch.rank)
+    if program.is_command:
+        program.check()
+        return run_command(program, launch, os.environ, started_by_us=started_by_us)
     if launch.size != 1:
         write_whole_lines()
     install_hook(launch)

@@ -23,9 +23,11 @@ from hpctrain.launch.command import (
     launch_command,
     launch_environment,
 )
+from hpctrain.launch.external import meeting_point
+from hpctrain.launch.program import Program
 from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
-from hpctrain.launch.script import Program, make_log_dir
+from hpctrain.launch.script import make_log_dir
 from hpctrain.world import detect
 from hpctrain.world.launcher import BENCH_VARIABLE, CHAOS_VARIABLE
 from hpctrain.world.oom import count_oom_kills
@@ -84,6 +86,8 @@ def start(
     )
     listener = Listener(screen=screen, remote=hosts is not None, num_ranks=num_ranks)
     extra = {**listener.environment, **freed_memory.launch_variables(environ)}
+    if program.is_command:  # scripts agree on a place by MPI
+        extra.update(meeting_point(hosts.slots[0][0] if hosts else None))
     extra.update(
         launch_environment(
             version,

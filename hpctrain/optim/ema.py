@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
+from hpctrain.tensor_names import plain_keys
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine
@@ -167,7 +168,7 @@ class EMA:
         self.num_updates = int(state["num_updates"])
 
     def _check_saved(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        return _checked(self._averages, state["averages"], same_dtype=False)
+        return _checked(self._averages, plain_keys(state["averages"]), same_dtype=False)
 
     def _load(self, saved: Mapping[str, Tensor]) -> None:
         for name in self._owned:
@@ -186,7 +187,7 @@ class EMA:
 def _averaged(model: nn.Module) -> dict[str, Tensor]:
     """What is averaged: parameters, and buffers that are floating or complex. Pure."""
     buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() or b.is_complex()}
-    return {**dict(model.named_parameters()), **buffers}
+    return plain_keys({**dict(model.named_parameters()), **buffers})
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

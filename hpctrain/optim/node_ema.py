@@ -20,6 +20,7 @@ from hpctrain.engines.mpi import MpiEngine
 from hpctrain.errors import ConfigError
 from hpctrain.fusion.strides import is_dense, like_parameter
 from hpctrain.optim.ema import EMA, places_for
+from hpctrain.tensor_names import plain_keys
 from hpctrain.world import agree
 from hpctrain.world.shared_memory import PrivateView, SharedBlock, describe_bytes
 
@@ -70,7 +71,7 @@ class NodeEMA(EMA):
     def __init__(self, engine: MpiEngine, model: nn.Module, decay: float, *, warm_up: bool) -> None:
         self._engine = engine
         self._group = engine.node_group()
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        parameters = plain_keys({name: p.detach() for name, p in model.named_parameters()})
         self._check_alike(parameters, (decay, warm_up))
         kinds = self.wanted(model)
         wanted = {name: kinds[name][1] for name in parameters}
@@ -86,7 +87,8 @@ class NodeEMA(EMA):
         shared = _cut(block, parameters, wanted, starts)
         sizes = {name: p.numel() for name, p in parameters.items()}
         self._shares = divide(sizes, self._group.local_size)[self._group.local_rank]
-        own = places_for({n: b for n, b in model.named_buffers() if n in kinds})
+        buffers = plain_keys(dict(model.named_buffers()))
+        own = places_for({n: b for n, b in buffers.items() if n in kinds})
         super().__init__(
             model, decay, warm_up=warm_up, into={**shared, **own}, owns=[*self._shares, *own]
         )

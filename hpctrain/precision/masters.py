@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from hpctrain.errors import ConfigError
+from hpctrain.tensor_names import plain_keys
 
 __all__ = ["Masters"]
 
@@ -169,19 +170,22 @@ class Masters:
         """The masters by the names of their parameters."""
         with self.full():
             pass  # takes in what the user has written to the weights since the last step
-        return {
-            # In a block of the user's own the parameters are still the masters.
-            name: parameter.data if self._is_full else self._entries[id(parameter)].master
-            for name, parameter in self._model.named_parameters()
-            if id(parameter) in self._entries
-        }
+        return plain_keys(
+            {
+                # In a block of the user's own the parameters are still the masters.
+                name: parameter.data if self._is_full else self._entries[id(parameter)].master
+                for name, parameter in self._model.named_parameters()
+                if id(parameter) in self._entries
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take masters; the weights become them, rounded."""
+        saved = plain_keys(state)
         with torch.no_grad(), self.full():
-            for name, parameter in self._model.named_parameters():
-                if name in state and id(parameter) in self._entries:
-                    parameter.copy_(state[name])
+            for name, parameter in plain_keys(dict(self._model.named_parameters())).items():
+                if name in saved and id(parameter) in self._entries:
+                    parameter.copy_(saved[name])
 
     def close(self) -> None:
         """Let the optimizer go; weights stay bfloat16."""

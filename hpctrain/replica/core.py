@@ -27,14 +27,15 @@ from hpctrain.replica.habits import (
     check_stepped,
     check_unchanged,
 )
-from hpctrain.replica.hints import explain_missing, own_statistics
+from hpctrain.replica.hints import check_state, explain_missing, own_statistics
 from hpctrain.replica.joining import Joining
 from hpctrain.replica.mode import Mode
-from hpctrain.replica.naming import identity, named_parameters
+from hpctrain.replica.naming import identity, load_model, named_parameters
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.passes import PlainPasses, own_pass
-from hpctrain.replica.window import Window
+from hpctrain.replica.window import Turn, Window
 from hpctrain.replica.words import LateSums, Words, check_counted, check_sums, say
+from hpctrain.tensor_names import plain_keys
 from hpctrain.world import World
 from hpctrain.world.allocator import keep_freed_memory
 
@@ -76,6 +77,7 @@ class Replica:
         self._treatment = precision.treatment
         self._mode = mode
         self._window = Window(accumulate)
+        self._turn = Turn()
         self._no_sync = False
         self._joining = False
         self._empty = False  # whether the last exchange brought no samples at all
@@ -108,6 +110,11 @@ class Replica:
             hooks: OrderedDict[int, Any] = member._optimizer_step_pre_hooks  # type: ignore[assignment]
             hooks.move_to_end(before.id, last=False)
             self._step_hooks += [before, member.register_step_post_hook(self._after_step)]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, under the name that it has in DistributedDataParallel."""
+        return self.model
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the model forward, in the precision that was chosen.
@@ -164,6 +171,7 @@ class Replica:
         self.world.shares.forget()
         if self._window.exchanged and self._mode.has_none():  # somebody's zero_grad(): begin anew
             self._begin_anew()
+        self._turn.admit()
         weight = self._window.admit(num_samples)
         self._treatment.admit(exchanged=self._window.exchanged)
         if weight > 0:
@@ -460,7 +468,9 @@ class Replica:
     def step(self, *, flush: bool = False) -> Step:
         """Update the weights if the window is complete.
 
-        The next backward begins from zero: no `zero_grad` is needed, and none does harm.
+        The next backward begins from zero: no `zero_grad` is needed, and none does harm. On the
+        last batch of an epoch that a Saver or a Trainer hands out, a window that is only partly
+        filled is stepped as with `flush`.
 
         Args:
             flush: Collective: step with what there is, as at the end of an epoch.
@@ -475,7 +485,9 @@ class Replica:
         check_finished(self._window, is_open=self._passes.is_open)
         if self._mode.foreign():
             self._check_habits()
-        if flush:
+        ends_epoch = self._turn.count_step() and not self._joining
+        if flush or ends_epoch:
+            self._turn.closed = ends_epoch and self._window.calls > 0 and not self._window.exchanged
             self.synchronize()
         if not self._window.calls:
             return Step(due=False, note="no gradients")
@@ -564,6 +576,15 @@ class Replica:
         """The loop has made a step by itself."""
         self.num_steps += 1
 
+    def begin_batch(self, *, last: bool) -> None:
+        """A batch was handed out: what Saver and Trainer tell; the same on every rank.
+
+        Args:
+            last: Whether the epoch ends with it: its last `step()` then flushes. That is the call
+                with the number that the batch before had; in a run's first batch it is not known.
+        """
+        self._turn.begin(last=last)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients and begin the window anew; `set_to_none` as in torch.
 
@@ -609,16 +630,27 @@ class Replica:
             joining.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, in the form that the undistributed optimizer has.
+        """All that a run needs to go on: the optimizer's state as torch has it, and the model's.
 
-        `fp16` adds the key `scaler`, `bf16-pure` the key `masters`; torch's own optimizers load the
-        state all the same and leave these out.
+        The weights are under the key `model`. `fp16` adds the key `scaler`, `bf16-pure` the key
+        `masters`; torch's own optimizers load the state all the same and leave these out.
         """
-        return {**self.optimizer.state_dict(), **self._precision.state_dict()}
+        model = plain_keys(self.model.state_dict())
+        return {"model": model, **self.optimizer.state_dict(), **self._precision.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load an optimizer's state, of one process or of many; the same on every rank."""
-        self._precision.load_state_dict(state)
+        """Load what `state_dict` gave, on any number of ranks; the same on every rank.
+
+        An optimizer's state of one process does as well: the weights then stay.
+
+        Raises:
+            ConfigError: it is something else, such as a model's state.
+        """
+        check_state(state)
+        self._precision.load_state_dict({k: v for k, v in state.items() if k != "model"})
+        if "model" in state:
+            masters = state.get("masters", {}) if self._precision.masters is not None else {}
+            load_model(self.model, state["model"], but=masters)
 
     @property
     def is_mid_step(self) -> bool:
@@ -639,11 +671,17 @@ class Replica:
 
         A run that goes on with it is bit for bit the one that was never stopped.
         """
-        return {"num_steps": self.num_steps, "scale": self._scale}
+        steps_per_batch = self._turn.num_steps or self._turn.usual_steps
+        return {
+            "num_steps": self.num_steps,
+            "scale": self._scale,
+            "steps_per_batch": steps_per_batch,
+        }
 
     def load_counters(self, counters: dict[str, Any]) -> None:
         """Go on from what `counters` gave; the same on every rank."""
         self.num_steps, self._scale = counters["num_steps"], counters["scale"]
+        self._turn = Turn(usual_steps=counters.get("steps_per_batch"))
 
     @property
     def num_skipped(self) -> int:

@@ -1,4 +1,4 @@
-"""What users are told about their model and about attributes that a replica has not. Pure."""
+"""What users are told about their model, and about attributes and states that are none. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["explain_missing", "own_statistics"]
+from hpctrain.errors import ConfigError
+from hpctrain.tensor_names import plain_name
+
+__all__ = ["check_state", "explain_missing", "own_statistics"]
 
 
 def explain_missing(attributes: Mapping[str, Any], name: str) -> str:
@@ -19,10 +22,24 @@ def explain_missing(attributes: Mapping[str, Any], name: str) -> str:
     return text
 
 
+def check_state(state: Mapping[str, Any]) -> None:
+    """Refuse a state that is neither a replica's nor an optimizer's.
+
+    Raises:
+        ConfigError: with the keys that it has.
+    """
+    if "param_groups" not in state or "state" not in state:
+        found = ", ".join(map(str, list(state)[:3]))
+        raise ConfigError(
+            f"this is no state of a replica: it has {found or 'nothing'}, and not 'state' and "
+            "'param_groups'; a model's state goes to replica.model.load_state_dict(state)"
+        )
+
+
 def own_statistics(model: torch.nn.Module, size: int) -> list[tuple[str, str]]:
     """A row for models with running statistics, which are never exchanged; none for others."""
     found = [
-        name or type(module).__name__
+        plain_name(name) or type(module).__name__
         for name, module in model.named_modules()
         if isinstance(getattr(module, "running_mean", None), torch.Tensor)
         and "SyncBatchNorm" not in type(module).__name__  # torch's, and that of `sync_batchnorm`

@@ -1,17 +1,43 @@
-"""Which parameters an optimizer has, in its order, with their names in the model. Pure."""
+"""Which parameters an optimizer has, in its order, and their names in the model. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping
 
 import torch
 
 from hpctrain.errors import ConfigError
+from hpctrain.tensor_names import fit_keys, plain_name
 
-__all__ = ["identity", "named_parameters"]
+__all__ = ["identity", "load_model", "named_parameters"]
 
 
 def identity(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
     """Which parameters an optimizer has now, in its order."""
     return tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def load_model(
+    model: torch.nn.Module, state: Mapping[str, torch.Tensor], *, but: Collection[str] = ()
+) -> None:
+    """Load a model's state under the model's own names, compiled or not, then and now.
+
+    Args:
+        model: The model.
+        state: All of its tensors, by name.
+        but: Plain names of those that are left as they are: they have come from their masters.
+
+    Raises:
+        RuntimeError: torch's own, when it is the state of another model.
+    """
+    fitted = fit_keys(state, model.state_dict())
+    kept = {name for name in fitted if plain_name(name) in but}
+    complete = fitted.keys() == model.state_dict().keys()
+    if not kept or not complete:
+        model.load_state_dict(fitted)
+        return
+    rest = {name: value for name, value in fitted.items() if name not in kept}
+    model.load_state_dict(rest, strict=False)
 
 
 def named_parameters(
@@ -24,7 +50,7 @@ def named_parameters(
     Raises:
         ConfigError: there is none, or one is not a leaf that torch could give a gradient.
     """
-    known = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
+    known = {id(p): plain_name(n) for n, p in model.named_parameters(remove_duplicate=True)}
     names: list[str] = []
     parameters: list[torch.nn.Parameter] = []
     seen: set[int] = set()

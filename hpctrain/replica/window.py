@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["Window"]
+__all__ = ["Turn", "Window"]
 
 _MIXED = (
     "replica.backward(loss) and loss.backward() were both called before one exchange, and they "
@@ -145,6 +145,48 @@ class Window:
         Numbers, or tensors of one element where reading them would wait for a GPU.
         """
         return weight if self.accumulate > 1 else weight * ranks / calls
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One batch of an epoch, from the loader until the next one; knows where the epoch's steps end.
+
+    A loop may split a batch and step after each piece. So the last batch is complete when it has
+    had as many `step()` calls as the batch before it. Only calls are counted, no samples: the
+    answer must be the same on all ranks.
+    """
+
+    is_last: bool = False
+    num_steps: int = 0
+    """Calls of `step()` on this batch."""
+    usual_steps: int | None = None
+    """Calls of `step()` on an earlier batch; None: there was none yet."""
+    closed: bool = False
+    """Whether the epoch's last window, only partly filled, was stepped on this batch."""
+
+    def begin(self, *, last: bool) -> None:
+        """A batch was handed out."""
+        self.usual_steps = self.num_steps or self.usual_steps
+        self.is_last, self.num_steps, self.closed = last, 0, False
+
+    def admit(self) -> None:
+        """Check that a backward call may come on this batch.
+
+        Raises:
+            ConfigError: the epoch's last step has been made.
+        """
+        if self.closed:
+            raise ConfigError(
+                f"step() call {self.num_steps} on the last batch of the epoch completed the open "
+                f"accumulation window, because earlier batches had {self.usual_steps} step() "
+                "calls each, and now another backward came on the same batch; make the same "
+                "number of step() calls on every batch"
+            )
+
+    def count_step(self) -> bool:
+        """Count a call of `step()`; whether it is the last one of the epoch."""
+        self.num_steps += 1
+        return self.is_last and self.num_steps == self.usual_steps
 
 
 def _whole(num_samples: object) -> int:

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.nn import Module
 
 from hpctrain.data.loader import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.replica import Replica
 from hpctrain.saver import optimizers, statistics
+from hpctrain.tensor_names import are_plain, fit_keys, plain_keys
 from hpctrain.world import World
 
 __all__ = ["Parts", "Stateful"]
@@ -95,7 +97,10 @@ class Parts:
     @property
     def like(self) -> dict[str, Any]:
         """What a checkpoint must have the tensors of to be one of this run."""
-        return {_key(name, "model"): one.model.state_dict() for name, one in self.replicas.items()}
+        return {
+            _key(name, "model"): plain_keys(one.model.state_dict())
+            for name, one in self.replicas.items()
+        }
 
     @property
     def watchdog(self) -> Any:
@@ -121,17 +126,22 @@ class Parts:
         own: dict[str, Any] = {}
         differing: set[str] = set()
         for name, replica in self.replicas.items():
-            model = dict(replica.model.state_dict())
-            buffers = {key: model[key] for key, _ in replica.model.named_buffers() if key in model}
+            model = plain_keys(replica.model.state_dict())
+            named = plain_keys(dict(replica.model.named_buffers()))
+            buffers = {key: model[key] for key in named if key in model}
             own[_key(name, "model")] = mine = statistics.find_own(world, buffers)
             differing |= set(mine)
             model |= statistics.take_from_first(world, mine)
             common[_key(name, "model")] = model
-            common[_key(name, "optimizer")] = replica.state_dict()
+            optimizer = replica.state_dict()
+            del optimizer["model"]  # it is above, with rank 0's statistics
+            common[_key(name, "optimizer")] = optimizer
             kind = optimizers.identify(replica.optimizer)
             common[_key(name, "counters")] = replica.counters() | {"optimizer": kind}
         for name, other in self.others.items():
             state = other.state_dict()
+            if isinstance(other, Module) and not are_plain(state):
+                state = plain_keys(state)
             own[name] = mine = statistics.pick(state, differing)
             common[name] = statistics.replace(state, statistics.take_from_first(world, mine))
         if self.loader is not None:
@@ -170,14 +180,18 @@ class Parts:
     def restore(self, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Collective: take over a state that `capture` gave, on any number of ranks."""
         for name, replica in self.replicas.items():
-            replica.model.load_state_dict(common[_key(name, "model")])
+            _load_model(replica.model, common[_key(name, "model")])
             replica.load_state_dict(common[_key(name, "optimizer")])
             replica.load_counters(common[_key(name, "counters")])
             if own is not None:
                 _load_buffers(replica, own[_key(name, "model")])
         for name, other in self.others.items():
             mine = {} if own is None else own[name]
-            other.load_state_dict(statistics.replace(common[name], mine))
+            state = statistics.replace(common[name], mine)
+            if isinstance(other, Module):
+                _load_model(other, state)
+            else:
+                other.load_state_dict(state)
         if self.loader is not None:
             self.loader.load_state_dict(common["loader"])
 
@@ -186,7 +200,13 @@ def _key(name: str, what: str) -> str:
     return f"{name}.{what}" if name else what
 
 
+def _load_model(model: Module, saved: Mapping[str, Any]) -> None:
+    """Under the model's own names: it may have been compiled when it was saved, or be so now."""
+    own = model.state_dict()
+    model.load_state_dict(saved if saved.keys() == own.keys() else fit_keys(saved, own))
+
+
 def _load_buffers(replica: Replica, saved: Mapping[str, Tensor]) -> None:
-    buffers = dict(replica.model.named_buffers())
-    for key, value in saved.items():
+    buffers = plain_keys(dict(replica.model.named_buffers()))
+    for key, value in plain_keys(saved).items():
         buffers[key].copy_(value)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from hpctrain import log
 from hpctrain.checkpoint import Keep, Loaded, Store
+from hpctrain.data.loader import Loader
 from hpctrain.data.source import Batch
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.exit_codes import REQUEUE
@@ -19,7 +20,9 @@ from hpctrain.faults.boundary import Agreed, Boundary, Word
 from hpctrain.faults.governor import Governor, format_seconds
 from hpctrain.faults.injection import injection_of
 from hpctrain.faults.preemption import SIGNALS, Preemption
+from hpctrain.replica.asking import accumulation_of
 from hpctrain.saver import randomness
+from hpctrain.saver.batches import Batches
 from hpctrain.saver.parts import Parts
 from hpctrain.saver.timing import SaveClock, settle_timing
 from hpctrain.world import World, agree
@@ -119,6 +122,7 @@ class Saver:
         self._began = self._at = time.monotonic()
         self._num_saves = 0
         self._slow: tuple[int, ...] = ()
+        self._told_unseen = False
         self._injection = injection_of(world)
         world.at_exit(self.close)
 
@@ -193,17 +197,25 @@ class Saver:
         self._at = time.monotonic()
         self._governor.saved(self._at)
 
-    def resume(self, num_epochs: int = 1) -> Iterator[Batch]:
+    def resume(self, num_epochs: int = 1) -> Batches:
         """Collective: the batches that are left of `num_epochs` epochs, in this job.
 
         What a batch was handed out for must be done when the next one is asked for: that is the
-        step boundary. A partial accumulation window at the end of an epoch is stepped. After the
-        last epoch the run is saved; started again, there is nothing left to do.
+        step boundary. A partial accumulation window at the end of an epoch is stepped by
+        `replica.step()` on the last batch. After the last epoch the run is saved; started again,
+        there is nothing left to do, and rank 0 says so. `len` says how many batches are left.
 
         Raises:
             SystemExit: with code 75 on all ranks, saved, when a signal or the walltime says so.
         """
-        for _ in self.epochs(num_epochs):
+        self._begin()
+        loader = self._loader()
+        num_next, num_more = loader.num_next, num_epochs - loader.epoch - 1
+        length = None if num_next is None else num_next + num_more * len(loader)
+        return Batches(self._batches_of(self.epochs(num_epochs)), 0 if num_more < 0 else length)
+
+    def _batches_of(self, epochs: Iterator[int]) -> Iterator[Batch]:
+        for _ in epochs:
             yield from self.batches()
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -214,6 +226,12 @@ class Saver:
         """
         loader = self._loader()
         self._begin()
+        if loader.epoch >= num_epochs and self.world.rank == 0:
+            log.notice(
+                f"nothing is left to do: {num_epochs} of {num_epochs} epochs are done, at step "
+                f"{self._step} of {self._store.directory}; raise num_epochs to train on, or give "
+                "another directory to begin anew"
+            )
         while loader.epoch < num_epochs:
             epoch = loader.epoch
             yield epoch
@@ -224,17 +242,47 @@ class Saver:
             self.save(wait=True)
         self._store.wait()
 
-    def batches(self) -> Iterator[Batch]:
-        """Collective: what is left of this epoch; each turn is a step boundary."""
-        self._begin()
-        for batch in self._loader():
-            yield batch
-            self.boundary()
-        for replica in self._parts.replicas.values():
-            if replica.is_mid_step:
-                replica.step(flush=True)
+    def batches(self) -> Batches:
+        """Collective: what is left of this epoch; each turn is a step boundary.
 
-    def _loader(self) -> Any:
+        Replicas are told which batch is the last, so that `step()` on it completes a partial
+        accumulation window and the loop sees every step. `len` says how many batches are left.
+        """
+        self._begin()
+        loader = self._loader()
+        return Batches(self._turns(loader), loader.num_next)
+
+    def _turns(self, loader: Loader) -> Iterator[Batch]:
+        replicas = self._parts.replicas.values()
+        if any(accumulation_of(replica) > 1 for replica in replicas):
+            loader.look_ahead()
+        try:
+            for batch in loader:
+                for replica in replicas:
+                    replica.begin_batch(last=loader.is_last is True)
+                yield batch
+                self.boundary()
+            self._flush()
+        finally:
+            for replica in replicas:
+                replica.begin_batch(last=False)
+
+    def _flush(self) -> None:
+        """Collective: step the windows that the loop has left open at the end of an epoch."""
+        for replica in self._parts.replicas.values():
+            if not replica.is_mid_step:
+                continue
+            replica.step(flush=True)
+            if not self._told_unseen and self.world.rank == 0:
+                log.warn(
+                    "the last accumulation window of an epoch was open when the loop over its "
+                    "batches ended, and was stepped after it: schedules and averages that follow "
+                    "replica.step() miss this step; call replica.step() after every backward, the "
+                    "same number of times on every batch, or replica.step(flush=True) on the last"
+                )
+            self._told_unseen = True
+
+    def _loader(self) -> Loader:
         if self._parts.loader is None:
             raise ConfigError(
                 "this Saver has no loader to loop over; give it one, or loop over your own data "

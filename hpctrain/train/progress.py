@@ -49,6 +49,19 @@ class Progress:
             or (epochs is not None and self.epochs_done >= epochs)
         )
 
+    def describe_end(self, *, epochs: int | None, steps: int | None) -> str:
+        """Say that nothing is left to do, and what would prolong a run that has come to its end."""
+        if self.stop_reason is not None:
+            why, more = self.stop_reason, "allow more of them"
+        elif steps is not None and self.step >= steps:
+            why, more = f"{self.step} of {steps} steps are done", "raise steps"
+        else:
+            why, more = f"{self.epochs_done} of {epochs} epochs are done", "raise epochs"
+        return (
+            f"nothing is left to do: {why}; {more} to train on, or give another run directory to "
+            "begin anew"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {

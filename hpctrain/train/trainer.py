@@ -315,6 +315,8 @@ class Trainer:
             recorder.journal.remark("resumed", facts)
         if self.monitor.is_exhausted:
             self._give_up()
+        if restored is not None and self._is_done():
+            recorder.say(self.progress.describe_end(epochs=self.epochs, steps=self.steps))
         recorder.summarise(self._summary("running", None))
         self._mark = self._began = time.perf_counter()
         self._cpu_s, self._used = cpu_seconds(), None
@@ -329,6 +331,8 @@ class Trainer:
         return {"ema" if alone else f"ema-{name}": ema for name, ema in self.emas.items()}
 
     def _train(self) -> None:
+        if any(accumulation_of(replica) > 1 for replica in self.replicas.values()):
+            self.loader.look_ahead()
         while not self._is_done():
             for batch in self.loader:
                 self._turn(batch)
@@ -349,12 +353,13 @@ class Trainer:
         """Collective: one batch."""
         before = [replica.num_steps for replica in self.replicas.values()]
         self._due = False
+        last = self.loader.is_last is True
         for replica in self.replicas.values():
+            replica.begin_batch(last=last)
             measure_norm(replica, self._is_logged(self.step + 1))
         told = self._make_step(self, batch)
         self.has_stepped = True
         numbers = dict(told) if isinstance(told, Mapping) else {"loss": told}
-        last = self.loader.num_left == 0
         if last:
             self._flush()
         if before != [r.num_steps for r in self.replicas.values()] and not self._due:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import TYPE_CHECKING
 
 from hpctrain import log
 from hpctrain.errors import LaunchError
-from hpctrain.mpi_version import identify
+from hpctrain.mpi_version import identify, parse_plugins
 from hpctrain.world.launcher import Launch
 from hpctrain.world.mismatch import explain_mismatch, foresee_trouble
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = ["load_mpi"]
+
+_ASK_S = 10.0
 
 
 def load_mpi(launch: Launch, *, script: str) -> ModuleType:
@@ -46,22 +49,31 @@ def load_mpi(launch: Launch, *, script: str) -> ModuleType:
         ) from error
     library = identify(MPI.Get_library_version())
     if not MPI.Is_initialized():
-        advice = foresee_trouble(launch, library.family)
+        advice = foresee_trouble(launch, library)
         if advice and launch.rank == 0:
             log.warn(advice)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _finalize_at_exit()
-    trouble = explain_mismatch(
-        launch,
-        rank=MPI.COMM_WORLD.Get_rank(),
-        size=MPI.COMM_WORLD.Get_size(),
-        family=library.family,
-        library=str(library),
-        script=script,
-    )
-    if trouble:
-        raise LaunchError(trouble)
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    if explain_mismatch(launch, rank=rank, size=size, mpi=library, script=script):
+        offered = _ask_srun() if launch.row is not None and launch.row.name == "srun" else ()
+        raise LaunchError(
+            explain_mismatch(
+                launch, rank=rank, size=size, mpi=library, script=script, offered=offered
+            )
+        )
     return MPI
+
+
+def _ask_srun() -> frozenset[str]:
+    """What this Slurm can start MPI with; nothing where srun is not here or does not answer."""
+    try:
+        said = subprocess.run(
+            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_ASK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return frozenset()
+    return parse_plugins(f"{said.stdout}\n{said.stderr}") if said.returncode == 0 else frozenset()
 
 
 def _finalize_at_exit() -> None:

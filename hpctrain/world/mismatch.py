@@ -6,12 +6,13 @@ each trains alone, all write the same files, and nothing says so.
 
 from __future__ import annotations
 
-from hpctrain.mpi_version import MpiVersion
+from collections.abc import Collection
+
+from hpctrain.mpi_version import MpiVersion, choose_plugin
 from hpctrain.world.launcher import Launch
 
-__all__ = ["explain_mismatch", "foresee_trouble"]
+__all__ = ["advise_srun", "explain_mismatch", "foresee_trouble"]
 
-_SRUN_PLUGIN = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2", "mvapich": "pmi2"}
 _MPIRUN_OF = {"openmpi": "openmpi", "hydra": "mpich", "mvapich": "mvapich"}
 
 
@@ -25,7 +26,13 @@ def _is_foreign(launch: Launch, family: str) -> bool:
 
 
 def explain_mismatch(
-    launch: Launch, *, rank: int, size: int, family: str, library: str, script: str
+    launch: Launch,
+    *,
+    rank: int,
+    size: int,
+    mpi: MpiVersion,
+    script: str,
+    offered: Collection[str] = (),
 ) -> str | None:
     """Compare MPI's rank and size with the launcher's; None when they agree.
 
@@ -33,15 +40,15 @@ def explain_mismatch(
         launch: What the environment says.
         rank: Rank in MPI_COMM_WORLD.
         size: Size of MPI_COMM_WORLD.
-        family: MPI family of the loaded library, as `hpctrain.mpi_version` names them.
-        library: The library in words, for the message.
+        mpi: The loaded library.
         script: The user's script, for the command in the cure.
+        offered: What `srun --mpi=list` names; empty where it was not asked.
     """
     if launch.row is None or (launch.rank == rank and launch.size == size):
         return None
     seen = (
         f"{launch.title} started {launch.size} ranks and calls this one rank {launch.rank}, but "
-        f"{library} sees rank {rank} of {size}"
+        f"{mpi} sees rank {rank} of {size}"
     )
     if launch.size == size:
         return (
@@ -50,22 +57,18 @@ def explain_mismatch(
             f"with `hpctrain run -n {launch.size} {script}`"
         )
     lonely = f"; these would train as {launch.size} separate jobs. " if size == 1 else ". "
-    return seen + lonely + _cure(launch, family, script)
+    return seen + lonely + _cure(launch, mpi, script, offered)
 
 
-def _cure(launch: Launch, family: str, script: str) -> str:
+def _cure(launch: Launch, mpi: MpiVersion, script: str, offered: Collection[str]) -> str:
     row = launch.row
     if row is None:
         return ""
     again = f"`hpctrain run -n {launch.size} {script}`"
     if row.name == "srun":
-        plugin = _SRUN_PLUGIN.get(family, "pmix")
-        return (
-            f"srun offered {launch.pmi or 'no process manager'} and this MPI needs another: use "
-            f"`srun --mpi={plugin} ...` (`srun --mpi=list` shows what the site has), or let mpi4py "
-            "load the MPI that the site's srun supports"
-        )
-    if _is_foreign(launch, family):
+        given = f"srun offered {launch.pmi or 'no process manager'} and this MPI needs another"
+        return f"{given}: {advise_srun(mpi, offered)}"
+    if _is_foreign(launch, mpi.family):
         return (
             "That launcher belongs to another MPI than the one mpi4py loads: start the job with "
             f"{again}, which finds the matching mpirun, or make mpi4py load the launcher's MPI "
@@ -77,7 +80,29 @@ def _cure(launch: Launch, family: str, script: str) -> str:
     )
 
 
-def foresee_trouble(launch: Launch, family: str) -> str | None:
+def advise_srun(mpi: MpiVersion, offered: Collection[str]) -> str:
+    """What to write after srun for this MPI, where the site's srun has it.
+
+    Args:
+        mpi: The loaded library.
+        offered: What `srun --mpi=list` names; empty where it was not asked.
+    """
+    plugin = choose_plugin(mpi, offered)
+    if plugin is not None:
+        return f"use `srun --mpi={plugin} ...`, which this Slurm and {mpi} both have"
+    usual = " or ".join(f"`srun --mpi={name} ...`" for name in mpi.srun_plugins or ("pmix",))
+    if offered:
+        return (
+            f"{mpi} needs {usual}, and this Slurm has only {', '.join(sorted(offered))}; start the "
+            "ranks with `hpctrain run` inside sbatch, or let mpi4py load an MPI that fits"
+        )
+    return (
+        f"use {usual} (`srun --mpi=list` shows what the site has), or let mpi4py load the MPI that "
+        "the site's srun supports"
+    )
+
+
+def foresee_trouble(launch: Launch, mpi: MpiVersion) -> str | None:
     """Name a launcher and MPI that are likely to die inside MPI_Init, before it happens.
 
     MPI_Init kills the process itself when its process manager is missing, so the advice has to be
@@ -85,18 +110,18 @@ def foresee_trouble(launch: Launch, family: str) -> str | None:
     """
     if launch.row is None:
         return None
-    if _is_foreign(launch, family):
+    if _is_foreign(launch, mpi.family):
         return (
-            f"{launch.title} belongs to another MPI than the one mpi4py loads ({family}); if MPI "
+            f"{launch.title} belongs to another MPI than the one mpi4py loads ({mpi}); if MPI "
             f"fails to start now, use `hpctrain run -n {launch.size} ...`, which finds the right "
             "mpirun"
         )
     if launch.row.name != "srun":
         return None
-    wanted = _SRUN_PLUGIN.get(family)
-    if wanted is None or launch.pmi == wanted:
+    if not mpi.srun_plugins or mpi.family == "cray" or launch.pmi in mpi.srun_plugins:
         return None
     return (
-        f"srun offers {launch.pmi or 'no process manager'}, and this MPI ({family}) usually needs "
-        f"{wanted}; if MPI fails to start now, use `srun --mpi={wanted} ...` (`srun --mpi=list`)"
+        f"srun offers {launch.pmi or 'no process manager'}, and {mpi} usually needs "
+        f"{' or '.join(mpi.srun_plugins)}; if MPI fails to start now, use "
+        f"`srun --mpi={mpi.srun_plugins[0]} ...` (`srun --mpi=list` shows what the site has)"
     )

@@ -7,10 +7,12 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from threading import Event
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 from hpctrain import log
 from hpctrain.world import guard
+from hpctrain.world.agreement import roll_call
+from hpctrain.world.averaging import mean_over_ranks
 from hpctrain.world.bench import Bench
 from hpctrain.world.cores import parse_cpus
 from hpctrain.world.devices import DeviceInfo
@@ -23,6 +25,7 @@ from hpctrain.world.topology import Place, Rooms
 if TYPE_CHECKING:
     import torch
     from mpi4py.MPI import Comm
+    from torch import Tensor
 
 __all__ = ["RankInfo", "World"]
 
@@ -75,6 +78,11 @@ class World:
     def size(self) -> int:
         """How many ranks there are."""
         return self.place.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes for all."""
+        return self.place.rank == 0
 
     @property
     def local_rank(self) -> int:
@@ -161,6 +169,47 @@ class World:
         text = log.table(("node", "rank", "cores", "threads", "device"), rows, title=title)
         hidden = self.size - len(rows)
         return text + (f"\n ... and {hidden} more ranks" if hidden > 0 else "")
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0 alone, at once; the arguments are those of Python's own `print`."""
+        if self.is_main:
+            print(*values, **{"flush": True, **options})
+
+    def barrier(self, *, timeout_s: float = 300.0) -> None:
+        """Collective: wait until every rank is here.
+
+        Raises:
+            CollectiveError: some ranks did not come in time; they are named.
+        """
+        roll_call(self.comm, "world.barrier", timeout_s=timeout_s)
+
+    @overload
+    def mean(self, value: float, *, weight: float = ..., timeout_s: float = ...) -> float: ...
+
+    @overload
+    def mean(self, value: Tensor, *, weight: float = ..., timeout_s: float = ...) -> Tensor: ...
+
+    def mean(
+        self, value: float | Tensor, *, weight: float = 1.0, timeout_s: float = 300.0
+    ) -> float | Tensor:
+        """Collective: the mean of every rank's value, the same on all ranks.
+
+        For a loss or an accuracy to print. Gradients are `distribute`'s, exact metrics over a data
+        set `hpctrain.metrics`'s.
+
+        Args:
+            value: A number, or a tensor of the same shape on every rank. A tensor comes back on
+                its device and in its dtype, or float32 where it holds whole numbers.
+            weight: How much this rank's value counts, such as the number of samples it is the mean
+                over; with 0 it is not looked at.
+            timeout_s: How long to wait for ranks that do not come.
+
+        Raises:
+            ConfigError: on all ranks; values differ in kind or shape, or no rank has any weight.
+            CollectiveError: some ranks did not come in time; they are named.
+        """
+        roll_call(self.comm, "world.mean", timeout_s=timeout_s)
+        return mean_over_ranks(self.comm, value, weight)
 
     def at_exit(self, undo: Callable[[], None]) -> None:
         """Do this when the world's block ends well, last come first served."""

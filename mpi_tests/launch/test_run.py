@@ -81,6 +81,83 @@ def test_a_module_runs_too(tmp_path):
     assert done.out.splitlines() == ["__main__ ['a']"] * 2, done.text
 
 
+def test_a_script_may_be_given_with_its_python(script):
+    path = script("print('rank', rank, 'of', size, __name__, sys.argv[1:])")
+    for words in (["python", path], ["--", "python3", path]):
+        done = run(*HPCTRAIN, "run", "-n", "2", *words, "-x")
+        assert done.code == 0, done.text
+        expected = [f"rank {r} of 2 __main__ ['-x']" for r in range(2)]
+        assert sorted(done.out.splitlines()) == expected
+        assert done.err == ""
+
+
+def test_any_command_runs_on_every_rank(script, tmp_path):
+    names = "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR"
+    told = ["sh", "-c", f"echo {names} ${{HPCTRAIN_CONTROL_FD-none}}"]
+    done = run(*HPCTRAIN, "run", "-n", "2", "--log-dir", tmp_path / "logs", "--", *told)
+    assert done.code == 0, done.text
+    expected = [f"{r} 2 {r} 2 127.0.0.1 none" for r in range(2)]
+    assert sorted(done.out.splitlines()) == expected
+    logs = [(tmp_path / "logs" / f"rank-0000{r}.log").read_text() for r in range(2)]
+    assert logs == [f"{line}\n" for line in expected]
+    # A Python with options of its own joins MPI itself, below the rank's process.
+    body = "import hpctrain as hpc\nwith hpc.init() as world:\n    print(world.mean(world.rank))"
+    done = run(*HPCTRAIN, "run", "-n", "2", "python", "-u", script(body))
+    assert (done.code, done.out) == (0, "0.5\n0.5\n"), done.text
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("ends", "code", "told"),
+    [("exit 7", 7, "exit code 7"), ("kill -9 $$", 137, "was ended by SIGKILL")],
+)
+def test_a_command_that_fails_on_one_rank_ends_all(ends, code, told):
+    command = f"if [ $RANK = 1 ]; then {ends}; fi; sleep 60"
+    done = run(*HPCTRAIN, "run", "-n", "2", "--", "sh", "-c", command)
+    assert done.code == code, done.text
+    assert done.elapsed_s < 5 + 3, done.text
+    assert re.search(rf"rank 1 of 2 on \S+: sh .*{told}", done.err), done.text
+
+
+def test_signals_reach_a_command_and_killed_ranks_take_it_along(tmp_path):
+    started = [tmp_path / f"started-{rank}" for rank in range(2)]
+    command = f"trap 'echo warned; exit 75' USR2; echo $$ > {tmp_path}/started-$RANK; "
+    command += "while :; do sleep 0.1; done"
+    words = [*HPCTRAIN, "run", "-n", "2", "--", "sh", "-c", command]
+    with subprocess.Popen(
+        words, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        wait_for(lambda: all(path.exists() and path.read_text() for path in started), 30)
+        job.send_signal(signal.SIGUSR2)
+        out, err = job.communicate(timeout=30)
+    assert job.returncode == 75, err
+    assert out.count("warned") == 2
+    for path in started:
+        path.unlink()
+    with subprocess.Popen(
+        words, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        wait_for(lambda: all(path.exists() and path.read_text() for path in started), 30)
+        pids = [int(path.read_text()) for path in started]
+        ranks = [int(re.search(r"^PPid:\s+(\d+)", status(pid), re.M).group(1)) for pid in pids]
+        os.kill(ranks[1], signal.SIGKILL)
+        _, err = job.communicate(timeout=30)
+    assert job.returncode == 137, err
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 10)
+
+
+def status(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return file.read()
+
+
+def wait_for(holds, limit_s):
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
@@ -309,7 +386,7 @@ def test_a_foreign_mpirun_gets_the_cure(tmp_path):
     [
         (["run"], "no script was given"),
         (["run", "-n", "0", "x.py"], "at least 1 rank"),
-        (["run", "-n", "2", "nosuch.py"], "nosuch.py' is not a file"),
+        (["run", "-n", "2", "nosuch.py"], "nosuch.py' is neither a file here"),
         (["run", "-n", "9", "--hosts", "a:2", "x.py"], "more than the 2 ranks of a:2"),
         (["run", "--hosts", "a:x", "x.py"], "'a:x' is not understood"),
         (["run", "--hostfile", "nosuch", "x.py"], "hostfile nosuch cannot be read"),

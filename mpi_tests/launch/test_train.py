@@ -54,6 +54,9 @@ def test_one_file_alone_then_on_two_ranks(folder):
     seen = run(*HPCTRAIN, "watch", directory, cwd=folder)
     assert seen.code == 0, seen.text
     assert "finished: epoch 3" in seen.out
+    again = run(*HPCTRAIN, "train", *words, "--set", "train.epochs=3", cwd=folder, timeout_s=120)
+    assert again.code == 0, again.text
+    assert again.text.count("nothing is left to do: 3 of 3 epochs are done") == 1
 
 
 def test_mistakes_that_only_ranks_can_see_leave_with_code_2(folder):

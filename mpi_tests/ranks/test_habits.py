@@ -13,6 +13,7 @@ import hpctrain as hpc
 from hpctrain.replica.starting import digest
 from mpi_tests.models import batch
 from mpi_tests.ranks.pair import STEPS, build
+from mpi_tests.ranks.split import tensors_of
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -466,3 +467,53 @@ def test_an_exception_on_one_rank_is_told_to_the_others(world, engines, engine_n
     assert replica.step()
     assert len(set(world.comm.allgather(digest(model.parameters())))) == 1
     replica.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+def test_a_replicas_state_has_the_weights_and_loads_whole(world, engines, precision, tmp_path):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    engine = engines["mpi"] if world.size > 1 else "auto"
+    replica = hpc.distribute(world, model, optimizer, engine=engine, precision=precision)
+    assert replica.module is replica.model is model
+
+    def train(steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + world.rank)
+            replica.backward(
+                replica(torch.randn(5, 6, generator=generator)).float().square().mean()
+            )
+            replica.step()
+
+    def bits():
+        masters = replica.state_dict().get("masters", {}).values()
+        return digest([*model.state_dict().values(), *tensors_of(optimizer), *masters])
+
+    train(range(3))
+    path = tmp_path / "replica.pt"
+    torch.save(replica.state_dict(), path)
+    saved = torch.load(path, weights_only=True)
+    assert digest(saved["model"].values()) == digest(model.state_dict().values())
+    kept = bits()
+    replica.load_state_dict(replica.state_dict())  # its own, by reference
+    assert bits() == kept
+    train(range(3, 6))
+    went_on = bits()
+    replica.load_state_dict(saved)
+    assert bits() == kept
+    train(range(3, 6))
+    assert bits() == went_on
+    with pytest.raises(RuntimeError, match="Missing key"):
+        replica.load_state_dict({**saved, "model": {"0.weight": saved["model"]["0.weight"]}})
+    replica.close()
+
+
+def test_a_models_state_is_refused_by_a_replica(pair):
+    p = pair(optimizer="sgd")
+    before = digest(p.model.state_dict().values())
+    with pytest.raises(hpc.ConfigError, match=r"goes to replica\.model\.load_state_dict"):
+        p.replica.load_state_dict(p.model.state_dict())
+    with pytest.raises(hpc.ConfigError, match="it has nothing"):
+        p.replica.load_state_dict({})
+    assert digest(p.model.state_dict().values()) == before

@@ -261,7 +261,7 @@ def test_a_gradscaler_takes_over_the_scale(world, engines):
 def test_without_a_scaler_the_state_has_torchs_form(world, engines):
     model = build()
     replica = distribute(world, engines, model, OPTIMIZERS["adamw"](model), precision="bf16")
-    assert replica.state_dict().keys() == {"state", "param_groups"}
+    assert replica.state_dict().keys() == {"model", "state", "param_groups"}
     replica.load_state_dict({**replica.state_dict(), "scaler": {"scale": 2.0}})  # of an fp16 run
     replica.close()
 

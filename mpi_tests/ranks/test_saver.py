@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -11,9 +12,13 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import hpctrain as hpc
+from hpctrain.checkpoint import list_checkpoints
+from hpctrain.checkpoint.alone import read_checkpoint
+from hpctrain.checkpoint.exporting import export
 from hpctrain.replica.starting import digest
 from hpctrain.world.guard import AgreedExit
 from mpi_tests.ranks.split import tensors_of
@@ -303,3 +308,224 @@ def test_why_one_rank_asked_to_stop_is_known_to_all(world, tmp_path):
         run.saver.on("stopping", said.append)
         assert not run.train(before=ask)
     assert said == ["the queue is closing"]
+
+
+ROWS, PART, LOOPS = 79, 12, 3  # seven batches an epoch, the last one smaller
+
+
+def _rows():
+    x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True)
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from zip(*_rows(), strict=True)
+
+
+def _learner(rate_step):
+    torch.manual_seed(11)
+    model = nn.Linear(6, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, rate_step, 0.8)
+
+
+def _one_process(window_of):
+    """The weights of one process; `window_of` cuts an epoch's samples into those of each step."""
+    model, optimizer, schedule = _learner(1)
+    x, y = _rows()
+    for _ in range(LOOPS):
+        for start, stop in window_of:
+            optimizer.zero_grad()
+            (model(x[start:stop]) - y[start:stop]).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    return model
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_the_loop_sees_the_step_that_ends_an_epoch(world, tmp_path, is_stream, num_pieces, capfd):
+    model, optimizer, schedule = _learner(1)
+    accumulate = 2 if num_pieces == 1 else 3
+    replica = hpc.distribute(world, model, optimizer, accumulate=accumulate)
+    data = _Stream() if is_stream else _rows()
+    loader = hpc.Loader(world, data, global_batch=PART, shuffle=False)
+    saver = hpc.Saver(world, common(world, tmp_path), replica, loader, every_s=None)
+    seen, batches = 0, saver.resume(LOOPS)
+    if is_stream:
+        with pytest.raises(TypeError, match="stream"):
+            len(batches)
+    else:
+        assert len(batches) == LOOPS * 7
+    for x, y in batches:
+        for piece in range(num_pieces):  # every rank has a sample in each piece, and counts it
+            mine = slice(piece, None, num_pieces)
+            weight = len(y[mine])
+            loss = (replica(x[mine]) - y[mine]).square().mean() if weight else None
+            replica.backward(loss, num_samples=weight)
+            if replica.step():
+                seen += 1
+                schedule.step()
+    calls = 7 * num_pieces
+    steps = -(-calls // accumulate)
+    assert (seen, replica.num_steps) == (LOOPS * steps, LOOPS * steps)
+    assert schedule.last_epoch == seen
+    if num_pieces == 1:
+        alone = _one_process([(0, 24), (24, 48), (48, 72), (72, ROWS)])
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    assert "accumulation window" not in capfd.readouterr().err
+    replica.close()
+    saver.close()
+
+
+def test_a_window_that_the_loop_leaves_open_is_stepped_and_said(world, tmp_path, capfd):
+    model, optimizer, _ = _learner(1)
+    replica = hpc.distribute(world, model, optimizer, accumulate=2)
+    loader = hpc.Loader(world, _rows(), global_batch=PART, shuffle=False)
+    saver = hpc.Saver(world, common(world, tmp_path), replica, loader, every_s=None)
+    for number, (x, y) in enumerate(saver.resume(1)):
+        replica.backward((replica(x) - y).square().mean(), num_samples=len(y))
+        if number % 2:
+            assert replica.step()
+    assert replica.num_steps == 4
+    alone = "miss this step" in capfd.readouterr().err
+    assert alone == (world.rank == 0)
+    x, y = next(iter(loader))  # after the loop nothing is the last batch any more
+    replica.backward((replica(x) - y).square().mean(), num_samples=len(y))
+    assert replica.step().reason == "accumulating"
+    replica.close()
+    saver.close()
+
+
+def test_a_finished_run_says_that_nothing_is_left(world, tmp_path, capfd):
+    folder = common(world, tmp_path)
+    with made(world, folder) as run:
+        assert len(run.saver.batches()) == 4
+        assert run.train()
+    assert "nothing is left" not in capfd.readouterr().err
+    with made(world, folder) as run:
+        assert len(run.saver.resume(EPOCHS)) == 0
+        assert run.train()
+        told = capfd.readouterr().err
+        assert ("nothing is left to do" in told) == (world.rank == 0)
+        assert world.rank or ("raise num_epochs" in told and str(folder) in told)
+        assert len(run.saver.resume(EPOCHS + 2)) == 8
+
+
+def test_a_resumed_last_batch_still_ends_the_epoch_in_the_loop(world, tmp_path):
+    folder = common(world, tmp_path)
+
+    def train(stop_at):
+        model, optimizer, schedule = _learner(1)
+        replica = hpc.distribute(world, model, optimizer, accumulate=2)
+        loader = hpc.Loader(world, _rows(), global_batch=PART, shuffle=False)
+        named = {"schedule": schedule}
+        saver = hpc.Saver(world, folder, replica, loader, named=named, every_s=None)
+        with contextlib.suppress(AgreedExit):
+            for x, y in saver.resume(1):
+                replica.backward((replica(x) - y).square().mean(), num_samples=len(y))
+                if replica.step():
+                    schedule.step()
+                if saver.step + 1 == stop_at:
+                    saver.request_stop("the test says so")
+        replica.close()
+        saver.close()
+        return saver.step, replica.num_steps, schedule.last_epoch
+
+    assert train(5) == (6, 3, 3)  # one batch is left, and with it half a window
+    assert train(None) == (7, 4, 4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+def test_compiled_models_are_saved_under_plain_names(world, engines, tmp_path, precision):
+    folder = common(world, tmp_path)
+    engine = engines["mpi"] if world.size > 1 else "auto"
+
+    def make(compiled):
+        torch.manual_seed(4)
+        inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model = inner
+        if compiled == "whole":
+            model = torch.compile(inner, backend="eager")
+        elif compiled == "part":
+            model = nn.Sequential(torch.compile(inner[0], backend="eager"), inner[1], inner[2])
+        optimizer = torch.optim.AdamW(inner.parameters(), 0.1)
+        replica = hpc.distribute(world, model, optimizer, engine=engine, precision=precision)
+        average = hpc.EMA(model)
+        loader = hpc.Loader(world, tuple(t.float() for t in _rows()), global_batch=PART)
+        saver = hpc.Saver(world, folder, replica, loader, named={"average": average}, every_s=None)
+        return inner, replica, average, saver
+
+    def bits(inner, replica, average):
+        masters = replica.state_dict().get("masters", {})
+        tensors = [*inner.state_dict().values(), *average.averages.values(), *masters.values()]
+        return digest(tensors), sorted(average.averages), sorted(masters)
+
+    saved = None
+    for compiled in ("whole", None, "part", "whole"):
+        inner, replica, average, saver = make(compiled)
+        restored = saver.restore()
+        assert (restored is None) == (saved is None)
+        assert saved is None or bits(inner, replica, average) == saved
+        for x, y in saver._loader():
+            loss = (replica(x).float() - y).square().mean()
+            replica.backward(loss, num_samples=len(y))
+            if replica.step():
+                average.update()
+            saver.boundary()
+            break
+        saver.save(wait=True)
+        saved = bits(inner, replica, average)
+        newest = list_checkpoints(folder)[-1].path
+        state = read_checkpoint(newest)
+        assert set(state["model"]) == set(inner.state_dict())
+        assert not any("_orig_mod" in name for name in _names_in(state))
+        saver.close()
+        replica.close()
+
+
+def _names_in(tree):
+    for key, value in tree.items():
+        yield str(key)
+        if isinstance(value, dict):
+            yield from _names_in(value)
+
+
+def test_checkpoints_of_compiled_models_from_before_still_load(world, tmp_path):
+    folder = common(world, tmp_path)
+    torch.manual_seed(4)
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    replica = hpc.distribute(world, model, optimizer)
+    average = hpc.EMA(model)
+    saver = hpc.Saver(world, folder, replica, named={"average": average}, every_s=None)
+    capture = saver._parts.capture
+
+    def with_wrappers(world):  # what hpctrain wrote until now
+        common, own = capture(world)
+        for tree in (common["model"], common["average"]["averages"]):
+            for name in list(tree):
+                tree[f"_orig_mod.{name}"] = tree.pop(name)
+        return common, own
+
+    saver._parts.capture = with_wrappers
+    saver.save(wait=True)
+    saver.close()
+    path = list_checkpoints(folder)[-1].path
+    assert "_orig_mod.weight" in read_checkpoint(path)["model"]
+    if world.rank == 0:
+        export(path, folder / "old.safetensors")
+        export(path, folder / "old.pt", key=None)
+        assert set(load_file(folder / "old.safetensors")) == {"weight", "bias"}
+        exported = torch.load(folder / "old.pt", weights_only=True)
+        assert set(exported["model"]) == {"weight", "bias"} == set(exported["average"]["averages"])
+    kept = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    again = hpc.Saver(world, folder, replica, named={"average": average}, every_s=None)
+    assert again.restore() is not None
+    assert torch.equal(model.weight, kept)
+    again.close()
+    replica.close()

@@ -107,6 +107,33 @@ class Numbers(torch.utils.data.IterableDataset):
         yield from zip(x, y, strict=True)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_step_function_sees_the_step_that_ends_an_epoch(world, engines, is_stream):
+    replica, loader, schedule = make(world, engines, accumulate=2, batch=24)
+    if is_stream:
+        loader = hpc.Loader(world, Numbers(), global_batch=10)
+    else:
+        loader = hpc.Loader(world, data(), global_batch=8)
+    num_batches, seen = (3 if is_stream else 5), []
+
+    def step(trainer, batch):
+        x, y = batch
+        loss = mse_loss(replica(x), y)
+        replica.backward(loss, num_samples=len(y))
+        seen.append(bool(trainer.update()))
+        return loss
+
+    schedules = {"model": schedule}
+    trainer = hpc.Trainer(
+        world, replica, loader, step=step, epochs=2, schedules=schedules, logging=QUIET
+    )
+    trainer.fit()
+    windows = -(-num_batches // 2)
+    assert seen == [*[False, True] * (windows - 1), True] * 2
+    assert trainer.step == replica.num_steps == schedule.last_epoch == 2 * windows
+    replica.close()
+
+
 def test_a_stream_has_epochs_too(world, engines):
     replica, _, _ = make(world, engines)
     happened = []

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import hpctrain as hpc
 from hpctrain.world import cores
+from hpctrain.world import init as join
 
 
 def init(**options):
@@ -33,6 +34,64 @@ def test_place_is_mpis(world, comm):
     assert world.launch.size == world.size
     assert world.node.Get_size() == world.size
     assert world.cross.Get_size() == 1
+
+
+def test_what_every_script_needs(world, comm, capfd):
+    n = world.size
+    assert world.is_main == (world.rank == 0)
+    world.barrier()
+    world.print("loss", 0.5, sep="=")
+    assert capfd.readouterr().out == ("loss=0.5\n" if world.rank == 0 else "")
+    mean = world.mean(world.rank)
+    assert isinstance(mean, float)
+    assert mean == (n - 1) / 2
+    assert world.mean(np.float32(2)) == 2.0
+    ranks = range(n)
+    weighted = sum(r * (r + 1) for r in ranks) / sum(r + 1 for r in ranks)
+    assert world.mean(world.rank, weight=world.rank + 1) == pytest.approx(weighted, rel=1e-15)
+    bare = world.mean(1.0 if world.rank == 0 else float("nan"), weight=world.rank == 0)
+    assert bare == 1.0  # without weight it is not looked at
+
+    tensor = torch.tensor([world.rank, 10.0 * world.rank], dtype=torch.bfloat16, requires_grad=True)
+    found = world.mean(tensor)
+    assert (found.dtype, found.requires_grad) == (torch.bfloat16, False)
+    assert found.tolist() == torch.tensor([(n - 1) / 2, 5.0 * (n - 1)]).bfloat16().tolist()
+    whole = world.mean(torch.tensor(world.rank), weight=world.rank + 1)
+    assert (whole.dtype, whole.shape) == (torch.float32, ())
+    assert whole.item() == pytest.approx(weighted)
+    bare = world.mean(torch.full((2,), 1.0 if world.rank == 0 else float("nan")), weight=n == 1 or
+                      world.rank == 0)  # fmt: skip
+    assert bare.tolist() == [1.0, 1.0]
+
+
+def test_values_without_a_mean_are_refused_on_all_ranks(world):
+    last = world.rank == world.size - 1
+    with pytest.raises(hpc.ConfigError, match="weight=0 on every rank"):
+        world.mean(1.0, weight=0)
+    with pytest.raises(hpc.ConfigError, match=f"weight=-1.0 on rank {world.size - 1}"):
+        world.mean(1.0, weight=-1 if last else 1)
+    with pytest.raises(hpc.ConfigError, match="weight=nan"):
+        world.mean(1.0, weight="much" if last else 1)
+    with pytest.raises(hpc.ConfigError, match="value is dict"):
+        world.mean({"loss": 1.0})
+    with pytest.raises(hpc.ConfigError, match="complex"):
+        world.mean(torch.ones(2, dtype=torch.complex64))
+    if world.size > 1:
+        with pytest.raises(hpc.ConfigError, match=r"rank 0 gave a number and rank .* shape \(2,\)"):
+            world.mean(torch.ones(2) if last else 1.0)
+    world.barrier()
+
+
+@pytest.mark.parametrize("call", ["barrier", "mean"])
+def test_a_rank_that_stays_out_is_named(world, comm, call):
+    if world.size == 1:
+        pytest.skip("one rank waits for nobody")
+    with join(device="cpu") as some:
+        if some.rank < some.size - 1:
+            words = (1.0,) if call == "mean" else ()
+            with pytest.raises(hpc.CollectiveError, match=f"world.{call}: .* {some.size - 1} of"):
+                getattr(some, call)(*words, timeout_s=0.5)
+        comm.Barrier()
 
 
 def test_messages_do_not_meet_the_users(world, comm):

@@ -8,10 +8,14 @@ import pytest
 
 from hpctrain.doctor import batch, clock, machine
 from hpctrain.install.asking import Answer
-from hpctrain.install.mpi import MpiVersion
+from hpctrain.mpi_version import MpiVersion, parse_plugins
 from hpctrain.world.cores import CoreMap
 
 MPICH = MpiVersion(family="mpich", version="5.0.2")
+MPICH_PMIX = MpiVersion(family="mpich", version="5.0.2", configure="--with-pmix=/usr")
+MPICH_BOTH = MpiVersion(
+    family="mpich", version="5.0.2", configure="'--with-pmix' '--with-pmilib=mpich'"
+)
 OPENMPI = MpiVersion(family="openmpi", version="4.1.4")
 CRAY = MpiVersion(family="cray", version="8.1.28")
 
@@ -114,8 +118,8 @@ specific pmix plugin versions available: pmix_v4,pmix_v5
 
 
 def test_srun_lists() -> None:
-    assert batch.parse_plugins(OLD_LIST) == {"none", "pmi2", "pmix_v3"}
-    assert batch.parse_plugins(NEW_LIST) == {
+    assert parse_plugins(OLD_LIST) == {"none", "pmi2", "pmix_v3"}
+    assert parse_plugins(NEW_LIST) == {
         "none",
         "cray_shasta",
         "pmi2",
@@ -129,6 +133,10 @@ def test_srun_lists() -> None:
     ("version", "listing", "status", "words"),
     [
         (MPICH, OLD_LIST, "ok", "srun --mpi=pmi2"),
+        (MPICH_PMIX, OLD_LIST, "ok", "srun --mpi=pmix_v3"),
+        (MPICH_PMIX, NEW_LIST, "ok", "srun --mpi=pmix`"),
+        (MPICH_PMIX, "srun: none\nsrun: pmi2\n", "warning", "needs srun --mpi=pmix"),
+        (MPICH_BOTH, "srun: none\nsrun: pmi2\n", "ok", "srun --mpi=pmi2"),
         (OPENMPI, OLD_LIST, "ok", "srun --mpi=pmix_v3"),
         (OPENMPI, NEW_LIST, "ok", "srun --mpi=pmix`"),
         (CRAY, NEW_LIST, "ok", "srun --mpi=cray_shasta"),

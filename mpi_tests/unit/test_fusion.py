@@ -14,7 +14,7 @@ from hpctrain.fusion import Arena, ParameterSpec, plan
 from hpctrain.fusion.layout import CONTROL_WORDS
 from hpctrain.fusion.order import Watcher, complete
 from hpctrain.replica.overlapping import bucket_size
-from hpctrain.replica.window import Window
+from hpctrain.replica.window import Turn, Window
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "complex128": 16}
 specs = st.lists(
@@ -172,3 +172,28 @@ def test_gradients_are_cut_into_pieces_worth_sending(total):
     size = bucket_size(total)
     assert 4 << 20 <= size <= 25 << 20
     assert total < 200 << 20 or size == 25 << 20
+
+
+@given(st.integers(1, 5), st.integers(2, 6))
+def test_the_last_batch_ends_with_as_many_steps_as_the_one_before(pieces, num_batches):
+    turn, ends = Turn(), []
+    for number in range(num_batches):
+        turn.begin(last=number == num_batches - 1)
+        ends += [turn.count_step() for _ in range(pieces)]
+    assert ends == [False] * (pieces * num_batches - 1) + [True]
+    turn.closed = True
+    with pytest.raises(ConfigError, match=f"earlier batches had {pieces} step"):
+        turn.admit()
+    turn.begin(last=False)
+    turn.admit()
+
+
+def test_nobody_knows_how_many_steps_the_first_batch_has():
+    turn = Turn()
+    turn.begin(last=True)
+    assert [turn.count_step() for _ in range(3)] == [False] * 3
+    turn.begin(last=True)
+    assert [turn.count_step() for _ in range(3)] == [False, False, True]
+    turn.begin(last=False)  # a batch that was not stepped says nothing
+    turn.begin(last=True)
+    assert [turn.count_step() for _ in range(3)] == [False, False, True]

@@ -326,3 +326,16 @@ def test_every_key_is_documented():
     page = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
     keys = {field.name for field in dataclasses.fields(Site)} - {"name"}
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+
+
+def test_lists_of_sites_fit_a_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(["job", "sites"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    assert all(name in out for name in find_sites(SITES))
+    for name in find_sites(SITES):
+        assert main(["job", "sites", name]) == 0
+        one = capsys.readouterr().out
+        assert max(map(len, one.splitlines())) <= 100
+        assert load_site(name, SITES).as_of in one

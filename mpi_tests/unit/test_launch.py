@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain import launch
+from hpctrain.cli.sharing import tell_of_sharing
 from hpctrain.errors import ConfigError
-from hpctrain.launch import tee
+from hpctrain.install.asking import Answer
+from hpctrain.launch import gpus, tee
 from hpctrain.launch.command import (
     Hosts,
     launch_command,
@@ -22,6 +25,8 @@ from hpctrain.launch.command import (
     parse_hosts,
     parse_variable,
 )
+from hpctrain.launch.external import is_another_python, read_program
+from hpctrain.launch.gpus import count_gpus, count_present, limit_visible
 from hpctrain.launch.screen import Screen
 from hpctrain.mpi_version import MpiVersion, identify
 
@@ -204,3 +209,125 @@ def test_a_variable_has_its_value_or_the_one_that_is_here(text, wanted):
 def test_a_variable_that_cannot_be_passed_on_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         parse_variable(text, {"B": "here"})
+
+
+@pytest.mark.parametrize(
+    ("present", "variables", "visible"),
+    [
+        (0, {}, 0),
+        (4, {}, 4),
+        (4, {"CUDA_VISIBLE_DEVICES": ""}, 0),
+        (4, {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        (4, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
+        (4, {"CUDA_VISIBLE_DEVICES": "2, 3"}, 2),
+        (4, {"CUDA_VISIBLE_DEVICES": "0,-1,2"}, 1),
+        (4, {"CUDA_VISIBLE_DEVICES": "GPU-6c1a,MIG-77,MIG-GPU-1/2/3"}, 3),
+        (1, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1),
+        (8, {"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "0"}, 1),
+    ],
+)
+def test_what_variables_leave_visible(present, variables, visible):
+    assert limit_visible(present, variables) == visible
+
+
+def test_gpus_are_counted_where_drivers_show_them(tmp_path):
+    assert count_present(tmp_path) == 0
+    nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
+    for number, gpu_id in enumerate(["0", "51234", "51235"]):  # the first is a CPU
+        (nodes / str(number)).mkdir(parents=True)
+        (nodes / str(number) / "gpu_id").write_text(f"{gpu_id}\n")
+    assert count_present(tmp_path) == 2
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    assert count_present(tmp_path) == 4
+    for address in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
+        (tmp_path / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
+    assert count_present(tmp_path) == 5
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_gpus", "told"),
+    [
+        (2, 1, "2 ranks for 1 GPU on"),
+        (8, 4, "8 ranks for 4 GPUs on"),
+        (4, 4, None),
+        (1, 4, None),
+        (4, 0, None),
+        (4, None, None),
+    ],
+)
+def test_more_ranks_than_gpus_are_said_with_commands_that_work(
+    num_ranks, num_gpus, told, monkeypatch, capsys
+):
+    monkeypatch.setattr(launch, "count_gpus", lambda *_: num_gpus)
+    tell_of_sharing(num_ranks, {}, ["hpctrain", "run"], ["my train.py", "--lr", "1"])
+    err = capsys.readouterr().err
+    assert bool(err) == (told is not None)
+    if told:
+        assert told in err
+        assert f"hpctrain run -n {num_gpus} 'my train.py' --lr 1\n" in err
+        assert f"hpctrain run -n {num_ranks} -x CUDA_VISIBLE_DEVICES= 'my train.py' --lr 1\n" in err
+        assert "allow_shared_device=True" in err
+
+
+def test_torch_has_the_last_word_on_gpus(monkeypatch):
+    asked = []
+
+    def answer(command, *, environ, limit_s):
+        asked.append(environ)
+        return Answer(code=0, out="a banner\ngpus 0\n")
+
+    monkeypatch.setattr(gpus, "count_present", lambda: 1)
+    monkeypatch.setattr(gpus, "ask", answer)
+    assert count_gpus(1, {}) == 1
+    assert count_gpus(2, {"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert asked == []  # one rank per GPU, or none: nothing is started to find out
+    assert count_gpus(2, {}) == 0  # a torch without CUDA computes on the CPU
+    assert len(asked) == 1
+    monkeypatch.setattr(gpus, "ask", lambda *_, **__: Answer(code=1, err="no torch"))
+    assert count_gpus(2, {}) is None
+
+
+def test_the_words_after_run_are_a_script_a_module_or_a_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("#!/usr/bin/env python\n")
+    (tmp_path / "train.py").chmod(0o755)
+    (tmp_path / "tool").write_text("#!/usr/bin/env python3\n")
+    (tmp_path / "tool").chmod(0o755)
+    (tmp_path / "notes").write_text("x = 1\n")
+    (tmp_path / "a.out").write_text("#!/bin/sh\n")
+    (tmp_path / "a.out").chmod(0o755)
+    python = sys.executable
+
+    def read(*words, is_module=False):
+        program = read_program(words, is_module=is_module)
+        kind = "module" if program.is_module else "command" if program.is_command else "script"
+        return kind, program.target, *program.arguments
+
+    assert read("train.py", "-x") == ("script", "train.py", "-x")
+    assert read("--", "train.py") == ("script", "train.py")
+    assert read("tool") == ("script", "tool")
+    assert read("notes") == ("script", "notes")
+    assert read(python, "train.py", "--lr") == ("script", "train.py", "--lr")
+    assert read(python, "-m", "json.tool", "x") == ("module", "json.tool", "x")
+    assert read("-m", "json.tool") == ("module", "json.tool")
+    assert read("json.tool", "x", is_module=True) == ("module", "json.tool", "x")
+    assert read(python, "-u", "train.py") == ("command", python, "-u", "train.py")
+    assert read(python, "-c", "pass") == ("command", python, "-c", "pass")
+    assert read(python) == ("command", python)
+    assert read("./a.out", "1") == ("command", "./a.out", "1")
+    assert read("--", "sh", "-c", "true") == ("command", "sh", "-c", "true")
+    assert read("trian.py")[0] == "script"  # which is then refused by name
+    with pytest.raises(ConfigError, match=r"neither a file here .* nor a command"):
+        read_program(["trian.py"], is_module=False).check()
+    with pytest.raises(ConfigError, match="no script was given"):
+        read_program(["--"], is_module=False)
+
+
+def test_another_python_is_known_by_its_folder(tmp_path):
+    other = tmp_path / "python3"
+    other.symlink_to(sys.executable)
+    assert is_another_python(str(other))  # another environment, though the same binary
+    assert not is_another_python(sys.executable)
+    assert not is_another_python("pythonic")

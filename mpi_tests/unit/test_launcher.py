@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import LaunchError
+from hpctrain.mpi_version import MpiVersion, identify
 from hpctrain.world.launcher import LAUNCHERS, detect, parse_task_counts
 from hpctrain.world.mismatch import explain_mismatch, foresee_trouble
 
@@ -163,9 +164,18 @@ def test_threads_are_the_first_of_openmps_levels():
     assert detect({}).num_threads is None
 
 
-def mismatch(environ, *, rank, size, family):
+def mpi(family, **more):
+    return MpiVersion(family=family, version="5.0", **more)
+
+
+def mismatch(environ, *, rank, size, family, offered=(), **more):
     return explain_mismatch(
-        detect(environ), rank=rank, size=size, family=family, library="LIB", script="train.py"
+        detect(environ),
+        rank=rank,
+        size=size,
+        mpi=mpi(family, **more),
+        script="train.py",
+        offered=offered,
     )
 
 
@@ -182,6 +192,39 @@ def test_silent_jobs_of_one_under_srun_name_the_plugin():
     assert "--mpi=pmix" in mismatch(SRUN, rank=0, size=1, family="openmpi")
 
 
+def test_srun_is_advised_by_what_slurm_and_the_mpi_both_have():
+    def advice(offered, configure=""):
+        return mismatch(
+            SRUN, rank=0, size=1, family="mpich", configure=configure, offered=offered.split()
+        )
+
+    usual = "none pmi2 pmix pmix_v4"
+    assert "`srun --mpi=pmi2 ...`, which this Slurm and MPICH 5.0 both have" in advice(usual)
+    built = "--with-device=ch4:ofi --with-pmix=/opt/pmix"
+    assert "srun --mpi=pmix ..." in advice(usual, built)
+    assert "srun --mpi=pmix_v4 ..." in advice("none pmi2 pmix_v4", built)
+    assert "--with-pmix" not in advice("", built)
+    assert "srun --mpi=pmix ..." in advice("", built)
+    assert "srun --mpi=pmi2 ..." in advice(usual, "--with-pmix=no")
+    only = advice("none pmix")
+    assert "this Slurm has only none, pmix" in only
+    assert "hpctrain run" in only
+
+
+def test_an_mpich_tells_what_it_was_built_with():
+    text = (
+        "MPICH Version:      5.0.2\nMPICH Device:       ch4:ofi\n"
+        "MPICH configure:    --with-device=ch4:ofi --with-pmix=/usr\nMPICH CC:           cc\n"
+    )
+    assert identify(text).configure == "--with-device=ch4:ofi --with-pmix=/usr"
+    assert identify(text).srun_plugins == ("pmix",)
+    assert identify(text.replace(" --with-pmix=/usr", "")).srun_plugins == ("pmi2",)
+    assert identify(text.replace("/usr", "/usr --with-pmilib=mpich")).srun_plugins == (
+        "pmix",
+        "pmi2",
+    )
+
+
 def test_a_foreign_mpirun_is_named():
     text = mismatch(OPENMPI, rank=0, size=1, family="mpich")
     assert "belongs to another MPI" in text
@@ -195,10 +238,10 @@ def test_a_leaking_rank_is_named():
 
 
 def test_trouble_in_mpi_init_is_foreseen():
-    assert "srun --mpi=pmix" in foresee_trouble(detect(SRUN), "openmpi")
-    assert foresee_trouble(detect({**SRUN, "PMIX_NAMESPACE": "x"}), "openmpi") is None
-    assert foresee_trouble(detect({**SRUN, "PMI_FD": "4"}), "mpich") is None
-    assert foresee_trouble(detect(OPENMPI), "openmpi") is None
-    assert "belongs to another MPI" in foresee_trouble(detect(OPENMPI), "mpich")
-    assert foresee_trouble(detect(HYDRA), "intel") is None
-    assert foresee_trouble(detect(SRUN), "cray") is None
+    assert "srun --mpi=pmix" in foresee_trouble(detect(SRUN), mpi("openmpi"))
+    assert foresee_trouble(detect({**SRUN, "PMIX_NAMESPACE": "x"}), mpi("openmpi")) is None
+    assert foresee_trouble(detect({**SRUN, "PMI_FD": "4"}), mpi("mpich")) is None
+    assert foresee_trouble(detect(OPENMPI), mpi("openmpi")) is None
+    assert "belongs to another MPI" in foresee_trouble(detect(OPENMPI), mpi("mpich"))
+    assert foresee_trouble(detect(HYDRA), mpi("intel")) is None
+    assert foresee_trouble(detect(SRUN), mpi("cray")) is None

@@ -406,3 +406,13 @@ def test_an_old_run_is_put_aside(tmp_path):
     assert directory.put_aside() is None
     directory.make()
     assert directory.put_aside() == tmp_path / "run.2"
+
+
+def test_a_run_that_has_reached_its_goal_says_what_would_prolong_it():
+    progress = Progress()
+    progress.step, progress.epochs_done = 69, 3
+    by_epochs = progress.describe_end(epochs=3, steps=None)
+    assert by_epochs.startswith("nothing is left to do: 3 of 3 epochs are done; raise epochs")
+    assert "69 of 60 steps are done; raise steps" in progress.describe_end(epochs=None, steps=60)
+    progress.stop_reason = "2 evaluations without a better loss"
+    assert "2 evaluations without a better loss" in progress.describe_end(epochs=3, steps=None)

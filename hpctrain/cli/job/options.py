@@ -50,7 +50,11 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cpus-per-rank", type=int, metavar="N", help="default: the site's")
     group.add_argument("--gpus-per-node", type=int, metavar="N", help="default: the site's")
     group.add_argument("--memory", metavar="M", help="per node: 64G, 512 MiB")
-    group.add_argument("--mpi", metavar="M", help="how the launcher starts MPI: pmix, pmi2, mpich")
+    group.add_argument(
+        "--mpi",
+        metavar="M",
+        help="how the launcher starts MPI: pmix, pmi2, mpich (`hpctrain doctor` names yours)",
+    )
 
 
 def _add_queue(group: argparse._ArgumentGroup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import textwrap
 from pathlib import Path
 
 from hpctrain import log
@@ -13,6 +14,8 @@ from hpctrain.errors import ConfigError
 from hpctrain.submit.site import Site, find_sites, load_site
 
 __all__ = ["add_arguments", "main"]
+
+_WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +35,9 @@ def main(args: argparse.Namespace) -> int:
     elif args.name:
         print(_describe(sites[0]))
     else:
-        headers = ("site", "template", "GPUs", "what", "how it is known")
-        rows = [(s.name, s.template, s.gpus_per_node, s.title, _known(s)) for s in sites]
-        print(log.table(headers, rows))
+        headers = ("site", "template", "GPUs", "what", "ever run", "as of")
+        print(log.table(headers, [_row(site) for site in sites], width=_WIDTH))
+        print("\n`hpctrain job sites NAME` tells all of a profile, and where it comes from.")
     for error in broken:
         log.warn(str(error))
     return 2 if broken else 0
@@ -49,6 +52,11 @@ def _load(names: list[str], folders: list[Path]) -> tuple[list[Site], list[Confi
         except ConfigError as error:
             broken.append(error)
     return sites, broken
+
+
+def _row(site: Site) -> tuple[object, ...]:
+    ever_run = "yes" if site.ever_run else "never"
+    return site.name, site.template, site.gpus_per_node, site.title, ever_run, site.as_of
 
 
 def _known(site: Site) -> str:
@@ -76,5 +84,7 @@ def _describe(site: Site) -> str:
             rows.append((f"{name}: {key}", value, origin.get(key, "")))
     for key, queue in site.queues.items():
         rows.append((f"queue {key}", queue.describe(), origin.get("queues", "")))
-    drawn = log.table(("key", "value", "from"), rows, width=100)
-    return "\n".join([drawn, *(f"[{n}] {page}" for n, page in enumerate(pages, start=1))])
+    drawn = log.table(("key", "value", "from"), rows, width=_WIDTH)
+    wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    notes = [wrapper.fill(f"[{n}] {page}") for n, page in enumerate(pages, start=1)]
+    return "\n".join([drawn, *notes])

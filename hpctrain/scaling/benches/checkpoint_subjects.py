@@ -203,7 +203,7 @@ class Steps(Distributed):
 
     def state(self) -> dict[str, Any]:
         """What a user saves."""
-        return {"model": self.model.state_dict(), "optimizer": self.replica.state_dict()}
+        return self.replica.state_dict()
 
     def run(self, repeats: int) -> None:
         """Collective: train; save in the middle."""
