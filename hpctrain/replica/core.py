@@ -41,6 +41,9 @@ from hpctrain.world.allocator import keep_freed_memory
 
 __all__ = ["Replica", "Step"]
 
+_EXCHANGES_LATER = 4
+"""When sums are read from a GPU. The processor is seldom further ahead of it than that."""
+
 
 class Replica:
     """One rank's copy of a model that all ranks train together. Made by `hpctrain.distribute`.
@@ -91,15 +94,17 @@ class Replica:
         """Averages of earlier backward calls, while later ones of the same step are collected."""
         self._seen: tuple[torch.nn.Parameter, weakref.ref[Tensor]] | None = None
         """A parameter and its gradient, as the last exchange or step has left it."""
-        self._nonfinite: Words | None = None
-        """The sums of an exchange in which a rank said that something is not finite."""
+        self._nonfinite: tuple[Words, str | None] | None = None
+        """The sums in which a rank said that something is not finite, and what this rank found."""
         self._num_exchanges = 0
         self._late: list[LateSums] = []
         self._said: set[str] = set()
         self._forwarded = False
         self._stepping = 0
         self._finite = FiniteCheck(
-            world, watches=stops_at_nonfinite and precision.treatment.scaler is None
+            world,
+            num_ranks=engine.size,
+            watches=stops_at_nonfinite and precision.treatment.scaler is None,
         )
         self._passes = PlainPasses(self._begin_plain, self._end_plain)
         self._passes.watch(self._mode.parameters)
@@ -203,7 +208,7 @@ class Replica:
         self._window.clear()
         self._treatment.forget()
         self._aside = self._nonfinite = None
-        self._finite.forget()
+        self._finite.forget(step=self.num_steps)
 
     # Backward passes of a loop that knows only torch
 
@@ -372,7 +377,7 @@ class Replica:
         except HpcTrainError:
             self._drop()
             raise
-        self._nonfinite = totals if totals.nonfinite else None
+        self._nonfinite = (totals, self._finite.finding) if totals.nonfinite else None
 
     def _drop(self) -> None:
         """Forget gradients that are worth nothing, so that a caught error leaves none behind."""
@@ -384,24 +389,22 @@ class Replica:
 
         Not before the step: a GradScaler of the user's leaves out a step that has overflowed.
         """
-        sums = self._nonfinite
-        if sums is None:
+        if self._nonfinite is None:
             return
         try:
-            if self.engine.size == self.world.size:
-                self._finite.stop(sums)
-            self._finite.stop_alone(sums)
+            self._finite.stop(*self._nonfinite)
         finally:
             self._drop()
 
     def _read_late(self, mine: Words, control: Tensor) -> None:
-        """On a GPU: check sums of earlier exchanges that have arrived meanwhile."""
-        self._late.append(LateSums(control, mine, self.num_steps))
-        while self._late and (sums := self._late[0].read()) is not None:
+        """On a GPU: check the sums of an exchange that is long done."""
+        finding = self._finite.finding
+        self._late.append(LateSums(control, mine, step=self.num_steps, finding=finding))
+        if len(self._late) > _EXCHANGES_LATER:
             late = self._late.pop(0)
+            sums = late.read()
             check_sums(late.mine, sums, size=self.engine.size, step=late.step)
-            if sums.nonfinite:
-                self._finite.stop_alone(sums)
+            self._nonfinite = (sums, late.finding) if sums.nonfinite else None
 
     def synchronize(self) -> None:
         """Collective: average what there is now, in the middle of a window too.

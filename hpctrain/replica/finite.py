@@ -26,6 +26,7 @@ _LOOK_ALL_EVERY = 100
 """Looking at all gradients costs a pass over them; the smallest ones cost next to nothing."""
 _MOST_SMALL = 8
 
+_WHAT = "a loss or gradient is inf or NaN"
 _CURE = (
     "look at this rank's batch of that step, at the learning rate and at divisions and roots near "
     "0, and resume from a checkpoint before that step; distribute(nonfinite='ignore') goes on"
@@ -36,12 +37,14 @@ class FiniteCheck:
     """What this rank has found that is not finite.
 
     Args:
-        world: The ranks, which stop together.
+        world: All ranks.
+        num_ranks: How many of them train together, and stop together.
         watches: Whether to look at all.
     """
 
-    def __init__(self, world: World, *, watches: bool) -> None:
+    def __init__(self, world: World, *, num_ranks: int, watches: bool) -> None:
         self._world = world
+        self._num_ranks = num_ranks
         self.watches = watches
         self._late: list[_OnItsWay] = []
         self._num_looks = 0
@@ -59,11 +62,10 @@ class FiniteCheck:
     def _look_late(self, texts: list[str], values: Tensor, step: int) -> None:
         """On a GPU: send these to the host, and judge what has arrived meanwhile."""
         self._late.append(_OnItsWay(step, texts, values))
-        while self._late and self._late[0].has_arrived():
+        while self._late and self._late[0].step < step and self._late[0].has_arrived():
             there = self._late.pop(0)
-            if there.step < step:  # its step was made; a GradScaler of the user's leaves some out
-                for text, value in there.read():
-                    self._judge(text, value, there.step)
+            for text, value in there.read():
+                self._judge(text, value, there.step)
 
     def _judge(self, text: str, value: complex, step: int) -> None:
         finite = math.isfinite(value.real) and math.isfinite(value.imag)
@@ -98,32 +100,32 @@ class FiniteCheck:
                     "elements that are inf or NaN"
                 )
 
-    def forget(self) -> None:
-        """Gradients were dropped, and with them what was found."""
-        self.finding = None
+    def forget(self, *, step: int) -> None:
+        """Gradients were dropped without a step, and with them what was found.
 
-    def stop(self, sums: Words) -> NoReturn:
+        A GradScaler of the user's leaves out steps that have overflowed.
+        """
+        self.finding = None
+        self._late = [one for one in self._late if one.step != step]
+
+    def stop(self, sums: Words, finding: str | None) -> NoReturn:
         """Collective: some rank has found something.
+
+        Args:
+            sums: The control words in which it said so.
+            finding: What this rank had found by then.
 
         Raises:
             NonFiniteError: on all ranks, with the rank, its step and what it found.
         """
-        finding, self.finding = self.finding, None
+        if self._world.size != self._num_ranks:  # not all of them are here to agree
+            raise NonFiniteError(f"{_who(sums)}: {finding or _WHAT}; {_CURE}")
         agree(
             self._world.comm,
             None if finding is None else f"{finding}; {_CURE}",
             error=NonFiniteError,
         )
-        raise NonFiniteError(f"{_who(sums)}: a loss or gradient is inf or NaN; {_CURE}")
-
-    def stop_alone(self, sums: Words) -> NoReturn:
-        """Some rank has found something a while ago; ranks hear of it at different times.
-
-        Raises:
-            NonFiniteError: with the rank.
-        """
-        mine = f" ({self.finding})" if self.finding else ""
-        raise NonFiniteError(f"{_who(sums)}: a loss is inf or NaN{mine}; {_CURE}")
+        raise NonFiniteError(f"{_who(sums)}: {_WHAT}; {_CURE}")
 
 
 class _OnItsWay:

@@ -127,18 +127,22 @@ def check_counted(calls: float, counted: float, *, here: bool) -> None:
 
 
 class LateSums:
-    """Sums on their way from a GPU: read when they are there, so that nothing waits for them."""
+    """Sums on their way from a GPU.
 
-    def __init__(self, sums: Tensor, mine: Words, step: int) -> None:
+    All ranks read them the same number of exchanges later, so that all raise together. By then they
+    have arrived: nothing waits for them.
+    """
+
+    def __init__(self, sums: Tensor, mine: Words, *, step: int, finding: str | None) -> None:
         self.mine = mine
         self.step = step
+        self.finding = finding
         self._host = torch.empty(CONTROL_WORDS, dtype=sums.dtype, pin_memory=True)
         self._host.copy_(sums, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
-    def read(self) -> Words | None:
-        """The sums, or None while they are under way."""
-        if not self._event.query():  # type: ignore[no-untyped-call]
-            return None
+    def read(self) -> Words:
+        """The sums; waits where they are still under way."""
+        self._event.synchronize()
         return Words(*self._host.tolist())
