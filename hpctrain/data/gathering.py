@@ -13,7 +13,7 @@ from hpctrain.data.exchange import Route, exchange
 from hpctrain.data.table import Form, Table
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_ranges
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, takes_timeout
 
 __all__ = ["find_trouble", "gather"]
 
@@ -21,6 +21,7 @@ _CHUNK_BYTES = 16 << 20
 _MOST_NAMED = 8
 
 
+@takes_timeout
 def gather(
     world: World,
     values: Any,

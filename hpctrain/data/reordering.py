@@ -15,7 +15,7 @@ from hpctrain.data.reading import SourceRows
 from hpctrain.data.shuffle import Order
 from hpctrain.data.table import Table
 from hpctrain.errors import ConfigError
-from hpctrain.world import World
+from hpctrain.world import World, takes_timeout
 
 __all__ = ["CHUNK_BYTES", "reorder"]
 
@@ -24,6 +24,7 @@ CHUNK_BYTES = 16 << 20
 _Rows = npt.NDArray[np.int64]
 
 
+@takes_timeout
 def reorder(
     world: World,
     table: Table | SourceRows,

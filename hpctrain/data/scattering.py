@@ -13,7 +13,7 @@ from hpctrain.data.shard import Shard
 from hpctrain.data.shuffle import Order, choose_kind
 from hpctrain.data.table import Form, Room, Table
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, takes_timeout
 
 __all__ = ["CHUNK_BYTES", "scatter"]
 
@@ -23,6 +23,7 @@ CHUNK_BYTES = 8 << 20
 _MANY_PICKLED_BYTES = 64 << 20
 
 
+@takes_timeout
 def scatter(
     world: World,
     data: Any,

@@ -21,8 +21,9 @@ from hpctrain.data.partition import block
 from hpctrain.data.source import Source
 from hpctrain.data.storage import Named, name_columns, name_files, open_named
 from hpctrain.data.table import Form, Table
+from hpctrain.data.waiting import finish
 from hpctrain.errors import ConfigError, DataError
-from hpctrain.world import World, agree, roll_call
+from hpctrain.world import World, agree, roll_call, takes_timeout
 from hpctrain.world.shared_memory import SharedBlock, allocate
 
 __all__ = ["Layout", "Shared", "share"]
@@ -85,6 +86,7 @@ class Shared(ArraySource):
         return _attach, (self._layout, self._owner)
 
 
+@takes_timeout
 def share(
     world: World,
     *data: Any,
@@ -142,7 +144,15 @@ def share(
         except Exception as error:  # each library has its own, and the other ranks wait
             failure = f"share: {error}"
     else:
-        _fill_nodes(world, cast("Table | None", source), layout, memory, root, chunk_bytes)
+        _fill_nodes(
+            world,
+            cast("Table | None", source),
+            layout,
+            memory,
+            root,
+            chunk_bytes,
+            timeout_s,
+        )
     del source  # its memory maps count as this rank's own memory
     try:
         agree(world.comm, failure, error=DataError, timeout_s=timeout_s)
@@ -251,6 +261,7 @@ def _fill_nodes(
     memory: np.ndarray,
     root: int,
     chunk_bytes: int,
+    timeout_s: float,
 ) -> None:
     """Collective: the root's arrays to one rank of each node, which writes them down."""
     root_node = world.ranks[root].node_rank
@@ -269,7 +280,8 @@ def _fill_nodes(
             part = memory[first + start * column.row_bytes : first + stop * column.row_bytes]
             for at in range(0, len(part), 1 << 30):
                 if writers.Get_size() > 1:
-                    writers.Bcast(part[at : at + (1 << 30)], root=0)
+                    sent = writers.Ibcast(part[at : at + (1 << 30)], root=0)
+                    finish([sent], f"rank {root} to hand rows on", timeout_s=timeout_s)
     writers.Free()
 
 

@@ -21,6 +21,7 @@ from hpctrain.world.observing import Observer
 from hpctrain.world.seeding import Streams
 from hpctrain.world.shares import Shares
 from hpctrain.world.topology import Place, Rooms
+from hpctrain.world.watching import Watching
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +119,11 @@ class World:
     def cross(self) -> Comm:
         """The ranks of all nodes that have this rank's local rank."""
         return self.rooms.cross
+
+    @property
+    def watching(self) -> Watching:
+        """Who watches over what these communicators wait for, and how long that may take."""
+        return self.rooms.watching
 
     @property
     def host(self) -> str:

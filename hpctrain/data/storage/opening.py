@@ -20,7 +20,7 @@ from hpctrain.data.storage.shards import Shards
 from hpctrain.data.storage.torch_files import SUFFIXES as PT
 from hpctrain.data.storage.torch_files import open_pt
 from hpctrain.errors import ConfigError, DataError, HpcTrainError
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, takes_timeout
 
 __all__ = ["Named", "files", "name_columns", "name_files", "open_named", "open_path"]
 
@@ -45,6 +45,7 @@ class Named:
     """Of one file, or of parts: which arrays. Of columns: what they are called."""
 
 
+@takes_timeout
 def files(
     world: World,
     *paths: str | Path,
