@@ -94,7 +94,7 @@ def share(
     columns: Sequence[str | Path] | Mapping[str, str | Path] | None = None,
     root: int = 0,
     chunk_bytes: int = _CHUNK_BYTES,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> Shared:
     """Collective: hold a data set once per node; all but the root's `data` must match.
 
@@ -110,6 +110,7 @@ def share(
         root: Who has the arrays.
         chunk_bytes: Memory beside the copy while it is made.
         timeout_s: How long to wait for ranks that do not come.
+            None: as long as the world waits for any rank.
 
     Returns:
         A source for a loader; `.data` are the arrays, read-only. Tensors come back as arrays.
@@ -118,6 +119,7 @@ def share(
         ConfigError, DataError: on all ranks: the data or the arguments are wrong.
         CollectiveError: a node has no room for the copy.
     """
+    timeout_s = world.watching.limit_s(timeout_s)
     paths = [str(part) for part in data if isinstance(part, str | Path)]
     roll_call(world.comm, "share", timeout_s=timeout_s)
     says_path = bool(paths) or rows is not None or columns is not None

@@ -156,4 +156,4 @@ def _name(call: str) -> str:
     if outermost is None:
         return call
     where = outermost.co_qualname.removesuffix(".__init__")
-    return f"{where}: {call}"
+    return call if call == where else f"{where}: {call}"
