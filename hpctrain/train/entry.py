@@ -57,6 +57,7 @@ def main(words: Sequence[str]) -> None:
         num_threads=train.num_threads,
         bind=train.bind,
         config={"toml": to_toml(config)},
+        timeout_s=config.engine.timeout_s,
     ) as world:
         directory = run_directory(config, args.config)
         try:

@@ -85,7 +85,7 @@ def init(
         write_whole_lines()
     script = script_path()
     unhook = guard.install_hook(launch)  # stays when this raises: nobody may be left waiting
-    MPI = load_mpi(launch, script=script.name if script else "SCRIPT")
+    MPI = load_mpi(launch, script=script.name if script else "SCRIPT", timeout_s=timeout_s)
     parent = MPI.COMM_WORLD if comm is None else comm
     with ExitStack() as undo:  # a world that is refused leaves nothing behind
         roll_call(parent, "hpctrain.init", timeout_s=timeout_s)

@@ -96,6 +96,40 @@ def test_a_stopped_rank_ends_the_job(tmp_path, launcher, name, says):
     assert "ending all ranks with exit code 124" in done.text
 
 
+BEFORE_MPI = """
+import os, signal, time
+import torch
+import hpctrain as hpc
+from hpctrain.world import detect
+
+rank = detect(os.environ).rank
+print("ready", time.time(), flush=True)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+hpc.init(seed=1, device="cpu", timeout_s=3)
+"""
+
+
+def test_a_rank_that_is_stopped_before_mpi_starts_ends_the_job(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(BEFORE_MPI)
+    done = run(*launch("mpirun"), path, timeout_s=90)
+    ended = time.time()
+    assert done.code not in (0, None), done.text
+    # Before MPI there are no names: what is said is where the others wait.
+    assert "Timeout (0:00:03)!" in done.text
+    assert "in load_mpi" in done.text
+    assert ended - max(map(float, re.findall(r"^ready (\S+)$", done.out, re.M))) < 3 + MARGIN_S
+
+
+def test_a_rank_that_is_stopped_before_init_is_named(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(BEFORE_MPI)
+    done = run(*HPCTRAIN, "run", "-n", "2", path, timeout_s=90)
+    assert done.code == 124, done.text
+    assert "TimedOutError: hpctrain.init: waited 3 s for rank 1 of 2" in done.err, done.text
+
+
 STOPPED = """
 import os, signal, subprocess, sys, time
 import hpctrain as hpc
