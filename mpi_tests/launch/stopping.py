@@ -346,7 +346,7 @@ def replica__close(kit):
     return kit.replica().close
 
 
-@case("", own=True)
+@case("", own=True, may_not_wait=True)
 def EMA__once_a_node(kit):
     replica = kit.replica()
     return lambda: hpc.EMA.once_a_node(replica.engine, replica.model)
