@@ -131,6 +131,16 @@ def world__comm(kit):
     return kit.world.comm.Barrier
 
 
+@case("World.barrier: world.barrier", own=True)
+def world__barrier(kit):
+    return lambda: kit.world.barrier(timeout_s=TIMEOUT_S)
+
+
+@case("World.mean: world.mean")
+def world__mean(kit):
+    return lambda: kit.world.mean(1.0)
+
+
 @case("allgather")
 def world__node(kit):
     return lambda: kit.world.node.allgather(1)
