@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint import Keep, Store
-    from hpctrain.connection import Connection, connect
+    from hpctrain.connection import Connection, connect, init
     from hpctrain.data import Shard, files, gather, metrics, reshuffle, scatter, share, stage
     from hpctrain.data.loader import Loader
     from hpctrain.errors import (
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         JobError,
         LaunchError,
         NonFiniteError,
+        TimedOutError,
     )
     from hpctrain.faults.sentinel import Sentinel
     from hpctrain.inference import quantize_int8
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from hpctrain.replica import Replica, distribute
     from hpctrain.saver import Saver
     from hpctrain.train.trainer import Trainer
-    from hpctrain.world import World, agree, init
+    from hpctrain.world import World, agree
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ __all__ = [
     "Sentinel",
     "Shard",
     "Store",
+    "TimedOutError",
     "Trainer",
     "World",
     "__version__",
@@ -103,6 +105,7 @@ _HOME = {
     "LaunchError": "hpctrain.errors",
     "LossScaling": "hpctrain.precision",
     "NonFiniteError": "hpctrain.errors",
+    "TimedOutError": "hpctrain.errors",
     "Keep": "hpctrain.checkpoint",
     "Store": "hpctrain.checkpoint",
     "Connection": "hpctrain.connection",
@@ -132,7 +135,7 @@ _HOME = {
     "share": "hpctrain.data",
     "stage": "hpctrain.data",
     "agree": "hpctrain.world",
-    "init": "hpctrain.world",
+    "init": "hpctrain.connection",
 }
 
 

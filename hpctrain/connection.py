@@ -1,22 +1,40 @@
-"""Floor 3: an engine with a watchdog over it, for a world."""
+"""Floor 3: a world with a watchdog over it, and engines for it."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from hpctrain import faults, timeline
+from hpctrain import world as worlds
 from hpctrain.engines import HorovodOptions, create
 from hpctrain.engines.base import Engine
-from hpctrain.world import World
+from hpctrain.world import World, takes_timeout
 
 if TYPE_CHECKING:
     from hpctrain.faults import Watchdog
 
-__all__ = ["Connection", "connect"]
+__all__ = ["Connection", "connect", "init"]
+
+P = ParamSpec("P")
 
 _ENDED = "its world has ended: do this inside the `with hpctrain.init()` block"
+
+
+def _watched(join: Callable[P, World]) -> Callable[P, World]:
+    @functools.wraps(join)
+    def joined(*args: P.args, **options: P.kwargs) -> World:
+        world = join(*args, **options)
+        faults.watch_world(world)
+        return world
+
+    return joined
+
+
+init = _watched(worlds.init)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +52,7 @@ class Connection:
             self.watchdog.stop()
 
 
+@takes_timeout
 def connect(
     world: World,
     engine: str = "auto",

@@ -17,6 +17,7 @@ __all__ = [
     "JobError",
     "LaunchError",
     "NonFiniteError",
+    "TimedOutError",
 ]
 
 
@@ -34,6 +35,10 @@ class LaunchError(HpcTrainError):
 
 class CollectiveError(HpcTrainError):
     """Ranks did not meet where they should have: someone is missing, late, or disagrees."""
+
+
+class TimedOutError(CollectiveError):
+    """A rank did not come in time; the message names it. The job ends with exit code 124."""
 
 
 class InstallError(HpcTrainError):

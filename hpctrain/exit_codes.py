@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DIED", "REQUEUE", "TIMED_OUT"]
+__all__ = ["DIED", "INTERRUPTED", "REQUEUE", "TIMED_OUT"]
 
 REQUEUE = 75
 """The work is saved but not finished: run this job again (EX_TEMPFAIL of sysexits.h).
@@ -18,3 +18,6 @@ TIMED_OUT = 124
 
 DIED = 137
 """A rank was killed or crashed without a word: as a shell says it of SIGKILL."""
+
+INTERRUPTED = 130
+"""Ctrl-C: as a shell says it of SIGINT."""

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint import Keep
+from hpctrain.connection import init
 from hpctrain.data.loader import Loader
 from hpctrain.replica import Replica, distribute
 from hpctrain.saver import Saver
-from hpctrain.world import World, init
+from hpctrain.world import World
 
 __all__ = ["BATCH", "NUM_SAMPLES", "log_name"]
 

@@ -70,7 +70,8 @@ def load(
     while True:
         offer, trouble = None, None
         try:
-            offer = next(offers, None)
+            with world.watching.patience(timeout_s):  # the disk may be slow
+                offer = next(offers, None)
         except CheckpointError as error:
             trouble = str(error)
         agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpctrain.errors import CollectiveError
+from hpctrain.errors import TimedOutError
 from hpctrain.world import World, roll_call
 
 __all__ = ["meet"]
 
 _LONGEST_NAP_S = 0.0005
+_MARGIN_S = 60.0
 
 
 def meet(world: World, numbers: Sequence[int], what: str, *, timeout_s: float) -> list[bool]:
@@ -21,7 +22,7 @@ def meet(world: World, numbers: Sequence[int], what: str, *, timeout_s: float) -
     Everyone sleeps in between, so that ranks that still copy have the cores.
 
     Raises:
-        CollectiveError: some ranks did not come in time; they are named.
+        TimedOutError: some ranks did not come in time; they are named.
     """
     if world.size == 1:
         return [True] * len(numbers)
@@ -29,14 +30,17 @@ def meet(world: World, numbers: Sequence[int], what: str, *, timeout_s: float) -
 
     mine = np.array([*numbers, *(-number for number in numbers)], np.int64)
     most = np.empty_like(mine)
-    request = world.comm.Iallreduce(mine, most, op=MPI.MAX)
-    deadline = time.monotonic() + timeout_s
-    nap = 0.0
-    while not request.Test():
-        if time.monotonic() > deadline:
-            roll_call(world.comm, what, timeout_s=1.0)  # names those who are missing
-            raise CollectiveError(f"{what}: the ranks did not meet within {timeout_s:g} s")
-        time.sleep(nap)
-        nap = min(nap * 2 + 1e-5, _LONGEST_NAP_S)
+    with world.watching.announce(what, timeout_s=timeout_s):
+        request = world.comm.Iallreduce(mine, most, op=MPI.MAX)
+        # Where there is a watchdog, it speaks first: it can tell what the missing ranks do.
+        limit_s = timeout_s if world.watching.watchdog is None else 2 * timeout_s + _MARGIN_S
+        deadline = time.monotonic() + limit_s
+        nap = 0.0
+        while not request.Test():
+            if time.monotonic() > deadline:
+                roll_call(world.comm, what, timeout_s=1.0)  # names those who are missing
+                raise TimedOutError(f"{what}: the ranks did not meet within {limit_s:g} s")
+            time.sleep(nap)
+            nap = min(nap * 2 + 1e-5, _LONGEST_NAP_S)
     half = len(numbers)
     return [bool(most[i] == -most[half + i]) for i in range(half)]

@@ -59,7 +59,7 @@ def read_parts(
         mine = [
             block for turn, block in enumerate(blocks) if readers[turn % len(readers)] == world.rank
         ]
-        return _stream(world, readers, blocks, mine, reader, assembly)
+        return _stream(world, readers, blocks, mine, reader, assembly, timeout_s)
 
 
 def _stream(
@@ -69,6 +69,7 @@ def _stream(
     mine: Sequence[_Block],
     reader: _Reader,
     assembly: Assembly,
+    timeout_s: float,
 ) -> str | None:
     from mpi4py import MPI
 
@@ -81,7 +82,8 @@ def _stream(
         size = reader.size(block)
         data, trouble = received, None
         if root == world.rank and ahead is not None:
-            data, trouble = ahead.result()
+            with world.watching.patience(timeout_s):  # the disk may be slow
+                data, trouble = ahead.result()
             taken += 1
             ahead = reader.start(mine[taken]) if taken < len(mine) else None
         if world.size > 1:

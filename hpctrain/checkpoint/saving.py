@@ -39,6 +39,7 @@ class Settings:
     keep: Keep
     writers_per_node: int | None
     timeout_s: float
+    late_s: float
 
     def mistake(self) -> str | None:
         """What cannot be meant, or None; raised by whoever has asked all ranks."""
@@ -46,6 +47,8 @@ class Settings:
             return f"writers_per_node={self.writers_per_node} must be at least 1"
         if not self.timeout_s > 0:
             return f"timeout_s={self.timeout_s} must be above 0"
+        if not self.late_s > 0:
+            return f"late_s={self.late_s} must be above 0"
         return None
 
 
@@ -165,7 +168,8 @@ def _copy(
         node_of, sum(item.num_bytes for item in items), settings.writers_per_node
     )
     parts = _divide(items, len(writers))
-    own = _gather_own(world, prepared.own, node_of, writers)
+    with world.watching.announce("gathering what each rank knows alone"):
+        own = _gather_own(world, prepared.own, node_of, writers)
     path = settings.directory / checkpoint_name(number, prepared.step)
     records = Records() if world.rank == 0 else None
     saving = Saving(path=path, step=prepared.step, errand=None, records=records, written=[])

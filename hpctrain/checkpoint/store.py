@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from hpctrain import log
@@ -24,7 +25,6 @@ __all__ = ["Loaded", "Store"]
 _GRACE_S = 60.0
 """What rank 0 may need longer than the others before all learn how a save ended."""
 _MARGIN_S = 5.0
-_MEET_S = 300.0
 
 
 class Store:
@@ -43,6 +43,7 @@ class Store:
         writers_per_node: int | None = None,
         asynchronous: bool = True,
         timeout_s: float = 1800.0,
+        late_s: float | None = None,
     ) -> None:
         """Collective: open or make the directory; the arguments must match.
 
@@ -54,6 +55,8 @@ class Store:
                 state deserves, at most four.
             asynchronous: Let a thread write while training goes on; False: every save waits.
             timeout_s: How long a save may take until it counts as failed.
+            late_s: How long a rank may be late for a save or a load before the job ends and names
+                it; None: as long as a save may take.
 
         Raises:
             ConfigError: on all ranks: an argument is wrong.
@@ -68,10 +71,14 @@ class Store:
             keep=Keep() if keep is None else keep,
             writers_per_node=writers_per_node,
             timeout_s=timeout_s,
+            late_s=timeout_s if late_s is None else late_s,
         )
-        agree(world.comm, self._mistake(), error=ConfigError)
         self._company = Company(self.directory)
-        agree(world.comm, self._open(), error=CheckpointError)
+        mistake = self._settings.mistake()
+        with self._waiting() if mistake is None else nullcontext():
+            agree(world.comm, mistake, error=ConfigError)
+            agree(world.comm, self._difference(), error=ConfigError)
+            agree(world.comm, self._open(), error=CheckpointError)
         self._saving: Saving | None = None
         self._last: Path | None = None
         self._staging = Staging()
@@ -109,6 +116,20 @@ class Store:
         """
         if self._is_closed:
             raise CheckpointError(f"the store of {self.directory} is closed")
+        with self._waiting():
+            self._save(state, step=step, own=own, note=note, metrics=metrics, wait=wait)
+
+    def _save(
+        self,
+        state: object,
+        *,
+        step: int,
+        own: object | None,
+        note: object,
+        metrics: Mapping[str, float] | None,
+        wait: bool,
+    ) -> None:
+        """Collective: what `save` does, while the ranks wait for each other."""
         self.claim()
         if self._saving is not None:
             if self._world.rank == 0 and self.is_saving:
@@ -166,7 +187,17 @@ class Store:
         saving = self._saving
         if saving is None:
             return self._last
-        trouble = self._await_own(saving)
+        with self._waiting():
+            return self._wait(saving)
+
+    def _wait(self, saving: Saving) -> Path:
+        """Collective: what `wait` does with a save that has begun.
+
+        Whoever waits for its disk asks the others for patience; who does not answer gets none.
+        """
+        patience = self._world.watching.patience
+        with patience(self.timeout_s + _GRACE_S):
+            trouble = self._await_own(saving)
         roll_call(self._world.comm, "waiting for a checkpoint", timeout_s=self.timeout_s + _GRACE_S)
         told: list[tuple[str | None, list[Record]]] = self._world.comm.allgather(
             (trouble, saving.written if saving.records is None else [])
@@ -178,7 +209,8 @@ class Store:
                 if why is not None:
                     saving.records.give_up(why)
             # A little longer than its own deadline: it knows whom it waits for.
-            trouble = saving.errand.outcome(self.timeout_s + _MARGIN_S)
+            with patience(self.timeout_s + _GRACE_S):
+                trouble = saving.errand.outcome(self.timeout_s + _MARGIN_S)
         self._saving = None
         if saving.errand is not None and saving.errand.is_running:
             # It hangs in the file system and holds its memory: the next save has others.
@@ -215,13 +247,14 @@ class Store:
         self.wait()
         if self._world.rank == 0:
             self._company.look()
-        return load(
-            self._world,
-            self.directory,
-            path=None if path is None else Path(path).absolute(),
-            like=like,
-            timeout_s=self.timeout_s,
-        )
+        with self._waiting():
+            return load(
+                self._world,
+                self.directory,
+                path=None if path is None else Path(path).absolute(),
+                like=like,
+                timeout_s=self.timeout_s,
+            )
 
     def claim(self) -> None:
         """Collective: refuse a directory that another job of rank 0's host is saving into.
@@ -235,7 +268,8 @@ class Store:
             return
         self._is_claimed = True
         trouble = self._company.find_neighbour() if self._world.rank == 0 else None
-        agree(self._world.comm, trouble, error=CheckpointError)
+        with self._waiting():
+            agree(self._world.comm, trouble, error=CheckpointError)
 
     def close(self) -> None:
         """Collective: wait for the last save and end the thread. Again: nothing happens."""
@@ -248,20 +282,23 @@ class Store:
             for thread in (self._polite, self._hurried):
                 thread.close(timeout_s=_GRACE_S)
 
+    def _waiting(self) -> AbstractContextManager[None]:
+        """A block whose collectives end the job when a rank is late for them."""
+        return self._world.watching.allow(self._settings.late_s)
+
     def _await_own(self, saving: Saving) -> str | None:
         """Wait for this rank's part; rank 0 also has the end to wait for, later."""
         if saving.errand is None or saving.records is not None:
             return None
         return saving.errand.outcome(self.timeout_s)
 
-    def _mistake(self) -> str | None:
-        """Collective: what is wrong with the settings, or None."""
+    def _difference(self) -> str | None:
+        """Collective: how the settings differ from rank 0's, or None."""
         mine = (self._settings, self._asynchronous)
-        roll_call(self._world.comm, "opening a directory of checkpoints", timeout_s=_MEET_S)
         first = self._world.comm.bcast(mine, root=0)
         if mine != first:
             return f"a store of {mine} is opened here and one of {first} on rank 0; use the same"
-        return self._settings.mistake()
+        return None
 
     def _open(self) -> str | None:
         """Rank 0's part: the directory, without what killed saves have left."""

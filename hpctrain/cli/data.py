@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the action that was asked for and return its exit code."""
     if args.action == "inspect":
         return _inspect(args)
-    from hpctrain.world import init
+    from hpctrain.connection import init
 
     action = _shard if args.action == "shard" else _verify
     with init(device="cpu") as world:

@@ -16,7 +16,7 @@ import numpy as np
 from hpctrain import log
 from hpctrain.data.chunks import MESSAGE_BYTES, split_bytes
 from hpctrain.data.waiting import finish
-from hpctrain.errors import CollectiveError
+from hpctrain.errors import CollectiveError, TimedOutError
 from hpctrain.world import World
 from hpctrain.world.shared_memory import SharedBlock, allocate
 
@@ -113,6 +113,8 @@ def open_channel(
         needed = _NUM_SLOTS * slot_bytes if here else 0
         try:
             block = allocate(world.comm, world.node, needed, what="chunks of a data set")
+        except TimedOutError:
+            raise
         except CollectiveError as error:  # on all ranks
             if world.rank == root:
                 log.notice(f"data go by MPI messages, which is slower here: {error}")

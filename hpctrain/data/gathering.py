@@ -13,7 +13,7 @@ from hpctrain.data.exchange import Route, exchange
 from hpctrain.data.table import Form, Table
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_ranges
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, takes_timeout
 
 __all__ = ["find_trouble", "gather"]
 
@@ -21,6 +21,7 @@ _CHUNK_BYTES = 16 << 20
 _MOST_NAMED = 8
 
 
+@takes_timeout
 def gather(
     world: World,
     values: Any,
@@ -29,7 +30,7 @@ def gather(
     root: int | None = 0,
     num_samples: int | None = None,
     chunk_bytes: int = _CHUNK_BYTES,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> Any:
     """Collective: bring results together in the order of the data set; options must match.
 
@@ -42,6 +43,7 @@ def gather(
         num_samples: How many samples the data set has; None takes as many as came.
         chunk_bytes: Memory for the rows on their way.
         timeout_s: How long to wait for a rank that does not come or does not go on.
+            None: as long as the world waits for any rank.
 
     Returns:
         On the root (or on all ranks) the results in the form in which they were given, row i for
@@ -51,6 +53,7 @@ def gather(
         ConfigError: on all ranks: a sample came twice, is missing (they are named) or does not
             exist; forms differ.
     """
+    timeout_s = world.watching.limit_s(timeout_s)
     settings = {"root": root, "num_samples": num_samples, "chunk_bytes": chunk_bytes}
     require_alike(world, "gather", settings, timeout_s=timeout_s)
     table, own, trouble = _examine(world, values, indices, root, chunk_bytes)

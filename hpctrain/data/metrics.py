@@ -27,8 +27,6 @@ from hpctrain.world import World, agree, roll_call
 
 __all__ = ["Confusion", "ConfusionMatrix", "Mean", "Sum", "total"]
 
-_WAIT_S = 300.0
-
 
 def total(world: World, value: Any) -> Any:
     """Collective: the exact sum over all ranks of a number, or of an array of numbers.
@@ -45,7 +43,7 @@ def total(world: World, value: Any) -> Any:
         ConfigError: on all ranks, when shapes or kinds differ, or an int64 would overflow.
     """
     number, trouble = _plain(value)
-    agree(world.comm, trouble, error=ConfigError, timeout_s=_WAIT_S)
+    agree(world.comm, trouble, error=ConfigError)
     told = world.comm.allgather(number)
     kinds = {(type(one), getattr(one, "shape", None)) for one in told}
     if len(kinds) > 1:
@@ -82,7 +80,7 @@ class Sum:
         return _rounded(parts)
 
     def _all(self, world: World) -> tuple[list[float], int]:
-        roll_call(world.comm, "metrics", timeout_s=_WAIT_S)
+        roll_call(world.comm, "metrics")
         told = world.comm.allgather((self._parts, self.count))
         return [part for parts, _ in told for part in parts], sum(count for _, count in told)
 

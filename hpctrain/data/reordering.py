@@ -15,7 +15,7 @@ from hpctrain.data.reading import SourceRows
 from hpctrain.data.shuffle import Order
 from hpctrain.data.table import Table
 from hpctrain.errors import ConfigError
-from hpctrain.world import World
+from hpctrain.world import World, takes_timeout
 
 __all__ = ["CHUNK_BYTES", "reorder"]
 
@@ -24,6 +24,7 @@ CHUNK_BYTES = 16 << 20
 _Rows = npt.NDArray[np.int64]
 
 
+@takes_timeout
 def reorder(
     world: World,
     table: Table | SourceRows,
@@ -32,7 +33,7 @@ def reorder(
     *,
     locate: Callable[[_Rows], _Rows],
     chunk_bytes: int = CHUNK_BYTES,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> Table:
     """Collective: exchange rows so that shares which follow `old` follow `new`, which must match.
 
@@ -48,10 +49,12 @@ def reorder(
         locate: Which rows of the table this rank's share consists of.
         chunk_bytes: Memory for the rows on their way.
         timeout_s: How long to wait for a rank that does not come or does not go on.
+            None: as long as the world waits for any rank.
 
     Raises:
         ConfigError: on all ranks, when the orders are of different numbers of samples.
     """
+    timeout_s = world.watching.limit_s(timeout_s)
     require_alike(world, "reorder", {"order": new, "chunk_bytes": chunk_bytes}, timeout_s=timeout_s)
     total, rank, size = old.num_samples, world.rank, world.size
     if new.num_samples != total:

@@ -13,7 +13,7 @@ from hpctrain.data.shard import Shard
 from hpctrain.data.shuffle import Order, choose_kind
 from hpctrain.data.table import Form, Room, Table
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, takes_timeout
 
 __all__ = ["CHUNK_BYTES", "scatter"]
 
@@ -23,6 +23,7 @@ CHUNK_BYTES = 8 << 20
 _MANY_PICKLED_BYTES = 64 << 20
 
 
+@takes_timeout
 def scatter(
     world: World,
     data: Any,
@@ -34,7 +35,7 @@ def scatter(
     keep_whole: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
     message_bytes: int = MESSAGE_BYTES,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> Shard:
     """Collective: give every rank its share of the root's data set; all but `data` must match.
 
@@ -55,11 +56,13 @@ def scatter(
         chunk_bytes: How much travels at a time.
         message_bytes: The most bytes in one message.
         timeout_s: How long to wait for a rank that does not come or does not go on.
+            None: as long as the world waits for any rank.
 
     Raises:
         ConfigError: on all ranks, when the data or the arguments are wrong.
         CollectiveError: a rank did not come, or the root could not read a sample.
     """
+    timeout_s = world.watching.limit_s(timeout_s)
     settings = {"root": root, "shuffle": shuffle, "seed": seed, "epoch": epoch}
     settings |= {"chunk_bytes": chunk_bytes, "message_bytes": message_bytes}
     require_alike(world, "scatter", settings, timeout_s=timeout_s)

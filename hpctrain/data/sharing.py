@@ -21,8 +21,9 @@ from hpctrain.data.partition import block
 from hpctrain.data.source import Source
 from hpctrain.data.storage import Named, name_columns, name_files, open_named
 from hpctrain.data.table import Form, Table
+from hpctrain.data.waiting import finish
 from hpctrain.errors import ConfigError, DataError
-from hpctrain.world import World, agree, roll_call
+from hpctrain.world import World, agree, roll_call, takes_timeout
 from hpctrain.world.shared_memory import SharedBlock, allocate
 
 __all__ = ["Layout", "Shared", "share"]
@@ -85,6 +86,7 @@ class Shared(ArraySource):
         return _attach, (self._layout, self._owner)
 
 
+@takes_timeout
 def share(
     world: World,
     *data: Any,
@@ -92,7 +94,7 @@ def share(
     columns: Sequence[str | Path] | Mapping[str, str | Path] | None = None,
     root: int = 0,
     chunk_bytes: int = _CHUNK_BYTES,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> Shared:
     """Collective: hold a data set once per node; all but the root's `data` must match.
 
@@ -108,6 +110,7 @@ def share(
         root: Who has the arrays.
         chunk_bytes: Memory beside the copy while it is made.
         timeout_s: How long to wait for ranks that do not come.
+            None: as long as the world waits for any rank.
 
     Returns:
         A source for a loader; `.data` are the arrays, read-only. Tensors come back as arrays.
@@ -116,6 +119,7 @@ def share(
         ConfigError, DataError: on all ranks: the data or the arguments are wrong.
         CollectiveError: a node has no room for the copy.
     """
+    timeout_s = world.watching.limit_s(timeout_s)
     paths = [str(part) for part in data if isinstance(part, str | Path)]
     roll_call(world.comm, "share", timeout_s=timeout_s)
     says_path = bool(paths) or rows is not None or columns is not None
@@ -142,7 +146,15 @@ def share(
         except Exception as error:  # each library has its own, and the other ranks wait
             failure = f"share: {error}"
     else:
-        _fill_nodes(world, cast("Table | None", source), layout, memory, root, chunk_bytes)
+        _fill_nodes(
+            world,
+            cast("Table | None", source),
+            layout,
+            memory,
+            root,
+            chunk_bytes,
+            timeout_s,
+        )
     del source  # its memory maps count as this rank's own memory
     try:
         agree(world.comm, failure, error=DataError, timeout_s=timeout_s)
@@ -251,6 +263,7 @@ def _fill_nodes(
     memory: np.ndarray,
     root: int,
     chunk_bytes: int,
+    timeout_s: float,
 ) -> None:
     """Collective: the root's arrays to one rank of each node, which writes them down."""
     root_node = world.ranks[root].node_rank
@@ -269,7 +282,8 @@ def _fill_nodes(
             part = memory[first + start * column.row_bytes : first + stop * column.row_bytes]
             for at in range(0, len(part), 1 << 30):
                 if writers.Get_size() > 1:
-                    writers.Bcast(part[at : at + (1 << 30)], root=0)
+                    sent = writers.Ibcast(part[at : at + (1 << 30)], root=0)
+                    finish([sent], f"rank {root} to hand rows on", timeout_s=timeout_s)
     writers.Free()
 
 

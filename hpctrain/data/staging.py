@@ -49,7 +49,7 @@ def stage(
     path: str | Path,
     *,
     to: str | Path | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> Path:
     """Collective: copy a file or a folder to each node's own disk; the arguments must match.
 
@@ -63,6 +63,7 @@ def stage(
         to: A folder on the node's own disk; None takes the temporary folder of the node's first
             rank. Copies stay there until somebody removes them.
         timeout_s: How long to wait for ranks; as long again as the copy may take at 10 MB/s.
+            None: as long as the world waits for any rank.
 
     Returns:
         The path of the copy.
@@ -71,6 +72,7 @@ def stage(
         DataError: on all ranks: the source is missing, there is no space, or a copy is not equal.
         ConfigError: on all ranks: the arguments differ.
     """
+    timeout_s = world.watching.limit_s(timeout_s)
     source = Path(path).absolute()
     require_alike(world, "stage", {"path": str(source), "to": str(to)}, timeout_s=timeout_s)
     listing, trouble = _examine(source)

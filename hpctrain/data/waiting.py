@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import CollectiveError
+from hpctrain.errors import TimedOutError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Request
@@ -27,7 +27,7 @@ def finish(requests: Iterable[Request], what: str, *, timeout_s: float) -> None:
         timeout_s: How long; a rank that moves data answers within moments.
 
     Raises:
-        CollectiveError: nothing came in this time.
+        TimedOutError: nothing came in this time.
     """
     for request in requests:
         if request.Test():
@@ -38,7 +38,7 @@ def finish(requests: Iterable[Request], what: str, *, timeout_s: float) -> None:
             waited_s = time.monotonic() - started
             if waited_s > timeout_s:
                 request.Cancel()
-                raise CollectiveError(
+                raise TimedOutError(
                     f"waited {timeout_s:g} s for {what}, in vain; see what that rank does (an "
                     "exception, another code path, a stopped node), or allow more time (timeout_s)"
                 )

@@ -100,6 +100,10 @@ def _choose_freely(kind: str, size: int, horovod: HorovodState, shared_devices: 
     return Choice(name="torch", reason=f"the ranks compute on GPUs, and {why}")
 
 
+_START_S = 60.0
+"""What starting an engine may take in any case: libraries connect all ranks in their own time."""
+
+
 def create(
     world: World,
     name: str = AUTO,
@@ -142,9 +146,9 @@ def create(
         rest = "; the Horovod options are not used" if ignored else ""
         log.notice(f"engine {choice.name}: {choice.reason}{rest}")
     module, function = ENGINES[choice.name].split(":")
-    made: Engine = getattr(import_module(module), function)(
-        world, watch=watch, options=options, timeout_s=timeout_s
-    )
+    make = getattr(import_module(module), function)
+    with world.watching.announce(f"starting the engine {choice.name}", at_least_s=_START_S):
+        made: Engine = make(world, watch=watch, options=options, timeout_s=timeout_s)
     made.reason = choice.reason
     return made
 

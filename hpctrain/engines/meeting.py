@@ -42,7 +42,7 @@ class Watch(Protocol):
 class Watchdog(Watch, Protocol):
     """A watch over all ranks, which can give each part of them a watch of its own."""
 
-    def among(self, ranks: Sequence[int]) -> Watch:
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Watch:
         """A watch for the collectives of some ranks only."""
 
     @property

@@ -7,6 +7,7 @@ the order that the MPI library chooses by count and size alone, so equal runs gi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from hpctrain.engines.meeting import Finish, Watchdog
 from hpctrain.engines.node import NodeGroup
 from hpctrain.engines.node_buffers import NodeBuffers, is_large
 from hpctrain.engines.worker import Worker
+from hpctrain.world.shared_memory import SharedBlock
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -66,9 +68,15 @@ class MpiEngine(Engine):
         if self._group is None:
             domain = domain_here()
             self._group = self.meet(
-                lambda: NodeGroup(self._data, domain), "meeting of nodes", "", None
+                lambda: NodeGroup(self._data, domain, meet=self._announce),
+                "meeting of nodes",
+                "",
+                None,
             )
         return self._group
+
+    def _announce(self, make: Callable[[], SharedBlock], call: str) -> SharedBlock:
+        return self.meet(make, call, "", None)
 
     def allocate(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Collective: a flat buffer of zeros that this engine combines with the fewest copies.

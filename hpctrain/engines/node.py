@@ -76,9 +76,17 @@ class NodeGroup:
     Args:
         comm: All ranks.
         domain: The NUMA domain that this rank is bound to; None: to none alone.
+        meet: Runs what waits for other ranks and announces it by name; None: nobody is told.
     """
 
-    def __init__(self, comm: Comm, domain: int | None = None) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        domain: int | None = None,
+        *,
+        meet: Callable[[Callable[[], SharedBlock], str], SharedBlock] | None = None,
+    ) -> None:
+        self._meet = meet
         self.comm: Comm = comm.Dup()
         rank = self.comm.Get_rank()
         whole = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
@@ -119,7 +127,13 @@ class NodeGroup:
         private: Sequence[tuple[int, int]] = (),
     ) -> SharedBlock:
         """Collective: memory that this node's ranks share; see `hpctrain.world.shared_memory`."""
-        return allocate(self.comm, self.node, num_bytes, what=what, slices=slices, private=private)
+
+        def make() -> SharedBlock:
+            return allocate(
+                self.comm, self.node, num_bytes, what=what, slices=slices, private=private
+            )
+
+        return make() if self._meet is None else self._meet(make, f"allocating {what}")
 
     def compute_alike(self, call: Callable[[], object]) -> None:
         """Compute with as many threads as every rank has: a loop cut elsewhere rounds otherwise."""

@@ -11,7 +11,7 @@ from hpctrain.faults.calls import Lane
 from hpctrain.faults.ending import EXIT_CODE
 from hpctrain.faults.governor import Governor, Pace
 from hpctrain.faults.preemption import Preemption
-from hpctrain.faults.watchdog import Watchdog, start
+from hpctrain.faults.watchdog import Watchdog, start, watch_world
 
 __all__ = [
     "EXIT_CODE",
@@ -26,4 +26,5 @@ __all__ = [
     "Word",
     "start",
     "time_left_s",
+    "watch_world",
 ]

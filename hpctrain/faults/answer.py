@@ -21,6 +21,8 @@ class Call:
     number: int
     name: str
     seconds: float
+    timeout_s: float = 0.0
+    """How long it may last, as far as this rank is asked: 0 where it is another's call."""
 
     def __str__(self) -> str:
         return f"{quote(self.name)} #{self.number}"
@@ -49,8 +51,9 @@ class Answer:
     """What a rank says about itself."""
 
     standing: Standing
-    timeout_s: float
-    """How patient it is just now."""
+    patience_s: float
+    """How long it asks all to wait just now, where its own calls or work take long; 0: no longer
+    than they would."""
     surveying: bool = False
     """Whether it is asking the others itself."""
     elsewhere: tuple[str, ...] = ()
@@ -72,7 +75,7 @@ class Answer:
                 recent={int(number): name for number, name in standing["recent"].items()},
                 num_threads=standing["num_threads"],
             ),
-            timeout_s=told["timeout_s"],
+            patience_s=told["patience_s"],
             surveying=told["surveying"],
             elsewhere=tuple(told["elsewhere"]),
             place=told["place"],

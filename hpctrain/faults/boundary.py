@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.errors import ConfigError, TimedOutError
 from hpctrain.faults.stragglers import Finding, Stragglers, Tally, Work
 from hpctrain.faults.watchdog import Watchdog, start
 from hpctrain.faults.word import NUM_SLOTS, Agreed, Said, Word, decode, encode, merge
@@ -41,7 +41,7 @@ class _Watch(Protocol):
 
 
 class _Watchdog(Protocol):
-    def among(self, ranks: Sequence[int]) -> _Watch: ...
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> _Watch: ...
     @property
     def all_waited_s(self) -> float: ...
 
@@ -75,7 +75,7 @@ class Boundary:
         if watchdog is None:
             watchdog = self._own = start(world, timeout_s=timeout_s)
         self._watchdog = watchdog
-        self._watch: _Watch = watchdog.among(range(world.size))
+        self._watch: _Watch = watchdog.among(range(world.size), timeout_s=timeout_s)
         # The watchdog speaks first: it knows names.
         self._limit_s = 2 * timeout_s + 60.0
         self._open(world.comm.Dup())
@@ -105,7 +105,7 @@ class Boundary:
             What all ranks said at the boundary before; nothing at the first one.
 
         Raises:
-            CollectiveError: a rank did not come, and the watchdog could not end the job.
+            TimedOutError: a rank did not come, and the watchdog could not end the job.
         """
         if self._closed:
             raise ConfigError("this step boundary is closed; make another one in the world's block")
@@ -204,7 +204,7 @@ class Boundary:
         while not request.Test():
             waited_s = time.monotonic() - began
             if waited_s > self._limit_s:
-                raise CollectiveError(
+                raise TimedOutError(
                     f"{_CALL}: a rank did not come within {self._limit_s:g} s; see what the others "
                     "do (an exception, another code path, a stopped node)"
                 )

@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from hpctrain.errors import ConfigError, DriftError
 from hpctrain.faults.digests import digest_all
 from hpctrain.faults.drift import Odd, describe_difference, find_odd, render
-from hpctrain.world import World, agree, roll_call
+from hpctrain.faults.watchdog import Watchdog, start
+from hpctrain.world import World, agree
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -35,7 +36,7 @@ class _Watch(Protocol):
 
 
 class _Watchdog(Protocol):
-    def among(self, ranks: Sequence[int]) -> _Watch: ...
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> _Watch: ...
 
 
 def watched_names(model: nn.Module, exclude: Sequence[str] = ()) -> tuple[str, ...]:
@@ -74,8 +75,8 @@ class Sentinel:
         model: Whose weights should be the same on all ranks.
         every: Steps between comparisons.
         exclude: Names that may differ, as patterns of a shell.
-        watchdog: Who is told about the comparison; None: a roll call finds ranks that stay out.
-        timeout_s: How long that may take.
+        watchdog: Whose lanes to use for the comparison; None: those of the world.
+        timeout_s: How long a rank may be late.
 
     Raises:
         ConfigError: on all ranks; nothing is left to compare, or ranks have different models.
@@ -93,21 +94,24 @@ class Sentinel:
     ) -> None:
         self._world = world
         self._model = model
-        self._timeout_s = timeout_s
         self.every = every
         self.names = watched_names(model, exclude)
         self._num_steps = 0
         self._comm: Comm | None = None
+        self._own: Watchdog | None = None
         trouble = self._trouble(exclude)
         if world.size == 1:
             if trouble is not None:
                 raise ConfigError(trouble)
             return
         agree(world.comm, trouble, error=ConfigError, timeout_s=timeout_s)
-        theirs = world.comm.bcast((self.names, every), root=0)
+        with world.watching.allow(timeout_s):
+            theirs = world.comm.bcast((self.names, every), root=0)
         differs = None if theirs == (self.names, every) else "its model, or every, is not rank 0's"
         agree(world.comm, differs, error=ConfigError, timeout_s=timeout_s)
-        self._watch = None if watchdog is None else watchdog.among(range(world.size))
+        if watchdog is None:
+            watchdog = self._own = start(world, timeout_s=timeout_s)
+        self._watch = watchdog.among(range(world.size), timeout_s=timeout_s)
         self._comm = world.comm.Dup()
         world.at_exit(self.close)
 
@@ -145,12 +149,7 @@ class Sentinel:
         if self._comm is None:
             return
         mine = np.array(digest_all(self._tensors()), dtype=np.int64)
-        call = "comparison of weights"
-        if self._watch is None:
-            roll_call(self._comm, call, timeout_s=self._timeout_s)
-            self._compare(self._comm, mine, step)
-            return
-        self._watch.enter(call)
+        self._watch.enter("comparison of weights")
         try:
             self._compare(self._comm, mine, step)
         finally:
@@ -161,6 +160,8 @@ class Sentinel:
         if self._comm is not None:
             self._comm.Free()
             self._comm = None
+        if self._own is not None:
+            self._own.stop()
 
     def _tensors(self) -> list[Tensor | None]:
         there = dict(_tensors(self._model))

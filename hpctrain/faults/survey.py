@@ -22,6 +22,7 @@ __all__ = [
     "ask_all",
     "choose_address",
     "describe_process",
+    "describe_stop",
     "own_addresses",
     "own_birth",
 ]
@@ -168,6 +169,14 @@ def describe_process(peer: Peer, *, listens: bool) -> str:
         "S": "its process sleeps in native code that holds Python's lock (GIL)",
     }
     return words.get(state, f"its process is in state {state}")
+
+
+def describe_stop(peer: Peer) -> str | None:
+    """How a process of this node is stopped, as `describe_process` says it; None: it is not."""
+    state, birth = _read_stat(peer.pid)
+    if birth != peer.birth or state not in ("T", "t"):
+        return None
+    return describe_process(peer, listens=True)
 
 
 def _read_stat(pid: int) -> tuple[str, str]:

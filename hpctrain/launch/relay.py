@@ -137,12 +137,16 @@ class Listener:
 
     def local_pids(self) -> list[int]:
         """The processes of the ranks that run on this host, in rank order."""
+        return list(self.local_ranks().values())
+
+    def local_ranks(self) -> dict[int, int]:
+        """The ranks that run on this host, and their processes."""
         here = socket.gethostname()
-        return [
-            connection.pid
+        return {
+            connection.rank: connection.pid
             for connection in sorted(self._controls(), key=lambda one: one.rank)
             if connection.host == here
-        ]
+        }
 
     def _controls(self) -> list[_Connection]:
         """The ranks' control sockets that are still open."""

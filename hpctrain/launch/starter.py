@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from hpctrain import freed_memory, log
+from hpctrain.exit_codes import REQUEUE
 from hpctrain.install.mpi import loaded_mpi, matching_mpirun
 from hpctrain.launch.command import (
     Hosts,
@@ -36,6 +37,10 @@ __all__ = ["start"]
 
 # After one rank has failed, MPI ends the others; if it does not within this time, we do.
 _GRACE_S = 3.0
+# A rank that was stopped (SIGSTOP) when SIGTERM came has been resumed: so long may all still save.
+_STOPPED_S = 7.0
+_SURVIVORS_S = 1.0
+_LOOK_S = 0.5
 _PASS_ON = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"),
     BENCH_VARIABLE,
@@ -69,7 +74,8 @@ def start(
         variables: Names in `environ` that ranks on other hosts get as well.
 
     Returns:
-        The exit code: the failing rank's own, 130 after Ctrl-C, else mpirun's.
+        The exit code: the failing rank's own, 130 after Ctrl-C, 143 after a second SIGTERM or one
+        that found a stopped rank, else mpirun's.
     """
     program.check()
     if log_dir is not None:
@@ -125,6 +131,7 @@ class _Job:
         self.hosts = hosts
         self.mpirun = command[0]
         self.num_oom_kills = count_oom_kills()
+        self._next_look = 0.0
         # A session of its own: Ctrl-C comes to us alone, and we end the ranks in order.
         self.process = subprocess.Popen(
             command,
@@ -142,6 +149,7 @@ class _Job:
         """Show output until mpirun ends; end it when a rank has failed or the user interrupts."""
         interrupted: int | None = None
         warned: list[int] = []
+        below: dict[int, psutil.Process] = {}
 
         def interrupt(number: int, _frame: object) -> None:
             nonlocal interrupted
@@ -163,17 +171,25 @@ class _Job:
                     self._pass_on(warned[num_passed_on])
                     num_passed_on += 1
                 if deadline is None and interrupted is not None:
+                    _resume(self._below(below))
                     self.process.send_signal(signal.SIGTERM)
                     deadline = time.monotonic() + _GRACE_S
                 if deadline is None and self._failure() is not None:
                     deadline = time.monotonic() + _GRACE_S
-                if deadline is not None and time.monotonic() > deadline:
-                    self._kill()
+                if signal.SIGTERM in warned and self._resume_ranks() and deadline is None:
+                    interrupted = signal.SIGTERM
+                    deadline = time.monotonic() + _STOPPED_S
+                if deadline is not None:
+                    self._below(below)
+                    if time.monotonic() > deadline:
+                        self._kill(below)
+            if deadline is not None:
+                _end_survivors(below.values())
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self.process.poll() is None:
-                self._kill()
+                self._kill(below)
         self.listener.drain(timeout_s=2.0)
         self.listener.close()
         return self._conclude(interrupted)
@@ -195,6 +211,33 @@ class _Job:
             log.notice(f"{name}: no rank runs on this host; mpirun is asked to end them")
             self.process.send_signal(signal.SIGTERM)
 
+    def _below(self, known: dict[int, psutil.Process]) -> list[psutil.Process]:
+        """Every process below mpirun; those that lose their parents meanwhile stay known."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                known.setdefault(process.pid, process)
+        return list(known.values())
+
+    def _resume_ranks(self) -> bool:
+        """Resume ranks of this host that are stopped: they cannot even end by SIGTERM. Any?"""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + _LOOK_S
+        stopped = []
+        for rank, pid in self.listener.local_ranks().items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if _resume([process, *process.children(recursive=True)]):
+                    stopped.append(rank)
+        if not stopped:
+            return False
+        log.notice(
+            f"rank {log.format_ranges(stopped)} was stopped (SIGSTOP) and has been resumed; what "
+            f"has not ended in {_STOPPED_S:g} s will be killed"
+        )
+        return True
+
     def _failure(self) -> Outcome | None:
         """The rank that failed first; later ones are usually its victims."""
         failed = [outcome for outcome in self.listener.outcomes if outcome.code != 0]
@@ -206,8 +249,12 @@ class _Job:
         code = self.process.wait(timeout=10)
         if code < 0:  # mpirun itself was killed
             code = 128 - code
+        left = [outcome.code for outcome in self.listener.outcomes]
+        if interrupted == signal.SIGTERM and left == [REQUEUE] * self.listener.num_ranks:
+            return REQUEUE  # ended by the first SIGTERM after all: everything is saved
         if interrupted is not None:
-            log.notice(f"interrupted by {signal.Signals(interrupted).name}; all ranks ended")
+            name = signal.Signals(interrupted).name
+            log.notice(f"interrupted by {name}; all ranks ended; exit code {128 + interrupted}")
             return 128 + interrupted
         screen = self.listener.screen
         failed = self._failure()
@@ -231,17 +278,44 @@ class _Job:
             return 128 + code if code < 65 and b"(signal" in screen.launcher_words else code
         return failed.code
 
-    def _kill(self) -> None:
+    def _kill(self, known: dict[int, psutil.Process]) -> None:
         """End mpirun and everything below it that it did not end itself."""
-        try:
-            tree = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            tree = []
-        for process in tree:
+        for process in self._below(known):
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, as it should
                 process.kill()
         self.process.kill()
         self.process.wait(timeout=10)
+
+
+def _resume(processes: Iterable[psutil.Process]) -> bool:
+    """Let stopped processes go on; True where there were some."""
+    found = False
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_STOPPED:
+                found = True
+                process.resume()
+    return found
+
+
+def _end_survivors(processes: Iterable[psutil.Process]) -> None:
+    """End what outlived mpirun: children of ranks, and ranks that it left behind."""
+    alive = [process for process in processes if _is_alive(process)]
+    _resume(alive)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(alive, timeout=_SURVIVORS_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _users_stdin() -> int | None:

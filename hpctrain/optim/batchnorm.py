@@ -189,7 +189,7 @@ def average_batchnorm(world: World, model: nn.Module) -> None:
         return
     summed = torch.cat([buffer.detach().double().cpu().flatten() for buffer in floats]).numpy()
     counted = torch.stack([counter.cpu() for counter in counters]).numpy()
-    roll_call(world.comm, "averaging BatchNorm statistics", timeout_s=300.0)
+    roll_call(world.comm, "averaging BatchNorm statistics")
     world.comm.Allreduce(MPI.IN_PLACE, summed, MPI.SUM)
     world.comm.Allreduce(MPI.IN_PLACE, counted, MPI.MAX)
     average = torch.from_numpy(summed) / world.size

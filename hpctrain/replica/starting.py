@@ -72,7 +72,7 @@ def make_equal_state(
 
 def check_structure(world: World, names: Iterable[str], tensors: Iterable[Tensor]) -> None:
     """Collective: refuse models that differ between ranks, before anything of them is sent."""
-    roll_call(world.comm, "comparing the model of all ranks", timeout_s=300.0)
+    roll_call(world.comm, "comparing the model of all ranks")
     mine = [
         f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}{_frozen(t)}"
         for name, t in zip(names, tensors, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from hpctrain.saver import randomness
 from hpctrain.saver.batches import Batches
 from hpctrain.saver.parts import Parts
 from hpctrain.saver.timing import SaveClock, settle_timing
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, roll_call
 from hpctrain.world.guard import AgreedExit
 
 __all__ = ["EVENTS", "Restored", "Saver"]
@@ -67,7 +68,8 @@ class Saver:
         writers_per_node: Ranks of each node that write; None decides.
         asynchronous: Go on training while the checkpoint is written.
         note: Plain data for the manifest, such as the configuration.
-        timeout_s: How long a rank may be late at a boundary.
+        timeout_s: How long a rank may be late, at a boundary, for a save or for a load, before the
+            job ends and names it.
 
     Raises:
         ConfigError: on all ranks, when an argument is wrong on any.
@@ -93,22 +95,25 @@ class Saver:
     ) -> None:
         self.world = world
         self._preemption: Preemption | None = None
-        trouble = None
+        trouble = None if timeout_s > 0 else f"timeout_s={timeout_s:g} must be more than 0"
         try:
             self._parts = Parts(parts, named or {})
             self._timing = settle_timing(every_s, every_steps, mtbf_hours, lead_s)
             self._preemption = Preemption(signals) if signals else None
         except ConfigError as error:
-            trouble = str(error)
-        agree(world.comm, trouble, error=ConfigError)
-        self._store = Store(
-            world,
-            Path(directory),
-            keep=keep or Keep(),
-            writers_per_node=writers_per_node,
-            asynchronous=asynchronous,
-        )
-        self._boundary = Boundary(world, timeout_s=timeout_s, watchdog=self._parts.watchdog)
+            trouble = trouble or str(error)
+        self._late_s = timeout_s
+        with self._waiting() if trouble is None else nullcontext():
+            agree(world.comm, trouble, error=ConfigError)
+            self._store = Store(
+                world,
+                Path(directory),
+                keep=keep or Keep(),
+                writers_per_node=writers_per_node,
+                asynchronous=asynchronous,
+                late_s=timeout_s,
+            )
+            self._boundary = Boundary(world, timeout_s=timeout_s, watchdog=self._parts.watchdog)
         self._note = dict(note or {})
         self._listeners: dict[str, list[Callable[..., object]]] = {name: [] for name in EVENTS}
         self._step = 0
@@ -156,7 +161,17 @@ class Saver:
         Raises:
             CheckpointError: on all ranks; checkpoints are there, and none of them can be used.
         """
+        with self._waiting():
+            return self._restore()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """A block whose collectives end the job when a rank is late for them."""
+        return self.world.watching.allow(self._late_s)
+
+    def _restore(self) -> Restored | None:
+        """Collective: what `restore` does, while the ranks wait for each other."""
         self._begun = True
+        roll_call(self.world.comm, "restoring a run")  # parts may wait longer than the saver
         loaded = self._store.load(like=self._parts.like)
         if loaded is None:
             self.world.streams.bind_own()
@@ -320,7 +335,8 @@ class Saver:
         self._clock.look(now, is_saving=self._store.is_saving)
         self._governor.step_took(took_s)
         self._agreed = self._boundary.meet(self._word(now))
-        self._act(metrics)
+        with self._waiting():
+            self._act(metrics)
 
     def _word(self, now: float) -> Word:
         """What this rank has to say; time is kept by rank 0 alone."""
@@ -370,7 +386,13 @@ class Saver:
                 "a checkpoint was asked for in the middle of a step, while gradients are waiting; "
                 "save after replica.step(), or step(flush=True) first"
             )
+        with self._waiting():
+            self._save(metrics, wait=wait)
+
+    def _save(self, metrics: Mapping[str, float] | None, *, wait: bool) -> None:
+        """Collective: what `save` does, while the ranks wait for each other."""
         began = time.monotonic()
+        roll_call(self.world.comm, "saving a run")  # parts may wait longer than the saver
         common, own = self._parts.capture(self.world)
         own["random"] = randomness.capture(self.world.device)
         self._store.save(
@@ -413,10 +435,7 @@ class Saver:
             self.save(metrics, wait=True)
         self._store.wait()
         if self.world.rank == 0:
-            log.notice(
-                f"{why}; saved step {self._step}, leaving with exit code {REQUEUE}: run this job "
-                "again to go on"
-            )
+            log.notice(f"{why}; saved step {self._step}: run this job again to go on")
         self._tell("stopping", why)
         raise AgreedExit(REQUEUE)
 
@@ -432,8 +451,9 @@ class Saver:
         """Collective: end the writing that is under way; signals become what they were."""
         if self._preemption is not None:
             self._preemption.close()
-        self._store.close()
-        self._boundary.close()
+        with self._waiting():
+            self._store.close()
+            self._boundary.close()
 
 
 def _either(before: Agreed, now: Agreed) -> Agreed:

@@ -24,7 +24,7 @@ class Watch(Protocol):
 class Watchdog(Watch, Protocol):
     """A watch over all ranks, which can give each part of them a watch of its own."""
 
-    def among(self, ranks: Sequence[int]) -> Watch:
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Watch:
         """A watch for the collectives of some ranks only."""
 
     @property
@@ -56,11 +56,11 @@ class Tap:
         """How long this rank has been inside collectives so far."""
         return self._watch.all_waited_s
 
-    def among(self, ranks: Sequence[int]) -> _Lane:
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> _Lane:
         """A watch for the collectives of some ranks only."""
         who = f"{self._key}, ranks {format_ranges(sorted(ranks))}"
         nth = self._num_among[who] = self._num_among.get(who, 0) + 1
-        return _Lane(self._recorder, self._watch.among(ranks), f"{who}/{nth}")
+        return _Lane(self._recorder, self._watch.among(ranks, timeout_s=timeout_s), f"{who}/{nth}")
 
 
 class _Lane:

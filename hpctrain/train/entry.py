@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpctrain import log
-from hpctrain.connection import connect
+from hpctrain.connection import connect, init
 from hpctrain.data.adopting import is_stream
 from hpctrain.data.loader import Loader
 from hpctrain.errors import CheckpointError, ConfigError, HpcTrainError
@@ -35,7 +35,7 @@ from hpctrain.train.monitor import Monitor
 from hpctrain.train.references import search_beside
 from hpctrain.train.timing import time_steps
 from hpctrain.train.trainer import Trainer
-from hpctrain.world import World, agree, init
+from hpctrain.world import World, agree
 from hpctrain.world.guard import AgreedExit
 
 __all__ = ["main", "make_trainer", "run_directory"]
@@ -57,6 +57,7 @@ def main(words: Sequence[str]) -> None:
         num_threads=train.num_threads,
         bind=train.bind,
         config={"toml": to_toml(config)},
+        timeout_s=config.engine.timeout_s,
     ) as world:
         directory = run_directory(config, args.config)
         try:

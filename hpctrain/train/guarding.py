@@ -27,7 +27,11 @@ class Guard:
     def __init__(self, world: World, replicas: Iterable[Replica], faults: Faults) -> None:
         every = faults.sentinel_every_steps
         self._every = every
-        self._sentinels = [Sentinel(world, r.model, every=every) for r in replicas if every]
+        self._sentinels = [
+            Sentinel(world, r.model, every=every, timeout_s=world.watching.timeout_s)
+            for r in replicas
+            if every
+        ]
         self._stops = faults.nonfinite == "stop"
         for replica in replicas:  # what is logged is looked at here, the loss included
             replica.stops_at_nonfinite = False

@@ -20,6 +20,7 @@ __all__ = ["Lock", "holder_of", "is_alive", "is_held"]
 
 NAME = "run.lock"
 _BEAT_S = 30.0
+_STOP_S = 5.0
 _SILENT_S = 300.0
 """A holder on another host that was silent for so long is gone."""
 
@@ -89,7 +90,7 @@ class Lock:
     def release(self) -> None:
         """Let others in; a lock that is not ours any more is left alone."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(_STOP_S)  # a dead file system must not keep the run from ending
         if holder_of(self.path.parent) == self._mine:
             self.path.unlink(missing_ok=True)
 

@@ -125,7 +125,7 @@ def _count_alone(config: Config, folder: Path) -> int | None:
     )
     if not needs_world:
         return count_samples(build_data(config, None, folder))
-    from hpctrain.world import init
+    from hpctrain.connection import init
 
     with init(seed=config.train.seed, device="cpu", preflight="off") as alone:
         return count_samples(build_data(config, alone, folder))

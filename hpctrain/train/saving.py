@@ -54,5 +54,6 @@ def make_saver(
         signals=faults.signals,
         mtbf_hours=faults.mtbf_hours,
         asynchronous=checkpoint.asynchronous,
+        timeout_s=world.watching.timeout_s,
         note=dict(note),
     )

@@ -6,6 +6,7 @@ from hpctrain.world.agreement import agree, roll_call
 from hpctrain.world.joining import init
 from hpctrain.world.launcher import Launch, detect
 from hpctrain.world.topology import Place, Rooms
+from hpctrain.world.watching import Watching, takes_timeout
 from hpctrain.world.world import RankInfo, World
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "Place",
     "RankInfo",
     "Rooms",
+    "Watching",
     "World",
     "agree",
     "detect",
     "init",
     "roll_call",
+    "takes_timeout",
 ]

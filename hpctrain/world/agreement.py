@@ -1,7 +1,8 @@
 """How ranks meet without hanging: a roll call that names who is missing, and `agree`.
 
 Whatever only one rank can know (a missing file, a NaN) goes through `agree`, so that all ranks
-raise together and none is left waiting for one that has gone.
+raise together and none is left waiting for one that has gone. On a world's communicators the
+watchdog looks for ranks that do not come; where nobody watches, a roll call does.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import CollectiveError, HpcTrainError
+from hpctrain.errors import CollectiveError, HpcTrainError, TimedOutError
 from hpctrain.log import format_ranges
+from hpctrain.world.watching import DEFAULT_S
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Request
+
+    from hpctrain.world.watched import WatchedComm
 
 __all__ = ["agree", "roll_call"]
 
@@ -22,23 +26,36 @@ _ALL_HERE = b"\0"
 _LONGEST_NAP_S = 0.005
 
 
-def roll_call(comm: Comm, what: str, *, timeout_s: float) -> None:
+def roll_call(comm: Comm, what: str, *, timeout_s: float | None = None) -> None:
     """Collective: wait until every rank is here; `what` must be the same everywhere.
 
-    Every rank reports to rank 0, which answers all of them at once: go on, or who is missing. After
-    it, a blocking collective cannot be waiting for a rank that never came.
+    Where nobody watches, every rank reports to rank 0, which answers all of them at once: go on, or
+    who is missing. After it, a blocking collective cannot be waiting for a rank that never came.
+
+    Args:
+        comm: The ranks.
+        what: What they meet for, in words.
+        timeout_s: How long to wait; None: as long as the world waits for any rank, 600 s where
+            there is no world.
 
     Raises:
-        CollectiveError: on all ranks that did come, with the ranks that did not.
+        TimedOutError: on all ranks that did come, with the ranks that did not. Where the watchdog
+            watches, it names them and ends the job instead.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     if size == 1:
         return
+    watched = _watched(comm)
+    if watched is not None:
+        with watched.watching.announce(what, timeout_s=timeout_s, room=watched.room):
+            watched.plain.Barrier()
+        return
+    timeout_s = DEFAULT_S if timeout_s is None else timeout_s
     missing = (
         _collect(comm, size, timeout_s) if rank == 0 else _report(comm, timeout_s=timeout_s + 5.0)
     )
     if missing:
-        raise CollectiveError(
+        raise TimedOutError(
             f"{what}: waited {timeout_s:g} s for rank {format_ranges(missing, limit=16)} of "
             f"{size}, which did not come; see what those ranks do (an exception, another code "
             "path, a stopped node), or allow more time"
@@ -94,7 +111,7 @@ def agree(
     trouble: str | None,
     *,
     error: type[HpcTrainError] = CollectiveError,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> None:
     """Collective: raise on every rank when any rank has trouble; `error` must match.
 
@@ -102,13 +119,21 @@ def agree(
         comm: The ranks that must agree.
         trouble: What is wrong on this rank, or None.
         error: What to raise.
-        timeout_s: How long to wait for ranks that do not come.
+        timeout_s: How long to wait for ranks that do not come; None: as long as the world waits
+            for any rank.
 
     Raises:
         HpcTrainError: of the class `error`, the same text on all ranks, with the ranks concerned.
+        TimedOutError: some ranks did not come, and nobody watches over the communicator.
     """
-    roll_call(comm, "agree", timeout_s=timeout_s)
-    told: list[str | None] = comm.allgather(trouble)
+    watched = _watched(comm)
+    told: list[str | None]
+    if watched is None:
+        roll_call(comm, "agree", timeout_s=timeout_s)
+        told = comm.allgather(trouble)
+    else:
+        with watched.watching.announce("agree", timeout_s=timeout_s, room=watched.room):
+            told = watched.plain.allgather(trouble)
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(told):
         if text is not None:
@@ -121,3 +146,10 @@ def agree(
                 for t, ranks in by_text.items()
             )
         )
+
+
+def _watched(comm: Comm) -> WatchedComm | None:
+    """The communicator, where somebody watches over it."""
+    from hpctrain.world.watched import WatchedComm
+
+    return comm if isinstance(comm, WatchedComm) and comm.is_watched else None

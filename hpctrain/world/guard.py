@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-from hpctrain.errors import LaunchError
+from hpctrain.errors import LaunchError, TimedOutError
+from hpctrain.exit_codes import INTERRUPTED, TIMED_OUT
 from hpctrain.world.launcher import Launch
 
 __all__ = [
@@ -55,7 +56,9 @@ def exit_code_of(error: BaseException) -> int:
     """Translate an exception into the exit code that Python would end with."""
     if isinstance(error, SystemExit):
         return _split_code(error)[0]
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
+    if isinstance(error, TimedOutError):
+        return TIMED_OUT
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _split_code(error: SystemExit) -> tuple[int, str | None]:

@@ -22,6 +22,7 @@ from hpctrain.world.preflight import MODES, digest_config, script_path
 from hpctrain.world.preflight import preflight as compare_ranks
 from hpctrain.world.seeding import Streams
 from hpctrain.world.topology import Place, Rooms, split
+from hpctrain.world.watching import DEFAULT_S
 from hpctrain.world.world import RankInfo, World
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def init(
     allow_shared_device: bool = False,
     preflight: str = "default",
     config: object = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = DEFAULT_S,
     comm: Comm | None = None,
 ) -> World:
     """Collective: join the job; every rank calls it once, with the same arguments.
@@ -61,7 +62,8 @@ def init(
         preflight: `default` refuses what would corrupt the run and warns of the rest, `strict`
             refuses both, `off` looks at nothing.
         config: The run's configuration (plain data); ranks with different ones are refused.
-        timeout_s: How long to wait for ranks that do not come.
+        timeout_s: How long to wait for a rank that does not come: here, and in every collective of
+            the world that is given no time of its own.
         comm: The ranks that form the world; None takes all.
 
     Returns:
@@ -69,7 +71,7 @@ def init(
 
     Raises:
         LaunchError: the job was started wrongly, or the ranks are about to run different things.
-        CollectiveError: some ranks did not come in time; they are named.
+        TimedOutError: some ranks did not come in time; they are named.
         ConfigError: an argument is wrong on some rank.
     """
     # A name is what a worker has already while it reads the script; its parent it learns later.
@@ -83,11 +85,11 @@ def init(
         write_whole_lines()
     script = script_path()
     unhook = guard.install_hook(launch)  # stays when this raises: nobody may be left waiting
-    MPI = load_mpi(launch, script=script.name if script else "SCRIPT")
+    MPI = load_mpi(launch, script=script.name if script else "SCRIPT", timeout_s=timeout_s)
     parent = MPI.COMM_WORLD if comm is None else comm
     with ExitStack() as undo:  # a world that is refused leaves nothing behind
         roll_call(parent, "hpctrain.init", timeout_s=timeout_s)
-        rooms, place = split(parent)
+        rooms, place = split(parent, timeout_s=timeout_s)
         undo.callback(rooms.free)
 
         digest, trouble = _check_arguments(seed, num_threads, bind, preflight, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from hpctrain.errors import LaunchError
 from hpctrain.mpi_version import identify, parse_plugins
 from hpctrain.world.launcher import Launch
 from hpctrain.world.mismatch import explain_mismatch, foresee_trouble
+from hpctrain.world.watching import DEFAULT_S
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -19,8 +21,13 @@ __all__ = ["load_mpi"]
 _ASK_S = 10.0
 
 
-def load_mpi(launch: Launch, *, script: str) -> ModuleType:
+def load_mpi(launch: Launch, *, script: str, timeout_s: float = DEFAULT_S) -> ModuleType:
     """Collective: start MPI and check it against the launcher; called by every rank.
+
+    Args:
+        launch: What the launcher says.
+        script: The user's script, for messages.
+        timeout_s: How long MPI may take to start: it waits for all ranks.
 
     Returns:
         The module `mpi4py.MPI`, initialised.
@@ -52,7 +59,12 @@ def load_mpi(launch: Launch, *, script: str) -> ModuleType:
         advice = foresee_trouble(launch, library)
         if advice and launch.rank == 0:
             log.warn(advice)
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        # MPI_Init waits for all ranks and holds Python's lock: only a timer without Python ends it.
+        faulthandler.dump_traceback_later(max(timeout_s, 1.0), exit=True, file=2)
+        try:
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         _finalize_at_exit()
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     if explain_mismatch(launch, rank=rank, size=size, mpi=library, script=script):

@@ -47,7 +47,6 @@ __all__ = [
 _PREFIX = "hpctrain-"
 _KEEP_FREE_BYTES = 16 << 20
 """What is left to others in /dev/shm: MPI itself lives there."""
-_MEET_S = 300.0
 # The three highest bits of an entry of /proc/self/pagemap: present, swapped, of a file.
 _KIND, _IN_MEMORY, _SWAPPED = 0xE0, 0x80, 0x40
 _MOST_TRUSTED = 31
@@ -152,7 +151,7 @@ def allocate(
     """
     # Whatever can fail on one rank alone, mapping included, comes before all agree.
     num_bytes = max(num_bytes, mmap.PAGESIZE)
-    roll_call(comm, f"allocating {what}", timeout_s=_MEET_S)
+    roll_call(comm, f"allocating {what}")
     found: tuple[Backing, str] | str | None = None
     descriptor = -1
     if node.Get_rank() == 0:

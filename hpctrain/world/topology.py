@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.world.watching import DEFAULT_S, Watching
+
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
@@ -30,6 +32,8 @@ class Rooms:
     comm: Comm
     node: Comm
     cross: Comm
+    watching: Watching
+    """Who watches over them; see `hpctrain.world.watched`."""
 
     def free(self) -> None:
         """Collective: give the communicators back to MPI."""
@@ -37,13 +41,19 @@ class Rooms:
             room.Free()
 
 
-def split(parent: Comm) -> tuple[Rooms, Place]:
+def split(parent: Comm, *, timeout_s: float = DEFAULT_S) -> tuple[Rooms, Place]:
     """Collective: find the node of every rank; `parent` is duplicated, so messages never mix.
 
     Nodes are numbered by their lowest rank. `cross` joins the ranks with the same local rank; where
     nodes have different numbers of ranks, it spans only the nodes that have such a rank.
+
+    Args:
+        parent: The ranks.
+        timeout_s: How long their collectives may last, once somebody watches.
     """
     from mpi4py import MPI
+
+    from hpctrain.world.watched import WatchedComm
 
     comm = parent.Dup()
     rank = comm.Get_rank()
@@ -60,4 +70,11 @@ def split(parent: Comm) -> tuple[Rooms, Place]:
         node_rank=node_rank,
         num_nodes=num_nodes,
     )
-    return Rooms(comm=comm, node=node, cross=cross), place
+    watching = Watching(timeout_s)
+    rooms = Rooms(
+        comm=WatchedComm(comm, watching, "comm"),
+        node=WatchedComm(node, watching, "node"),
+        cross=WatchedComm(cross, watching, "cross"),
+        watching=watching,
+    )
+    return rooms, place

@@ -21,6 +21,7 @@ from hpctrain.world.observing import Observer
 from hpctrain.world.seeding import Streams
 from hpctrain.world.shares import Shares
 from hpctrain.world.topology import Place, Rooms
+from hpctrain.world.watching import Watching
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +121,11 @@ class World:
         return self.rooms.cross
 
     @property
+    def watching(self) -> Watching:
+        """Who watches over what these communicators wait for, and how long that may take."""
+        return self.rooms.watching
+
+    @property
     def host(self) -> str:
         """This node's host name."""
         return self.ranks[self.rank].host
@@ -175,22 +181,26 @@ class World:
         if self.is_main:
             print(*values, **{"flush": True, **options})
 
-    def barrier(self, *, timeout_s: float = 300.0) -> None:
+    def barrier(self, *, timeout_s: float | None = None) -> None:
         """Collective: wait until every rank is here.
 
         Raises:
-            CollectiveError: some ranks did not come in time; they are named.
+            TimedOutError: some ranks did not come in time; they are named.
         """
         roll_call(self.comm, "world.barrier", timeout_s=timeout_s)
 
     @overload
-    def mean(self, value: float, *, weight: float = ..., timeout_s: float = ...) -> float: ...
+    def mean(
+        self, value: float, *, weight: float = ..., timeout_s: float | None = ...
+    ) -> float: ...
 
     @overload
-    def mean(self, value: Tensor, *, weight: float = ..., timeout_s: float = ...) -> Tensor: ...
+    def mean(
+        self, value: Tensor, *, weight: float = ..., timeout_s: float | None = ...
+    ) -> Tensor: ...
 
     def mean(
-        self, value: float | Tensor, *, weight: float = 1.0, timeout_s: float = 300.0
+        self, value: float | Tensor, *, weight: float = 1.0, timeout_s: float | None = None
     ) -> float | Tensor:
         """Collective: the mean of every rank's value, the same on all ranks.
 
@@ -202,11 +212,11 @@ class World:
                 its device and in its dtype, or float32 where it holds whole numbers.
             weight: How much this rank's value counts, such as the number of samples it is the mean
                 over; with 0 it is not looked at.
-            timeout_s: How long to wait for ranks that do not come.
+            timeout_s: How long to wait for ranks that do not come; None: as `init` was told.
 
         Raises:
             ConfigError: on all ranks; values differ in kind or shape, or no rank has any weight.
-            CollectiveError: some ranks did not come in time; they are named.
+            TimedOutError: some ranks did not come in time; they are named.
         """
         roll_call(self.comm, "world.mean", timeout_s=timeout_s)
         return mean_over_ranks(self.comm, value, weight)

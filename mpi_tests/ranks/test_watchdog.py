@@ -42,20 +42,43 @@ def own_threads():
     return [t.name for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)]
 
 
-def test_start_and_stop_leave_no_threads(world):
+def test_a_world_has_one_set_of_threads_and_leaves_none():
     before = own_threads()
-    dog = faults.start(world, timeout_s=60)
-    # One looks, one answers, and one listens for a death where `hpctrain run` does not.
-    wanted = 2 + (world.launch.control_fd is None)
-    assert len(own_threads()) - len(before) == (0 if world.size == 1 else wanted)
-    dog.enter("barrier")
-    world.comm.Barrier()
-    dog.leave()
-    started = time.monotonic()
-    dog.stop()
-    dog.stop()
+    with hpc.init(seed=7) as world:
+        # One looks, one answers, and one listens for a death where `hpctrain run` does not.
+        wanted = 0 if world.size == 1 else 2 + (world.launch.control_fd is None)
+        assert len(own_threads()) - len(before) == wanted
+        dog = faults.start(world, timeout_s=60)
+        dog.enter("barrier")
+        world.comm.Barrier()
+        dog.leave()
+        assert len(own_threads()) - len(before) == wanted
+        dog.stop()
+        dog.stop()
+        world.comm.Barrier()
+        assert len(own_threads()) - len(before) == wanted
+        started = time.monotonic()
     assert time.monotonic() - started < 5
     assert own_threads() == before
+
+
+def test_every_wait_of_the_worlds_communicators_is_announced(world):
+    if world.size == 1:
+        return
+    lane = world.watching.watchdog
+    world.comm.allgather(world.rank)
+    hpc.agree(world.comm, None)
+    world.node.bcast(None, root=0)
+    hpc.metrics.total(world, 1.0)
+    names = list(lane.page().names.values())
+    assert names[:2] == ["allgather", "agree"]
+    assert names[-2:] == ["total: agree", "total: allgather"]
+    assert "bcast" in world.watching.watches["node"].page().names.values()
+    # Who duplicates a communicator announces its calls himself.
+    own = world.comm.Dup()
+    own.Barrier()
+    own.Free()
+    assert list(lane.page().names.values())[-1] == "Dup"
 
 
 def test_wrong_timeouts_are_refused_on_all_ranks(world):
@@ -78,7 +101,7 @@ def test_every_rank_can_say_who_is_missing(world, make):
         dog.enter("allreduce bucket 1")
     world.comm.Barrier()
     if world.size > 1:
-        answers = dog._survey(dog)
+        answers = dog.lookout.survey(dog)
         assert sorted(answers) == list(range(world.size))
         assert all(isinstance(answer, Answer) for answer in answers.values())
         verdict = judge(answers)
@@ -100,8 +123,8 @@ def test_every_rank_can_say_where_the_calls_differ(world, make):
         dog.enter("allreduce w float32 (3, 4)")
     world.comm.Barrier()
     if world.size > 1:
-        answers = dog._survey(dog)
-        lines = dog._inquiry.compare(dog, judge(answers), answers, [odd, 0])
+        answers = dog.lookout.survey(dog)
+        lines = dog.lookout.inquiry.compare(dog, judge(answers), answers, [odd, 0])
         assert lines[0] == "  the ranks' calls differ first at #2:"
         assert "'allreduce w float32 (3, 4)'" in lines[1]
         assert f"    rank {odd}: 'allreduce w float32 (4, 3)' (another shape)" in lines
@@ -114,7 +137,7 @@ def test_every_rank_can_say_where_the_calls_differ(world, make):
 def test_a_stranger_gets_no_answer(world, make):
     dog = make(60)
     if world.size > 1:
-        peer = dog._peers[(world.rank + 1) % world.size]
+        peer = dog.lookout.peers[(world.rank + 1) % world.size]
         assert peer.address == "127.0.0.1"
         for line in (b'{"ask": "stacks"}\n', b"GET / HTTP/1.0\n", b'{"token": "x"}\n', b"x" * 5000):
             with socket.create_connection((peer.address, peer.port), timeout=10) as sock:
@@ -133,13 +156,13 @@ def test_patience_of_the_awaited_rank_holds_for_those_who_wait(world, make):
     if world.rank == 0:
         with dog.patience(30):
             time.sleep(1.2)
-        assert dog._patience_s == 30
+        assert world.size == 1 or dog.lookout.patience_s == 30
         time.sleep(0.3)
     dog.enter("barrier")
     world.comm.Barrier()
     dog.leave()
     time.sleep(0.6)
-    assert dog._patience_s == 0.5
+    assert world.size == 1 or dog.lookout.patience_s == 0
     with pytest.raises(ConfigError, match="must be more than 0"), dog.patience(0):
         pass
 
@@ -162,10 +185,11 @@ def test_a_lane_has_numbers_of_its_own(world, make):
     lane.enter("inner")
     world.comm.Barrier()
     if world.size > 1:
-        verdict = judge(dog._survey(lane))
+        verdict = judge(dog.lookout.survey(lane))
         assert (verdict.number, verdict.name, verdict.missing) == (1, "inner", ())
-        told = dog._survey(again)[(world.rank + 1) % world.size]
-        assert len(told.elsewhere) == 2
+        told = dog.lookout.survey(again)[(world.rank + 1) % world.size]
+        calls = {text.partition("' #")[0] for text in told.elsewhere}
+        assert {"'outer", "'inner"} <= calls
     world.comm.Barrier()
     lane.leave()
     dog.leave()

@@ -16,7 +16,7 @@ from hpctrain.cli import VERBS, main
 NAMES = """
 CheckpointError CollectiveError ConfigError Connection DataError DriftError EMA HpcTrainError
 InstallError JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica
-Saver Sentinel Shard Store Trainer World __version__ agree average_batchnorm
+Saver Sentinel Shard Store TimedOutError Trainer World __version__ agree average_batchnorm
 checkpoint_activations connect distribute files gather init metrics quantize_int8 reshuffle
 scatter share split_parameters stage sync_batchnorm
 """

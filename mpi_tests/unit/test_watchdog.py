@@ -35,7 +35,7 @@ def inside(number, seconds=9.0, *, names=NAMES, outer=(), num_threads=1, **more)
             recent={n: names[n] for n in range(1, number + 1)},
             num_threads=num_threads,
         ),
-        timeout_s=5.0,
+        patience_s=0.0,
         **more,
     )
 
@@ -45,7 +45,7 @@ def outside(last, seconds=9.0, **more):
     ended = Call(number=last, name=NAMES[last], seconds=seconds) if last else None
     recent = {n: NAMES[n] for n in range(1, last + 1)}
     standing = Standing(entered=last, ended=ended, recent=recent)
-    return Answer(standing=standing, timeout_s=5.0, **more)
+    return Answer(standing=standing, patience_s=0.0, **more)
 
 
 def renamed(number, name):
@@ -170,7 +170,7 @@ def test_threads_that_entered_in_another_order_are_not_blamed():
         standing = Standing(
             entered=6, open=calls, innermost=(5, 6), recent=dict(enumerate(names)), num_threads=2
         )
-        return Answer(standing=standing, timeout_s=5.0)
+        return Answer(standing=standing, patience_s=0.0)
 
     swapped = [*NAMES[:5], NAMES[6], NAMES[5]]
     verdict = judge({0: both(NAMES[:7]), 1: both(swapped), 2: outside(4)})

@@ -20,7 +20,7 @@ from hpctrain.data.storage.shards import Shards
 from hpctrain.data.storage.torch_files import SUFFIXES as PT
 from hpctrain.data.storage.torch_files import open_pt
 from hpctrain.errors import ConfigError, DataError, HpcTrainError
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, takes_timeout
 
 __all__ = ["Named", "files", "name_columns", "name_files", "open_named", "open_path"]
 
@@ -45,12 +45,13 @@ class Named:
     """Of one file, or of parts: which arrays. Of columns: what they are called."""
 
 
+@takes_timeout
 def files(
     world: World,
     *paths: str | Path,
     rows: Sequence[str | Path] | None = None,
     columns: Sequence[str | Path] | Mapping[str, str | Path] | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> Source:
     """Collective: open a data set that every rank can read; the arguments must match.
 
@@ -62,6 +63,7 @@ def files(
             the longest. Without those: the files that are the columns, `.npy` or `.pt` with one
             array each; a list makes tuples, a dict makes dicts of batches.
         timeout_s: How long to wait for ranks that do not come.
+            None: as long as the world waits for any rank.
 
     Returns:
         A source for a loader; a rank reads only the samples that it takes.
@@ -70,6 +72,7 @@ def files(
         DataError: on all ranks, when a file is missing or broken on some; it is named.
         ConfigError: on all ranks, when the arguments are wrong.
     """
+    timeout_s = world.watching.limit_s(timeout_s)
     source: Source | None = None
     form: list[tuple[str, str, tuple[int, ...]]] = []
     trouble: dict[type[HpcTrainError], str] = {}

@@ -26,7 +26,7 @@ from hpctrain.data.storage.manifest import (
 )
 from hpctrain.data.structure import as_tensor, map_leaves
 from hpctrain.errors import ConfigError, DataError
-from hpctrain.world import World, agree
+from hpctrain.world import World, agree, takes_timeout
 
 __all__ = ["write_shards"]
 
@@ -35,6 +35,7 @@ _NUMBERED = re.compile(r"column\d+")
 _Written = tuple[str, tuple[ColumnSpec, ...], dict[int, ShardSpec]]
 
 
+@takes_timeout
 def write_shards(
     world: World,
     source: Source,

@@ -67,13 +67,13 @@ def measure_configured(path: Path, batch: int, *, repeats: int = 20) -> Profile:
     Raises:
         ConfigError: it trains in a way that only the user's own step function knows.
     """
+    from hpctrain.connection import init
     from hpctrain.data.loader import Loader
     from hpctrain.scaling.plan.profiling import Subject, measure_profile
     from hpctrain.train.building import build_data, build_models, build_optimizer
     from hpctrain.train.computing import compute
     from hpctrain.train.measuring import count_samples
     from hpctrain.train.references import find_loss, search_beside
-    from hpctrain.world import init
 
     config: Config = load_config(path, [])
     search_beside(path)
