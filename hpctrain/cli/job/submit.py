@@ -43,22 +43,28 @@ def main(args: argparse.Namespace) -> int:
     _warn_of_absent(request)
     ledger = Ledger(state_home(os.environ))
     jobs: list[str] = []
-    for _ in range(args.chain):
-        new = submit(
-            request,
-            site,
-            directory=Path.cwd(),
-            ledger=ledger,
-            show=_keep_quiet if args.quiet else _show,
-        )
-        jobs += new
-        request = dataclasses.replace(request, after=tuple(new))
-    if args.json:
+    try:
+        for _ in range(args.chain):
+            new = submit(
+                request,
+                site,
+                directory=Path.cwd(),
+                ledger=ledger,
+                show=_keep_quiet if args.quiet else _show,
+                tell=jobs.append,
+            )
+            request = dataclasses.replace(request, after=tuple(new))
+    finally:  # what was submitted before something failed is in the queue
+        _print(jobs, args)
+    return 0
+
+
+def _print(jobs: list[str], args: argparse.Namespace) -> None:
+    if args.json and jobs:
         print(json.dumps({"jobs": jobs}))
-    else:
+    elif jobs:
         print("\n".join(jobs))
         log.notice(f"`hpctrain job logs -f {jobs[0]}` follows it; scripts and logs: {args.log_dir}")
-    return 0
 
 
 def _warn_of_absent(request: Request) -> None:
