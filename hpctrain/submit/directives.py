@@ -162,7 +162,7 @@ def _lsf(plan: Plan) -> list[str]:
         condition = {"ok": "done", "any": "ended"}[request.after_kind]
         words.append(f'-w "{" && ".join(f"{condition}({job})" for job in request.after)}"')
     if request.max_requeues:
-        words.append('-Q "75"')
+        words.append(f'-Q "{" ".join(map(str, plan.restart_codes))}"')
     if request.signal_lead_s is not None:
         words.append(f"-wa {request.signal} -wt {-(-request.signal_lead_s // 60)}")
     return words

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from hpctrain import __version__
+from hpctrain.doctor.leftovers import NAMES
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.submit.directives import write_directives
 from hpctrain.submit.kinds import MANIFESTS
@@ -79,8 +80,12 @@ def _context(plan: Plan) -> dict[str, object]:
         "rank_setup": _rank_setup(plan),
         "request": request,
         "requeue_code": REQUEUE,
+        "restart_codes": plan.restart_codes,
+        "shared_memory": [f"/dev/shm/{name}" for name, who in NAMES.items() if who != "hpctrain"],
         "signals": passed_signals(plan),
         "site": site,
+        # A step may still hold a node that does not answer any more.
+        "sweep_options": ["--overlap"] if plan.template.batch == "slurm" else [],
         "source": request.source,
     }
 

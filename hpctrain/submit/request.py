@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from hpctrain.errors import ConfigError
+from hpctrain.exit_codes import RESTART
 from hpctrain.submit.words import (
     check_identifier,
     check_name,
@@ -53,6 +54,8 @@ class Request:
     after: tuple[str, ...] = ()
     after_kind: str = "ok"
     max_requeues: int = 0
+    restart_on: tuple[int, ...] = RESTART
+    """Exit codes besides 75 after which the job is run again, while `max_requeues` allows it."""
     signal: str = "USR2"
     signal_lead_s: int | None = None
     """Seconds before the walltime is over at which the ranks get the signal."""
@@ -149,6 +152,9 @@ class Request:
             given = getattr(self, what)
             if given is not None and not least <= given <= most:
                 raise ConfigError(f"{what}={given} is not possible; give {least} to {most}")
+        for code in self.restart_on:
+            if not 1 <= code <= 255:
+                raise ConfigError(f"exit code {code} is not possible; give 1 to 255")
         if self.signal_lead_s is not None and self.signal_lead_s >= self.walltime_s:
             raise ConfigError(
                 f"the signal would come {self.signal_lead_s} s before the end of a job of "

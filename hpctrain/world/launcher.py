@@ -170,6 +170,8 @@ class Launch:
     """What `hpctrain chaos` lets go wrong here, as `faults.injection` reads it."""
     trace_dir: str | None = None
     """Where `hpctrain run --trace` wants every rank's events."""
+    notes_dir: str | None = None
+    """Where the job script wants to be told of checkpoints and failed hosts."""
 
     @property
     def title(self) -> str:
@@ -210,6 +212,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
         chaos=environ.get(CHAOS_VARIABLE) or None,
         trace_dir=environ.get("HPCTRAIN_TRACE") or None,
+        notes_dir=environ.get("HPCTRAIN_NOTES") or None,
     )
 
 

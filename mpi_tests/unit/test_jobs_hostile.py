@@ -84,7 +84,7 @@ def check_script(recorder: Recorder, script: str, command: tuple[str, ...]) -> l
 
 def test_every_field_is_looked_at_here():
     fields = {field.name for field in dataclasses.fields(Request)}
-    assert fields == TEXTS | LISTS | NUMBERS | {"commands", "environment"}
+    assert fields == TEXTS | LISTS | NUMBERS | {"commands", "environment", "restart_on"}
 
 
 @SOON

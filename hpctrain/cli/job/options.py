@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import ConfigError
+from hpctrain.exit_codes import RESTART
 from hpctrain.submit.kinds import TEMPLATES
 from hpctrain.submit.places import JOBS, user_sites
 from hpctrain.submit.request import AFTER_KINDS, SIGNALS, Request
@@ -77,7 +78,13 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
 
 def _add_ends(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--requeue", type=int, default=0, metavar="N", help="restarts after exit code 75"
+        "--requeue", type=int, default=0, metavar="N", help="restarts, at most, while it advances"
+    )
+    group.add_argument(
+        "--requeue-on",
+        default=",".join(map(str, RESTART)),
+        metavar="C",
+        help="exit codes to restart after besides 75 (default: %(default)s); none: 75 alone",
     )
     group.add_argument("--signal", choices=SIGNALS, default="USR2", help="the warning's signal")
     group.add_argument("--signal-lead", metavar="T", help="warn the ranks so long before the end")
@@ -128,6 +135,7 @@ def request_from(
         after=tuple(args.after),
         after_kind=args.after_kind,
         max_requeues=args.requeue,
+        restart_on=_codes(args.requeue_on),
         signal=args.signal,
         signal_lead_s=parse_duration(lead, what="signal lead") if lead is not None else None,
         stage=tuple(args.stage),
@@ -141,6 +149,13 @@ def request_from(
         directives=tuple(args.directive),
         script=script,
     )
+
+
+def _codes(text: str) -> tuple[int, ...]:
+    words = [] if text == "none" else text.split(",")
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise ConfigError(f"--requeue-on {text!r} is not understood; write 124,137 or none")
+    return tuple(map(int, words))
 
 
 def _split(command: str) -> tuple[str, ...]:
