@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import RESTART
 from hpctrain.submit.words import (
+    check_directive_value,
     check_identifier,
     check_name,
     check_path,
@@ -80,9 +81,11 @@ class Request:
         self._check_numbers()
         check_name(self.name, "job name")
         check_path(self.log_dir, "log directory")
-        for what in ("partition", "account", "qos", "constraint", "reservation"):
+        for what in ("partition", "account", "qos", "reservation"):
             if (given := getattr(self, what)) is not None:
                 check_identifier(given, what)
+        if self.constraint is not None:  # an expression: [rack1|rack2], (a&b)|c, gpu*2
+            check_directive_value(self.constraint, "constraint")
         for job in self.after:
             check_job_id(job)
         _choose(self.after_kind, AFTER_KINDS, "dependency")

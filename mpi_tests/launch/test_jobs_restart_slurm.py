@@ -42,7 +42,8 @@ with hpc.init(seed=1) as world:
         replica.step()
         if saver.step >= {HELD_AT} and restart == 0:
             if saver.step == {HELD_AT}:
-                print(f"rank {{world.rank}} is {{os.getpid()}} on {{socket.gethostname()}}", flush=True)
+                host = socket.gethostname()
+                print(f"rank {{world.rank}} is {{os.getpid()}} on {{host}}", flush=True)
             time.sleep(1.0)
     if world.rank == 0:
         print(f"finished at step {{saver.step}}", flush=True)

@@ -136,9 +136,7 @@ def test_what_was_put_aside_is_listed_in_its_place(tmp_path):
     ledger = Ledger(tmp_path)
     fields = {"batch": "slurm", "name": "n", "site": "s", "directory": "/d", "script": "/d/s.sh"}
     for hour in (1, 2, 3):
-        made = Entry(
-            job=str(hour), log_dir="/d", submitted=f"2026-11-15T0{hour}:00:00Z", **fields
-        )
+        made = Entry(job=str(hour), log_dir="/d", submitted=f"2026-11-15T0{hour}:00:00Z", **fields)
         if hour == 2:
             ledger.aside.mkdir()
             kept = {name: getattr(made, name) for name in Entry.__dataclass_fields__}

@@ -67,8 +67,8 @@ def test_flags(verb):
 
 JOB = """--account --after --after-kind --array --array-limit --constraint --cpus-per-rank
 --directive --env --gpus-per-node --help --image --log-dir --memory --module --mpi --name --nodes
---pack --partition --prologue --qos --queue --ranks-per-node --requeue --reservation --signal
---signal-lead --site --source --stage --template --time --venv -h"""
+--pack --partition --prologue --qos --queue --ranks-per-node --requeue --requeue-on --reservation
+--signal --signal-lead --site --source --stage --template --time --venv -h"""
 SWEEP = "--dir --grid --help --list --num --random --seed -h"
 SWEPT = """--batch --dir --help --load-limit --repeats --retries --seed --steps --timeout --warmup
 -h -m"""

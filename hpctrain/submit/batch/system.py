@@ -80,6 +80,10 @@ class BatchSystem(ABC):
     def log_name(self, name: str, job: str, task: int | None) -> str:
         """The file in the log directory that a job writes to."""
 
+    def task_id(self, job: str, task: int) -> str:
+        """The id of one task of an array, counted from 0."""
+        return f"{job}_{task + self.first_index}"
+
     reads_script_from_stdin = False
     has_arrays = True
     first_index = 0
