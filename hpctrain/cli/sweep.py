@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.job.options import add_job_options, command_of, request_from, site_from
+from hpctrain.cli.job.options import add_job_options, command_of, job_from
 from hpctrain.errors import ConfigError
 from hpctrain.submit.batch.system import Refused, ask_program
 from hpctrain.submit.ledger import Ledger
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
     if args.array is not None:
         raise ConfigError("--array is the number of points here; leave it out")
     args.array = len(commands)
-    request, site = request_from(args, commands), site_from(args)
+    request, site = job_from(args, commands)
     render(dataclasses.replace(request, script="to be named"), site)  # mistakes leave no folders
     write_sweep(directory, points, commands)
     ledger = Ledger(state_home(os.environ))

@@ -54,7 +54,7 @@ def hpctrain(recorder: Recorder, *words: str) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize(
     ("site", "more", "job", "called"),
     [
-        ("slurm", [], "4711", ["sbatch", "--parsable", "SCRIPT"]),
+        ("slurm", ["--mpi", "pmix"], "4711", ["sbatch", "--parsable", "SCRIPT"]),
         ("pbs", ["--requeue", "2"], "4711.server", ["qsub", "SCRIPT"]),
         ("lsf", ["--account", "p"], "4711", ["bsub"]),
         ("flux", ["--requeue", "2"], "f4711", ["flux", "batch", "SCRIPT"]),
@@ -99,7 +99,8 @@ def test_flux_gets_a_job_for_each_task(recorder):
 
 
 def test_a_chain_names_the_job_before(recorder):
-    words = ["--site", "slurm", "--time", "2h", "--chain", "3", "--", "python", "x.py"]
+    words = ["--site", "slurm", "--mpi", "pmix", "--time", "2h", "--chain", "3"]
+    words += ["--", "python", "x.py"]
     assert hpctrain(recorder, "job", "submit", *words).stdout.split() == ["4711"] * 3
     scripts = [Path(call[-1]).read_text() for call in recorder.calls()]
     assert ["afterok:4711" in script for script in scripts] == [False, True, True]

@@ -8,15 +8,24 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import RESTART
 from hpctrain.submit.kinds import TEMPLATES
 from hpctrain.submit.places import JOBS, user_sites
 from hpctrain.submit.request import AFTER_KINDS, SIGNALS, Request
 from hpctrain.submit.site import Site, load_site
+from hpctrain.submit.srun_mpi import settle_mpi
 from hpctrain.submit.units import parse_duration, parse_memory
 
-__all__ = ["add_job_options", "command_of", "request_from", "site_folders", "site_from"]
+__all__ = [
+    "add_job_options",
+    "command_of",
+    "job_from",
+    "request_from",
+    "site_folders",
+    "site_from",
+]
 
 
 def site_folders() -> list[Path]:
@@ -27,6 +36,18 @@ def site_folders() -> list[Path]:
 def site_from(args: argparse.Namespace) -> Site:
     """The site that was asked for."""
     return load_site(args.site, site_folders())
+
+
+def job_from(
+    args: argparse.Namespace, commands: tuple[tuple[str, ...], ...], *, script: str | None = None
+) -> tuple[Request, Site]:
+    """The job and the site that were asked for; what was left open is settled, and said.
+
+    Raises:
+        ConfigError: one of the options is wrong.
+    """
+    request, site = request_from(args, commands, script=script), site_from(args)
+    return settle_mpi(request, site, say=log.notice), site
 
 
 def command_of(words: Sequence[str]) -> tuple[str, ...]:

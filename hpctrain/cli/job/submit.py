@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.job.options import add_job_options, command_of, request_from, site_from
+from hpctrain.cli.job.options import add_job_options, command_of, job_from
 from hpctrain.errors import ConfigError
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     """Submit, and print the ids."""
     if not 1 <= args.chain <= 1000:
         raise ConfigError(f"--chain {args.chain} is not possible; give 1 to 1000")
-    request, site = request_from(args, (command_of(args.command),)), site_from(args)
+    request, site = job_from(args, (command_of(args.command),))
     if args.chain > 1:  # what is wrong with the second is said before the first is handed over
         make_plan(dataclasses.replace(request, after=("1",), script="to be named"), site)
     _warn_of_absent(request)
