@@ -12,7 +12,13 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.job.options import add_job_options, command_of, job_from
+from hpctrain.cli.job.options import (
+    add_job_options,
+    add_snapshot,
+    command_of,
+    job_from,
+    snapshot_for,
+)
 from hpctrain.errors import ConfigError
 from hpctrain.submit.batch.system import Refused, ask_program
 from hpctrain.submit.ledger import Ledger
@@ -73,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         child.add_argument("--num", type=int, metavar="N", help="number of random points")
         child.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     add_job_options(array)
+    add_snapshot(array)
     for child in (run, array):
         child.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     table.add_argument("--metric", default="loss", help="key of result.json (default: loss)")
@@ -103,14 +110,15 @@ def main(args: argparse.Namespace) -> int:
     ledger = Ledger(state_home(os.environ))
     jobs: list[str] = []
     try:
-        submit(
-            request,
-            site,
-            directory=Path.cwd(),
-            ledger=ledger,
-            show=lambda text: None,
-            tell=jobs.append,
-        )
+        with snapshot_for(request, args) as job:
+            submit(
+                job,
+                site,
+                directory=Path.cwd(),
+                ledger=ledger,
+                show=lambda text: None,
+                tell=jobs.append,
+            )
     except Refused:
         withdraw_sweep(directory)
         raise

@@ -110,7 +110,8 @@ def _slurm(plan: Plan) -> list[str]:
     if request.after:
         words.append(f"--dependency=after{request.after_kind}:{':'.join(request.after)}")
         words.append("--kill-on-invalid-dep=yes")
-    words.append("--requeue" if request.max_requeues else "--no-requeue")
+    again = "--requeue=expedite" if request.expedite else "--requeue"
+    words.append(again if request.max_requeues else "--no-requeue")
     if request.signal_lead_s is not None:
         words.append(f"--signal=B:{request.signal}@{request.signal_lead_s}")
     return words

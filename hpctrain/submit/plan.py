@@ -201,6 +201,8 @@ def _check_dialect(plan: Plan) -> None:
             )
     if batch == "pbs" and site.whole_nodes and request.memory_mib:
         raise ConfigError(f"{site.title} gives nodes out whole; leave --memory out")
+    if request.expedite and batch != "slurm":
+        raise ConfigError(f"{batch} has no expedited restarts, only Slurm from 25.11; leave it out")
     lead_s = request.signal_lead_s
     if batch == "lsf" and lead_s and -(-lead_s // 60) >= -(-request.walltime_s // 60):
         raise ConfigError(

@@ -73,6 +73,10 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
     image: str | None = None
     directives: tuple[str, ...] = ()
+    snapshot: str | None = None
+    """Which copy of the code the command runs, for the log."""
+    expedite: bool = False
+    """Slurm 25.11: restart after a lost node at once, before all other jobs."""
     script: str | None = None
     """Where the script will be: batch systems that cannot requeue get it submitted again."""
 
@@ -100,6 +104,10 @@ class Request:
             if path is not None:
                 _check_body_path(path)
         self._check_staged()
+        if self.snapshot is not None:
+            check_printable(self.snapshot, "snapshot")
+        if self.expedite and not self.max_requeues:
+            raise ConfigError("expedited restarts need restarts; give --requeue N too")
         for word in (*self.prologue, *self.directives):
             check_printable(word, "a word of the prologue or directives")
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hpctrain.submit.render import render_plan
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 
-__all__ = ["submit", "write_script"]
+__all__ = ["new_folder", "submit", "write_script"]
 
 _MOST_SCRIPTS = 10_000
 """Of one name within one second."""
@@ -93,27 +94,49 @@ def _new_file(folder: Path, name: str) -> Iterator[Path]:
     Raises:
         ConfigError: nothing can be written there.
     """
+    with _claimed(folder, name, ".sh", _touch) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, name: str, suffix: str) -> Iterator[Path]:
+    """A folder beside the scripts that nobody else gets; removed where the job was not taken.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    with _claimed(folder, name, suffix, Path.mkdir) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path, name: str, suffix: str, make: Callable[[Path], None]) -> Iterator[Path]:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    path = _claim(folder, name)
+    path = _claim(folder, name, suffix, make)
     try:
         yield path
     except (ConfigError, Refused):
+        shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
-            path.unlink()
+            path.unlink(missing_ok=True)
             for each in missing:  # the innermost first; a folder that others use is not empty
                 each.rmdir()
         raise
 
 
-def _claim(folder: Path, name: str) -> Path:
-    """Create an empty file of a name that was free; exclusively, since others do the same now."""
+def _touch(path: Path) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o755))
+
+
+def _claim(folder: Path, name: str, suffix: str, make: Callable[[Path], None]) -> Path:
+    """Make something of a name that was free; exclusively, since others do the same now."""
     stamp = _now().strftime("%Y%m%d-%H%M%S")
     try:
         for number in range(_MOST_SCRIPTS):
-            path = folder / f"{name}-{stamp}{f'-{number}' if number else ''}.sh"
+            path = folder / f"{name}-{stamp}{f'-{number}' if number else ''}{suffix}"
             folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError, FileNotFoundError):
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o755))
+                make(path)
                 return path
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written to ({error}); choose another") from error

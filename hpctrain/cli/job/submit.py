@@ -10,8 +10,15 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.job.options import add_job_options, command_of, job_from
-from hpctrain.errors import ConfigError
+from hpctrain.cli.job.options import (
+    add_job_options,
+    add_snapshot,
+    command_of,
+    job_from,
+    snapshot_for,
+)
+from hpctrain.errors import ConfigError, JobError
+from hpctrain.submit.batch.system import Refused
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
 from hpctrain.submit.plan import make_plan
@@ -25,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.usage = "hpctrain job submit [options] -- COMMAND [ARGS ...]"
     add_job_options(parser)
+    add_snapshot(parser)
     parser.add_argument(
         "--chain", type=int, default=1, metavar="N", help="N such jobs, each after the one before"
     )
@@ -43,17 +51,24 @@ def main(args: argparse.Namespace) -> int:
     _warn_of_absent(request)
     ledger = Ledger(state_home(os.environ))
     jobs: list[str] = []
+    show = _keep_quiet if args.quiet else _show
     try:
-        for _ in range(args.chain):
-            new = submit(
-                request,
-                site,
-                directory=Path.cwd(),
-                ledger=ledger,
-                show=_keep_quiet if args.quiet else _show,
-                tell=jobs.append,
-            )
-            request = dataclasses.replace(request, after=tuple(new))
+        with snapshot_for(request, args) as job:  # one copy for all of a chain
+            for _ in range(args.chain):
+                try:
+                    new = submit(
+                        job,
+                        site,
+                        directory=Path.cwd(),
+                        ledger=ledger,
+                        show=show,
+                        tell=jobs.append,
+                    )
+                except Refused as error:
+                    if jobs:  # those before need their copy of the code
+                        raise JobError(str(error)) from error
+                    raise
+                job = dataclasses.replace(job, after=tuple(new))
     finally:  # what was submitted before something failed is in the queue
         _print(jobs, args)
     return 0
