@@ -28,7 +28,7 @@ from hpctrain.faults.stacks import THREAD_PREFIX, format_stacks, users_place
 from hpctrain.faults.verdict import Kind, Verdict, judge
 from hpctrain.world import World, agree
 from hpctrain.world.guard import farewells
-from hpctrain.world.notes import note_failed_hosts
+from hpctrain.world.notes import note_exit, note_failed_hosts
 from hpctrain.world.oom import count_oom_kills
 
 __all__ = ["Watchdog", "start"]
@@ -181,6 +181,7 @@ class Watchdog(Lane):
         here = self._world.ranks[rank].node_rank == self._world.node_rank
         cause = report.describe_death(num_oom_kills=count_oom_kills() if here else 0)
         where = f"rank {rank} of {self._world.size} on {host} (process {peer.pid})"
+        note_exit(self._world.launch, DIED)  # first of all: a launcher may be killing us already
         note_failed_hosts(self._world.launch, [host])
         text = f"hpctrain: {where} {cause}; ending all ranks with exit code {DIED}\n"
         end_all_ranks(self._world.launch, text, f"{where} {cause}", code=DIED)

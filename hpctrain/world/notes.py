@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpctrain.world.launcher import Launch
 
-__all__ = ["note_checkpoint", "note_failed_hosts"]
+__all__ = ["note_checkpoint", "note_exit", "note_failed_hosts"]
 
 
 def note_checkpoint(launch: Launch, directory: Path, step: int) -> None:
@@ -28,6 +28,15 @@ def note_checkpoint(launch: Launch, directory: Path, step: int) -> None:
     """
     name = hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]
     _leave(launch, f"checkpoint-{name}", f"{step} {directory}\n")
+
+
+def note_exit(launch: Launch, code: int) -> None:
+    """This rank ends with such a code; the first that is noted counts.
+
+    Launchers answer with codes of their own, and ranks that end because another did say nothing.
+    """
+    if code != 0:
+        _leave(launch, "code", f"{code}\n", replace=False)
 
 
 def note_failed_hosts(launch: Launch, hosts: Iterable[str]) -> None:

@@ -16,10 +16,10 @@ hpc_job=$LSB_JOBID-${LSB_JOBINDEX:-0}
 hpc_run=$hpc_job
 hpc_nodes=${LSB_MCPU_HOSTS:-unknown}
 
-# Where the ranks say which checkpoints are complete, and which host has failed.
+# Where the ranks say which checkpoints are complete, which host has failed, and why they end.
 export HPCTRAIN_NOTES="$PWD/logs/.restarts-$hpc_run"
 mkdir -p -- "$HPCTRAIN_NOTES"
-rm -f -- "$HPCTRAIN_NOTES/failed"
+rm -f -- "$HPCTRAIN_NOTES/failed" "$HPCTRAIN_NOTES/code"
 hpc_restarts=$(cat "$HPCTRAIN_NOTES/count" 2>/dev/null || echo 0) # LSF keeps the id of a requeued job, and no count
 
 # Shared memory that killed ranks have left on this node: named as MPI libraries name theirs, this
@@ -79,6 +79,9 @@ else
         [ -n "$hpc_signalled" ] || break
     done
     hpc_pid=''
+fi
+if [ "$hpc_code" -ne 0 ] && [ -s "$HPCTRAIN_NOTES/code" ]; then
+    hpc_code=$(cat "$HPCTRAIN_NOTES/code") # of the rank that ended first; launchers have codes of their own
 fi
 hpc_say "exit code $hpc_code after $SECONDS s"
 if [ "$hpc_code" -ne 0 ]; then

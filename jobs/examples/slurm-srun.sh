@@ -20,10 +20,10 @@ hpc_run=$SLURM_JOB_ID
 hpc_nodes=$SLURM_JOB_NODELIST
 hpc_log_start=$(stat -L -c %s "/proc/$$/fd/2")
 
-# Where the ranks say which checkpoints are complete, and which host has failed.
+# Where the ranks say which checkpoints are complete, which host has failed, and why they end.
 export HPCTRAIN_NOTES="$PWD/logs/.restarts-$hpc_run"
 mkdir -p -- "$HPCTRAIN_NOTES"
-rm -f -- "$HPCTRAIN_NOTES/failed"
+rm -f -- "$HPCTRAIN_NOTES/failed" "$HPCTRAIN_NOTES/code"
 hpc_restarts=${SLURM_RESTART_COUNT:-0}
 
 # Shared memory that killed ranks have left on this node: named as MPI libraries name theirs, this
@@ -91,6 +91,9 @@ if [ "$hpc_code" -gt 128 ] && [ -f "/proc/$$/fd/2" ]; then
         sed -n 's/^srun: error: .*: tasks\{0,1\} [0-9,-]*: Exited with exit code \([0-9]*\)$/\1/p' |
         head -n 1)
     hpc_code=${hpc_first:-$hpc_code}
+fi
+if [ "$hpc_code" -ne 0 ] && [ -s "$HPCTRAIN_NOTES/code" ]; then
+    hpc_code=$(cat "$HPCTRAIN_NOTES/code") # of the rank that ended first; launchers have codes of their own
 fi
 hpc_say "exit code $hpc_code after $SECONDS s"
 if [ "$hpc_code" -ne 0 ]; then

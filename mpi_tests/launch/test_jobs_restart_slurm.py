@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -48,6 +49,36 @@ with hpc.init(seed=1) as world:
     if world.rank == 0:
         print(f"finished at step {{saver.step}}", flush=True)
 """
+# A training from a file, for its run directory's lock.
+PARTS = """
+import time
+import torch
+
+def model():
+    return torch.nn.Linear(1, 1)
+
+def data():
+    x = torch.randn(64, 1)
+    return x, x
+
+def slow(trainer, batch):
+    import os
+    inputs, targets = batch
+    loss = (trainer.replica(inputs) - targets).square().mean()
+    trainer.replica.backward(loss, num_samples=trainer.loader.num_samples)
+    trainer.update("model")
+    print("under way", flush=True)
+    if os.environ.get("HOLD"):
+        time.sleep(1.0)
+    return loss.detach()
+"""
+FILE = """
+model.build = "parts:model"
+data.build = "parts:data"
+train = { global_batch = 8, epochs = 4, step = "parts:slow", seed = 1 }
+optimizer.lr = 0.01
+logging.directory = "locked"
+"""
 DIES = "import os, signal; print('run', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
 
 
@@ -58,14 +89,16 @@ def desk() -> Iterator[Desk]:
     with Slurm(3, slurmd_timeout_s=300) as slurm:
         folder = slurm.directory / "restarts"
         folder.mkdir()
-        (folder / "train.py").write_text(TRAIN)
+        for name, text in {"train.py": TRAIN, "parts.py": PARTS, "file.toml": FILE}.items():
+            (folder / name).write_text(text)
         yield Desk(slurm, folder)
 
 
 def submit(desk: Desk, name: str, *more: str) -> str:
     mpi = mpi_of_this_python()
     size = ["--nodes", "2", "--ranks-per-node", "1", "--cpus-per-rank", "1"]
-    words = ["--name", name, "--mpi", mpi.srun_plugin, *size, "--requeue", "3", *more]
+    how = more or ("--mpi", mpi.srun_plugin)
+    words = ["--name", name, *how, *size, "--requeue", "3"]
     (job,) = desk.submit(*words, "--", *HPCTRAIN, "run", "train.py", name)
     return job
 
@@ -102,6 +135,47 @@ def test_a_killed_rank_costs_a_few_steps_and_its_node_is_left_out(desk: Desk) ->
     assert "going on from step" in log
     assert left_in_memory(desk, [host for _, host in ranks.values()]) == [], log
     assert not list((desk.folder / "logs").glob(".restarts-*"))
+
+
+def test_a_rank_killed_under_mpirun_is_restarted_too(desk: Desk) -> None:
+    mpi = mpi_of_this_python()
+    words = ["--template", "slurm-mpirun", "--mpi", mpi.family]
+    words += ["--env", "OMPI_ALLOW_RUN_AS_ROOT=1", "--env", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
+    job = submit(desk, "mpirun", *words)
+    process, host = held(desk, job)[1]
+    os.kill(process, signal.SIGKILL)
+    desk.wait_for(job, f"finished at step {STEPS}", 1)
+    (row,) = desk.ended(job)
+    assert (row["state"], row["restarts"]) == ("COMPLETED", 1), desk.log(job)
+    assert f"the restart keeps away from {host}" in desk.log(job)
+
+
+def test_the_next_job_does_not_wait_for_the_lock_of_a_killed_one(desk: Desk) -> None:
+    def submit_on(host: str, *more: str) -> str:
+        words = ["--name", "locked", f"--directive=--nodelist={host}", *more]
+        (job,) = desk.submit(*words, "--", *HPCTRAIN, "train", "file.toml")
+        return job
+
+    first = submit_on("node1", "--env", "HOLD=1")
+    desk.wait_for(first, "under way", 2)
+    second = submit_on("node2", "--after", first, "--after-kind", "any")
+    assert (desk.folder / "locked" / "run.lock").exists()
+    # Nobody can say goodbye: neither the ranks nor the script.
+    desk.slurm.run(["scancel", "--full", "--signal=KILL", first], timeout_s=LIMIT_S)
+    (row,) = desk.ended(second)
+    assert (row["state"], row["exit_code"]) == ("COMPLETED", 0), desk.log(second)
+    assert desk.slurm.job(first)["JobState"] in ("CANCELLED", "FAILED")
+
+
+def test_a_snapshot_runs_what_was_submitted(desk: Desk) -> None:
+    (desk.folder / "told.py").write_text("TEXT = 'submitted'\n")
+    (desk.folder / "say.py").write_text("import told, os\nprint(told.TEXT, os.getcwd())\n")
+    words = ["--name", "copy", "--mpi", "none", "--snapshot", "--directive=--begin=now+3"]
+    (job,) = desk.submit(*words, "--", sys.executable, "say.py")
+    (desk.folder / "told.py").write_text("TEXT = 'edited'\n")
+    (row,) = desk.ended(job)
+    assert row["state"] == "COMPLETED", desk.log(job)
+    assert f"\nsubmitted {desk.folder}\n" in desk.log(job)
 
 
 def test_a_lost_node_is_noticed_left_out_and_the_job_runs_again(desk: Desk) -> None:

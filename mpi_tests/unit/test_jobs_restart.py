@@ -18,7 +18,7 @@ from hpctrain.exit_codes import DIED, REQUEUE, TIMED_OUT
 from hpctrain.submit import render
 from hpctrain.submit.kinds import TEMPLATES
 from hpctrain.world.launcher import detect
-from hpctrain.world.notes import note_checkpoint, note_failed_hosts
+from hpctrain.world.notes import note_checkpoint, note_exit, note_failed_hosts
 from mpi_tests.unit.jobs_kit import Recorder, ask, site
 
 # What ranks would say: the notes of hpctrain.world.notes.
@@ -27,6 +27,7 @@ printf '%s\\0' "$#" "${0##*/}" "$@" >>"$RECORD"
 case " $* " in
     *' train.py '*)
         [ -z "${SAVED-}" ] || echo "$SAVED" >"$HPCTRAIN_NOTES/checkpoint-1"
+        [ -z "${TOLD-}" ] || echo "$TOLD" >"$HPCTRAIN_NOTES/code"
         [ -z "${FAILED-}" ] || printf '%s\\n' $FAILED >"$HPCTRAIN_NOTES/failed"
         exit "$FAKE_CODE" ;;
     *' getattr '*) echo "$FLUX_ID" ;;
@@ -149,6 +150,18 @@ def test_the_codes_can_be_chosen(recorder, capsys):
         ask(restart_on=(300,))
 
 
+def test_the_code_of_the_rank_that_ended_first_counts(recorder):
+    """Hydra answers 255, 9 or 7 for a killed rank, and others for an exception."""
+    script = script_for("slurm-mpirun", mpi="mpich")
+    done = run(recorder, script, 255, TOLD=str(DIED))
+    assert "exit code 137 after" in done.stdout
+    assert again(recorder, done, "slurm-mpirun")
+    done = run(recorder, script, DIED, 1, TOLD="1", SAVED="5 x")
+    assert done.returncode == 1
+    assert not again(recorder, done, "slurm-mpirun")
+    assert run(recorder, script, 0, 1, TOLD="1").returncode == 0  # all went well in the end
+
+
 def updates(recorder: Recorder) -> list[str]:
     return [call[3] for call in recorder.calls() if call[:2] == ["scontrol", "update"]]
 
@@ -195,6 +208,10 @@ def test_ranks_leave_notes_only_for_a_script_that_listens(tmp_path):
     note_checkpoint(launch, Path("runs/one"), 5)
     note_failed_hosts(launch, ["n1", "n1"])
     note_failed_hosts(launch, ["n2"])  # its victim
+    for code in (0, 1, 137):
+        note_exit(launch, code)
+    assert (tmp_path / "code").read_text() == "1\n"
+    (tmp_path / "code").unlink()
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert found.pop("failed") == "n1\n"
     assert sorted(found.values()) == ["4 runs/two\n", "5 runs/one\n"]
