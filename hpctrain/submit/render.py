@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.doctor.leftovers import NAMES
-from hpctrain.exit_codes import REQUEUE
+from hpctrain.exit_codes import DIED, REQUEUE
 from hpctrain.submit.directives import write_directives
 from hpctrain.submit.kinds import MANIFESTS
 from hpctrain.submit.kubernetes import check_manifest, manifest_context, quote_json
@@ -67,6 +67,7 @@ def render_plan(plan: Plan, *, templates: Path = JOBS / "templates") -> str:
 def _context(plan: Plan) -> dict[str, object]:
     request, site = plan.request, plan.site
     return {
+        "died_code": DIED,
         "directives": write_directives(plan),
         "each_node": each_node_words(plan),
         "environment": plan.environment,

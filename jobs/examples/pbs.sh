@@ -77,6 +77,7 @@ else
     done
     hpc_pid=''
 fi
+[ "$hpc_code" -ne 9 ] || hpc_code=137 # Hydra answers with the bare signal of a killed rank
 hpc_say "exit code $hpc_code after $SECONDS s"
 if [ "$hpc_code" -ne 0 ]; then
     hpc_sweep "$hpc_since"

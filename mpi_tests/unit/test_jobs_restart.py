@@ -162,6 +162,31 @@ def test_the_code_of_the_rank_that_ended_first_counts(recorder):
     assert run(recorder, script, 0, 1, TOLD="1").returncode == 0  # all went well in the end
 
 
+HYDRA = """#!/bin/bash
+cat >&2 <<'END'
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 24842 RUNNING AT n2
+=   EXIT CODE: 9
+=   CLEANING UP REMAINING PROCESSES
+END
+exit 255
+"""
+
+
+def test_a_rank_that_hydra_saw_killed_is_restarted_elsewhere(recorder):
+    (recorder.bin / "mpirun").write_text(HYDRA)
+    script = script_for("slurm-mpirun", mpi="mpich", log_dir=str(recorder.work / "logs"))
+    log = recorder.work / "log"
+    script = script.replace("\nset -euo pipefail\n", f"\nset -euo pipefail\nexec >>{log} 2>&1\n", 1)
+    done = run(recorder, script, 0)
+    assert "exit code 137 after" in log.read_text(), log.read_text()
+    assert again(recorder, done, "slurm-mpirun")
+    assert updates(recorder) == ["ExcNodeList=n2"]
+    (recorder.bin / "mpiexec").write_text("#!/bin/sh\nexit 9\n")
+    done = run(recorder, script_for("pbs-mpiexec", mpi="mpich"), 0)
+    assert again(recorder, done, "pbs-mpiexec")
+
+
 def updates(recorder: Recorder) -> list[str]:
     return [call[3] for call in recorder.calls() if call[:2] == ["scontrol", "update"]]
 
