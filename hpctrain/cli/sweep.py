@@ -106,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
     args.array = len(commands)
     request, site = job_from(args, commands)
     render(dataclasses.replace(request, script="to be named"), site)  # mistakes leave no folders
-    write_sweep(directory, points, commands)
+    is_new = write_sweep(directory, points, commands)
     ledger = Ledger(state_home(os.environ))
     jobs: list[str] = []
     try:
@@ -120,7 +120,8 @@ def main(args: argparse.Namespace) -> int:
                 tell=jobs.append,
             )
     except Refused:
-        withdraw_sweep(directory)
+        if is_new:  # else jobs that wait may need its folders
+            withdraw_sweep(directory)
         raise
     finally:  # what was submitted before something failed is in the queue
         if jobs:

@@ -180,8 +180,11 @@ def sweep_commands(
 
 def write_sweep(
     directory: Path, points: Sequence[Point], commands: Sequence[Sequence[str]]
-) -> None:
+) -> bool:
     """Make the run directories and the manifest.
+
+    Returns:
+        Whether there was no sweep before.
 
     Raises:
         ConfigError: another sweep is in that directory, of which something was run.
@@ -190,7 +193,8 @@ def write_sweep(
     text = json.dumps(manifest, indent=1)
     path = directory / _MANIFEST
     try:
-        known = path.exists() and path.read_text(encoding="utf-8") != text
+        is_new = not path.exists()
+        known = not is_new and path.read_text(encoding="utf-8") != text
         if known and any(
             folder.is_dir() and any(folder.iterdir()) for folder in directory.iterdir()
         ):
@@ -200,6 +204,7 @@ def write_sweep(
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written ({error}); choose another") from error
+    return is_new
 
 
 def _folder(directory: Path, index: int) -> Path:

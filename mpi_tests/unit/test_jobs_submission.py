@@ -78,6 +78,11 @@ def test_a_refused_submission_leaves_nothing(recorder):
     sweep = ["sweep", "submit", "--grid", "x=1,2", "--time", "1h", "--", "python", "{x}"]
     assert hpctrain(recorder, *sweep)[0] == 1
     assert sorted(recorder.work.iterdir()) == before
+    (recorder.bin / "sbatch").write_text("#!/bin/sh\necho 4711\n")
+    assert hpctrain(recorder, *sweep)[0] == 0
+    (recorder.bin / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    assert hpctrain(recorder, *sweep)[0] == 1
+    assert (recorder.work / "sweep" / "0001").is_dir()  # the job that waits needs it
 
 
 def test_a_folder_of_others_stays_when_a_submission_is_refused(recorder):
