@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.doctor.batch import choose_plugin, parse_plugins
 from hpctrain.errors import ConfigError, JobError
 from hpctrain.install.mpi import LoadedMpi, probe_mpi4py
+from hpctrain.mpi_version import choose_plugin, parse_plugins
 from hpctrain.submit.batch.system import Ask, ask_program
 from hpctrain.submit.kinds import find_template
 from hpctrain.submit.request import Request
@@ -60,7 +60,7 @@ def settle_mpi(
     if loaded is None:
         say(f"srun gets --mpi={default}: mpi4py of {python} loads no MPI here{_UNSURE}")
         return request
-    chosen = choose_plugin(loaded.mpi.family, offered)
+    chosen = choose_plugin(loaded.mpi, offered)
     known = next((name for name in template.mpis if chosen and chosen.startswith(name)), None)
     if known is None:
         raise ConfigError(
