@@ -25,6 +25,7 @@ from hpctrain.checkpoint.retention import Keep
 from hpctrain.checkpoint.tree_file import describe, items_of, render_tree
 from hpctrain.errors import CheckpointError
 from hpctrain.world import World, agree
+from hpctrain.world.notes import note_checkpoint
 
 __all__ = ["Saving", "Settings", "begin"]
 
@@ -193,6 +194,7 @@ def _copy(
             if records is not None:
                 records.tell(record)
                 finish(outline, render_tree(described, parts), records, deadline=deadline)
+                note_checkpoint(world.launch, settings.directory, prepared.step)
         finally:
             in_writing.discard(folder)
         if records is not None:

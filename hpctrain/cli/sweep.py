@@ -12,19 +12,31 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.job.options import add_job_options, command_of, request_from, site_from
+from hpctrain.cli.job.options import (
+    add_job_options,
+    add_snapshot,
+    command_of,
+    job_from,
+    snapshot_for,
+)
 from hpctrain.errors import ConfigError
+from hpctrain.submit.batch.system import Refused, ask_program
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
 from hpctrain.submit.render import render
 from hpctrain.submit.submission import submit
 from hpctrain.submit.sweep import (
     Point,
+    forget_exit,
     grid_points,
+    job_states,
     list_points,
+    note_exit,
+    note_jobs,
     random_points,
     read_results,
     sweep_commands,
+    withdraw_sweep,
     write_sweep,
 )
 
@@ -67,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         child.add_argument("--num", type=int, metavar="N", help="number of random points")
         child.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     add_job_options(array)
+    add_snapshot(array)
     for child in (run, array):
         child.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     table.add_argument("--metric", default="loss", help="key of result.json (default: loss)")
@@ -91,17 +104,30 @@ def main(args: argparse.Namespace) -> int:
     if args.array is not None:
         raise ConfigError("--array is the number of points here; leave it out")
     args.array = len(commands)
-    request, site = request_from(args, commands), site_from(args)
+    request, site = job_from(args, commands)
     render(dataclasses.replace(request, script="to be named"), site)  # mistakes leave no folders
-    write_sweep(directory, points, commands)
-    jobs = submit(
-        request,
-        site,
-        directory=Path.cwd(),
-        ledger=Ledger(state_home(os.environ)),
-        show=lambda text: None,
-    )
-    print("\n".join(jobs))
+    is_new = write_sweep(directory, points, commands)
+    ledger = Ledger(state_home(os.environ))
+    jobs: list[str] = []
+    try:
+        with snapshot_for(request, args) as job:
+            submit(
+                job,
+                site,
+                directory=Path.cwd(),
+                ledger=ledger,
+                show=lambda text: None,
+                tell=jobs.append,
+            )
+    except Refused:
+        if is_new:  # else jobs that wait may need its folders
+            withdraw_sweep(directory)
+        raise
+    finally:  # what was submitted before something failed is in the queue
+        if jobs:
+            print("\n".join(jobs))
+    entries = [ledger.find(job) for job in jobs]
+    note_jobs(directory, [entry for entry in entries if entry is not None])
     return 0
 
 
@@ -131,11 +157,13 @@ def _run(directory: Path, commands: tuple[tuple[str, ...], ...]) -> int:
     for index, command in enumerate(commands):
         log.notice(f"point {index} of {len(commands)}: {' '.join(command)}")
         path = directory / f"{index:04d}" / "log.txt"
+        forget_exit(directory, index)
         with path.open("wb") as out:
             try:
                 code = subprocess.call(command, stdout=out, stderr=subprocess.STDOUT)
             except OSError as error:
                 raise ConfigError(f"{command[0]} cannot be started: {error}") from error
+        note_exit(directory, index, code)
         if code:
             failed += 1
             log.warn(f"point {index} ended with exit code {code}; see {path}")
@@ -144,7 +172,8 @@ def _run(directory: Path, commands: tuple[tuple[str, ...], ...]) -> int:
 
 
 def _table(args: argparse.Namespace) -> int:
-    rows = read_results(args.dir, args.metric, largest=args.max)
+    jobs = job_states(args.dir, ask_program)
+    rows = read_results(args.dir, args.metric, largest=args.max, jobs=jobs)
     if args.json:
         print(json.dumps(rows, indent=2))
     else:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-__all__ = ["Leftover", "find_leftovers", "remove"]
+__all__ = ["NAMES", "Leftover", "find_leftovers", "remove"]
 
-_NAMES = {
+NAMES = {
     f"hpctrain-[0-9]*-{'[0-9a-f]' * 16}": "hpctrain",
     "mpich_shm_*": "MPICH",
     "vader_segment.*": "Open MPI",
@@ -27,6 +27,7 @@ _NAMES = {
     "osc_rdma.*": "Open MPI",
     "psm*_shm.*": "PSM",
 }
+"""By pattern, for Python and shells: how shared memory is named, and by whom."""
 _YOUNGEST_S = 60.0
 
 
@@ -59,7 +60,7 @@ def find_leftovers(
 
 
 def _judge(path: Path, youngest_s: float) -> Leftover | None:
-    owner = next((who for name, who in _NAMES.items() if fnmatch(path.name, name)), None)
+    owner = next((who for name, who in NAMES.items() if fnmatch(path.name, name)), None)
     if owner is None:
         return None
     try:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hpctrain.world.launcher import Launch, current
 
-__all__ = ["Allocation", "question", "read_answer", "time_left_s"]
+__all__ = ["Allocation", "ask_job", "question", "read_answer", "read_job", "time_left_s"]
 
 _ANSWER_S = 10.0
 _AGAIN_S = 600.0
@@ -110,6 +110,54 @@ def ask_program(words: Sequence[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode("utf-8", errors="replace") if done.returncode == 0 else None
+
+
+_OVER = frozenset(
+    {
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
+    }
+)
+_PBS_OVER = {35, 153}
+"""`qstat` says with these codes that a job has finished, or that there is none of that id."""
+
+
+def ask_job(batch_system: str | None, job: str) -> str | None:
+    """Whether another job of this cluster still runs, by the batch system's word.
+
+    Args:
+        batch_system: As `Launch.batch_system`.
+        job: Its id.
+
+    Returns:
+        "over", "ending" (its processes are being killed), "alive", or None: nobody says.
+    """
+    words = {
+        "Slurm": ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"],
+        "PBS": ["qstat", job],
+    }.get(batch_system or "")
+    if words is None:
+        return None
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    out, err = (text.decode("utf-8", errors="replace") for text in (done.stdout, done.stderr))
+    return read_job(batch_system or "", done.returncode, out, err)
+
+
+def read_job(batch_system: str, code: int, out: str, err: str) -> str | None:
+    """Read the answer to `ask_job`'s question. Pure."""
+    if batch_system == "PBS":
+        return "over" if code in _PBS_OVER else "alive" if code == 0 else None
+    if code != 0:  # a job that the controller has forgotten ended minutes ago
+        return "over" if "Invalid job id" in err else None
+    state = out.split()[0] if out.split() else ""
+    if not state or state in _OVER:
+        return "over"
+    return "ending" if state == "COMPLETING" else "alive"
 
 
 class Allocation:

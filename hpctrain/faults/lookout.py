@@ -26,6 +26,7 @@ from hpctrain.faults.stacks import THREAD_PREFIX, format_stacks, users_place
 from hpctrain.faults.verdict import Kind, Missing, Verdict, judge
 from hpctrain.world import World
 from hpctrain.world.guard import farewells
+from hpctrain.world.notes import note_exit, note_failed_hosts
 from hpctrain.world.oom import count_oom_kills
 
 __all__ = ["Lookout"]
@@ -148,6 +149,8 @@ class Lookout:
         here = self._world.ranks[rank].node_rank == self._world.node_rank
         cause = report.describe_death(num_oom_kills=count_oom_kills() if here else 0)
         where = f"rank {rank} of {self._world.size} on {host} (process {peer.pid})"
+        note_exit(self._world.launch, DIED)  # first of all: a launcher may be killing us already
+        note_failed_hosts(self._world.launch, [host])
         text = f"hpctrain: {where} {cause}; ending all ranks with exit code {DIED}\n"
         end_all_ranks(self._world.launch, text, f"{where} {cause}", code=DIED)
 
@@ -291,6 +294,8 @@ class Lookout:
         rank = self._world.rank
         witness = rank if rank in verdict.waiting else verdict.waiting[0]
         named = [one.rank for one in verdict.missing if one.kind is not Kind.SILENT][:_MOST_STACKS]
+        silent = [one.rank for one in verdict.missing if one.kind is Kind.SILENT]
+        note_failed_hosts(self._world.launch, [self._world.ranks[r].host for r in silent])
         text = report.render(
             verdict,
             timeout_s=timeout_s,

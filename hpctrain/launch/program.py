@@ -47,7 +47,8 @@ class Program:
         """Run it as `__main__`, as Python itself would."""
         sys.argv[:] = [self.target, *self.arguments]
         if self.is_module:
-            sys.path.insert(0, os.getcwd())
+            if not sys.flags.safe_path:  # as Python does it itself
+                sys.path.insert(0, os.getcwd())
             self._find()
             runpy.run_module(self.target, run_name="__main__", alter_sys=True)
         else:

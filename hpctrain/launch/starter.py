@@ -30,7 +30,8 @@ from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import make_log_dir
 from hpctrain.world import detect
-from hpctrain.world.launcher import BENCH_VARIABLE, CHAOS_VARIABLE
+from hpctrain.world.launcher import BENCH_VARIABLE, CHAOS_VARIABLE, current
+from hpctrain.world.notes import note_failed_hosts
 from hpctrain.world.oom import count_oom_kills
 
 __all__ = ["start"]
@@ -46,6 +47,7 @@ _PASS_ON = (
     BENCH_VARIABLE,
     CHAOS_VARIABLE,
     "HPCTRAIN_TRACE",
+    "HPCTRAIN_NOTES",
     freed_memory.VARIABLE,
 )
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -272,6 +274,7 @@ class _Job:
             why = f"; the kernel killed {killed} here for want of memory" if killed > 0 else ""
             cause = f"{failed.cause}{why}"
             log.notice(f"rank {failed.rank} on {failed.host}: {cause}; all ranks ended")
+            note_failed_hosts(current(), [failed.host])
             # Hydra gives the bare number of a signal and says so; Open MPI and shells 128 more.
             if code == 0:
                 return 128 + signal.SIGKILL

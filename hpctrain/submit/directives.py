@@ -110,7 +110,8 @@ def _slurm(plan: Plan) -> list[str]:
     if request.after:
         words.append(f"--dependency=after{request.after_kind}:{':'.join(request.after)}")
         words.append("--kill-on-invalid-dep=yes")
-    words.append("--requeue" if request.max_requeues else "--no-requeue")
+    again = "--requeue=expedite" if request.expedite else "--requeue"
+    words.append(again if request.max_requeues else "--no-requeue")
     if request.signal_lead_s is not None:
         words.append(f"--signal=B:{request.signal}@{request.signal_lead_s}")
     return words
@@ -162,7 +163,7 @@ def _lsf(plan: Plan) -> list[str]:
         condition = {"ok": "done", "any": "ended"}[request.after_kind]
         words.append(f'-w "{" && ".join(f"{condition}({job})" for job in request.after)}"')
     if request.max_requeues:
-        words.append('-Q "75"')
+        words.append(f'-Q "{" ".join(map(str, plan.restart_codes))}"')
     if request.signal_lead_s is not None:
         words.append(f"-wa {request.signal} -wt {-(-request.signal_lead_s // 60)}")
     return words

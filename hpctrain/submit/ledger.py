@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import log
 from hpctrain.errors import InstallError, JobError
 from hpctrain.install.lock import held
 
@@ -35,17 +38,51 @@ class Entry:
 
 
 class Ledger:
-    """What was submitted, newest last. The last thousand are kept."""
+    """What was submitted, newest last. The last thousand are kept.
+
+    A job that cannot be added to the file, because that is damaged or cannot be written, gets a
+    file of its own in the folder beside it, which is read as well.
+    """
 
     def __init__(self, home: Path) -> None:
         self.path = home / "jobs.json"
+        self.aside = home / "jobs.d"
 
     def entries(self) -> list[Entry]:
         """All that is remembered.
 
         Raises:
-            JobError: the file is damaged.
+            JobError: the file is damaged, and nothing else is known.
         """
+        aside = self._entries_aside()
+        try:
+            rows = self._table()
+        except JobError as error:
+            if not aside:
+                raise
+            log.warn(str(error))
+            rows = []
+        return sorted([*rows, *aside], key=lambda entry: entry.submitted)
+
+    def add(self, entry: Entry) -> None:
+        """Remember a job; others may do the same at this moment.
+
+        The job is in the queue already, so this never fails: what cannot be kept in the file is
+        kept beside it, or beside the script, and that is said.
+        """
+        try:
+            with held(self.path.with_suffix(".lock"), what="remember a job", wait_s=_LOCK_WAIT_S):
+                rows = [*self._table(), entry][-_KEPT:]
+                table = {"version": 1, "jobs": [dataclasses.asdict(row) for row in rows]}
+                fresh = self.path.with_suffix(f".{os.getpid()}.new")
+                fresh.write_text(json.dumps(table, indent=1), encoding="utf-8")
+                fresh.replace(self.path)
+        except (OSError, InstallError, JobError) as error:
+            where = self._put_aside(entry)
+            kept = f"it is remembered in {where}" if where else "nothing remembers it: note the id"
+            log.warn(f"job {entry.job} was submitted; {kept} ({error})")
+
+    def _table(self) -> list[Entry]:
         try:
             table = json.loads(self.path.read_text(encoding="utf-8"))
             return [Entry(**row) for row in table["jobs"]]
@@ -53,26 +90,29 @@ class Ledger:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise JobError(
-                f"{self.path}, which remembers your jobs, cannot be read ({error}); move it away"
+                f"{self.path}, which remembers your jobs, cannot be read ({error}); mend it or "
+                "move it away"
             ) from error
 
-    def add(self, entry: Entry) -> None:
-        """Remember a job; others may do the same at this moment.
+    def _entries_aside(self) -> list[Entry]:
+        found = []
+        for path in sorted(self.aside.glob("*.json")):
+            try:
+                found.append(Entry(**json.loads(path.read_text(encoding="utf-8"))))
+            except (OSError, ValueError, TypeError) as error:
+                log.warn(f"{path}, which remembers a job, cannot be read ({error})")
+        return found
 
-        Raises:
-            JobError: the file cannot be written.
-        """
-        try:
-            with held(self.path.with_suffix(".lock"), what="remember a job", wait_s=_LOCK_WAIT_S):
-                rows = [*self.entries(), entry][-_KEPT:]
-                table = {"version": 1, "jobs": [dataclasses.asdict(row) for row in rows]}
-                fresh = self.path.with_suffix(f".{os.getpid()}.new")
-                fresh.write_text(json.dumps(table, indent=1), encoding="utf-8")
-                fresh.replace(self.path)
-        except (OSError, InstallError) as error:
-            raise JobError(
-                f"job {entry.job} was submitted, but {self.path} cannot be written: {error}"
-            ) from error
+    def _put_aside(self, entry: Entry) -> Path | None:
+        """A file for this job alone; None where there is no place for it."""
+        text = json.dumps(dataclasses.asdict(entry), indent=1)
+        name = f"{time.time_ns()}-{os.getpid()}.json"
+        for path in (self.aside / name, Path(f"{entry.script}.{name}")):
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+                return path
+        return None
 
     def find(self, job: str | None) -> Entry | None:
         """The newest entry of that id (or of its array), or the newest of all."""

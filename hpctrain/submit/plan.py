@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
+from hpctrain.exit_codes import REQUEUE
 from hpctrain.freed_memory import launch_variables
 from hpctrain.submit.kinds import TEMPLATES, Template, find_template
 from hpctrain.submit.limits import check_limits
@@ -38,6 +39,11 @@ class Plan:
     def num_ranks(self) -> int:
         """Ranks on all nodes together."""
         return self.request.num_nodes * self.ranks_per_node
+
+    @property
+    def restart_codes(self) -> tuple[int, ...]:
+        """Exit codes after which the script runs the job again, while restarts are left."""
+        return tuple(sorted({REQUEUE, *self.request.restart_on}))
 
     @property
     def is_array(self) -> bool:
@@ -195,6 +201,8 @@ def _check_dialect(plan: Plan) -> None:
             )
     if batch == "pbs" and site.whole_nodes and request.memory_mib:
         raise ConfigError(f"{site.title} gives nodes out whole; leave --memory out")
+    if request.expedite and batch != "slurm":
+        raise ConfigError(f"{batch} has no expedited restarts, only Slurm from 25.11; leave it out")
     lead_s = request.signal_lead_s
     if batch == "lsf" and lead_s and -(-lead_s // 60) >= -(-request.walltime_s // 60):
         raise ConfigError(

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from hpctrain import __version__
-from hpctrain.exit_codes import REQUEUE
+from hpctrain.doctor.leftovers import NAMES
+from hpctrain.exit_codes import DIED, REQUEUE
 from hpctrain.submit.directives import write_directives
 from hpctrain.submit.kinds import MANIFESTS
 from hpctrain.submit.kubernetes import check_manifest, manifest_context, quote_json
@@ -66,6 +67,7 @@ def render_plan(plan: Plan, *, templates: Path = JOBS / "templates") -> str:
 def _context(plan: Plan) -> dict[str, object]:
     request, site = plan.request, plan.site
     return {
+        "died_code": DIED,
         "directives": write_directives(plan),
         "each_node": each_node_words(plan),
         "environment": plan.environment,
@@ -79,8 +81,12 @@ def _context(plan: Plan) -> dict[str, object]:
         "rank_setup": _rank_setup(plan),
         "request": request,
         "requeue_code": REQUEUE,
+        "restart_codes": plan.restart_codes,
+        "shared_memory": [f"/dev/shm/{name}" for name, who in NAMES.items() if who != "hpctrain"],
         "signals": passed_signals(plan),
         "site": site,
+        # A step may still hold a node that does not answer any more.
+        "sweep_options": ["--overlap"] if plan.template.batch == "slurm" else [],
         "source": request.source,
     }
 

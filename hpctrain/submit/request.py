@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from hpctrain.errors import ConfigError
+from hpctrain.exit_codes import RESTART
 from hpctrain.submit.words import (
+    check_directive_value,
     check_identifier,
     check_name,
     check_path,
@@ -53,6 +55,8 @@ class Request:
     after: tuple[str, ...] = ()
     after_kind: str = "ok"
     max_requeues: int = 0
+    restart_on: tuple[int, ...] = RESTART
+    """Exit codes besides 75 after which the job is run again, while `max_requeues` allows it."""
     signal: str = "USR2"
     signal_lead_s: int | None = None
     """Seconds before the walltime is over at which the ranks get the signal."""
@@ -69,6 +73,10 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
     image: str | None = None
     directives: tuple[str, ...] = ()
+    snapshot: str | None = None
+    """Which copy of the code the command runs, for the log."""
+    expedite: bool = False
+    """Slurm 25.11: restart after a lost node at once, before all other jobs."""
     script: str | None = None
     """Where the script will be: batch systems that cannot requeue get it submitted again."""
 
@@ -77,9 +85,11 @@ class Request:
         self._check_numbers()
         check_name(self.name, "job name")
         check_path(self.log_dir, "log directory")
-        for what in ("partition", "account", "qos", "constraint", "reservation"):
+        for what in ("partition", "account", "qos", "reservation"):
             if (given := getattr(self, what)) is not None:
                 check_identifier(given, what)
+        if self.constraint is not None:  # an expression: [rack1|rack2], (a&b)|c, gpu*2
+            check_directive_value(self.constraint, "constraint")
         for job in self.after:
             check_job_id(job)
         _choose(self.after_kind, AFTER_KINDS, "dependency")
@@ -94,6 +104,10 @@ class Request:
             if path is not None:
                 _check_body_path(path)
         self._check_staged()
+        if self.snapshot is not None:
+            check_printable(self.snapshot, "snapshot")
+        if self.expedite and not self.max_requeues:
+            raise ConfigError("expedited restarts need restarts; give --requeue N too")
         for word in (*self.prologue, *self.directives):
             check_printable(word, "a word of the prologue or directives")
 
@@ -149,6 +163,9 @@ class Request:
             given = getattr(self, what)
             if given is not None and not least <= given <= most:
                 raise ConfigError(f"{what}={given} is not possible; give {least} to {most}")
+        for code in self.restart_on:
+            if not 1 <= code <= 255:
+                raise ConfigError(f"exit code {code} is not possible; give 1 to 255")
         if self.signal_lead_s is not None and self.signal_lead_s >= self.walltime_s:
             raise ConfigError(
                 f"the signal would come {self.signal_lead_s} s before the end of a job of "

@@ -142,9 +142,11 @@ class Site:
                 f"site {self.name}: default_gpus_per_node = {self.default_gpus_per_node} is more "
                 f"than gpus_per_node = {self.gpus_per_node}; correct the profile"
             )
-        for name in (self.partition, self.qos, self.constraint, self.account):
+        for name in (self.partition, self.qos, self.account):
             if name:
                 check_identifier(name, f"site {self.name}: directive value")
+        if self.constraint:
+            check_directive_value(self.constraint, f"site {self.name}: constraint")
         for word in (*self.select, *self.cpu_masks):
             check_directive_value(word, f"site {self.name}: value")
         for word in (*self.launch_options, *self.image_options):

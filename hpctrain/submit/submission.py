@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, JobError
 from hpctrain.submit.batch import BatchSystem, find_system
-from hpctrain.submit.batch.system import Ask, ask_program
+from hpctrain.submit.batch.system import Ask, Refused, ask_program
 from hpctrain.submit.ledger import Entry, Ledger
 from hpctrain.submit.plan import make_plan
 from hpctrain.submit.render import render_plan
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 
-__all__ = ["submit", "write_script"]
+__all__ = ["new_folder", "submit", "write_script"]
+
+_MOST_SCRIPTS = 10_000
+"""Of one name within one second."""
 
 
 def submit(
@@ -26,9 +32,12 @@ def submit(
     directory: Path,
     ledger: Ledger,
     show: Callable[[str], None],
+    tell: Callable[[str], None] = lambda job: None,
     ask: Ask = ask_program,
 ) -> list[str]:
     """Write the script beside the logs, show it, hand it over and remember it.
+
+    A submission that is refused leaves no script behind.
 
     Args:
         request: The job.
@@ -36,6 +45,7 @@ def submit(
         directory: The job's working directory.
         ledger: Remembers it.
         show: Is given the script's text before it is handed over.
+        tell: Is given each id as soon as it is known, before anything else can fail.
         ask: Runs the batch system's programs.
 
     Returns:
@@ -46,28 +56,91 @@ def submit(
         JobError: the batch system refuses.
     """
     logs = directory / request.log_dir
-    path = _free_path(logs, request.name)
-    plan = make_plan(dataclasses.replace(request, script=str(path)), site)
-    text = render_plan(plan)
-    show(text)
-    write_script(path, text)
-    system = find_system(plan.template.batch)
-    jobs = []
-    for index in _indices(system, request):
-        jobs.append(system.submit(path, ask, index=index))
-        entry = Entry(
-            job=jobs[-1],
-            batch=plan.template.batch,
-            name=request.name,
-            site=site.name,
-            directory=str(directory),
-            script=str(path),
-            log_dir=str(logs),
-            submitted=_now().strftime("%Y-%m-%dT%H:%M:%SZ"),
-            array_size=request.array_size if index is None else None,
-        )
-        ledger.add(entry)
+    make_plan(dataclasses.replace(request, script=str(logs / f"{request.name}.sh")), site)
+    jobs: list[str] = []
+    with _new_file(logs, request.name) as path:
+        plan = make_plan(dataclasses.replace(request, script=str(path)), site)
+        text = render_plan(plan)
+        show(text)
+        write_script(path, text)
+        system = find_system(plan.template.batch)
+        for index in _indices(system, request):
+            try:
+                jobs.append(system.submit(path, ask, index=index))
+            except Refused as error:
+                if not jobs:
+                    raise
+                raise JobError(f"{error}; submitted before that: {', '.join(jobs)}") from error
+            tell(jobs[-1])
+            entry = Entry(
+                job=jobs[-1],
+                batch=plan.template.batch,
+                name=request.name,
+                site=site.name,
+                directory=str(directory),
+                script=str(path),
+                log_dir=str(logs),
+                submitted=_now().strftime("%Y-%m-%dT%H:%M:%SZ"),
+                array_size=request.array_size if index is None else None,
+            )
+            ledger.add(entry)
     return jobs
+
+
+@contextlib.contextmanager
+def _new_file(folder: Path, name: str) -> Iterator[Path]:
+    """A script's path that nobody else gets; removed again where the script was not taken.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    with _claimed(folder, name, ".sh", _touch) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, name: str, suffix: str) -> Iterator[Path]:
+    """A folder beside the scripts that nobody else gets; removed where the job was not taken.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    with _claimed(folder, name, suffix, Path.mkdir) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path, name: str, suffix: str, make: Callable[[Path], None]) -> Iterator[Path]:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    path = _claim(folder, name, suffix, make)
+    try:
+        yield path
+    except (ConfigError, Refused):
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            for each in missing:  # the innermost first; a folder that others use is not empty
+                each.rmdir()
+        raise
+
+
+def _touch(path: Path) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o755))
+
+
+def _claim(folder: Path, name: str, suffix: str, make: Callable[[Path], None]) -> Path:
+    """Make something of a name that was free; exclusively, since others do the same now."""
+    stamp = _now().strftime("%Y%m%d-%H%M%S")
+    try:
+        for number in range(_MOST_SCRIPTS):
+            path = folder / f"{name}-{stamp}{f'-{number}' if number else ''}{suffix}"
+            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                make(path)
+                return path
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written to ({error}); choose another") from error
+    raise ConfigError(f"{folder} has {_MOST_SCRIPTS} scripts of {stamp}; choose another --log-dir")
 
 
 def write_script(path: Path, text: str) -> None:
@@ -88,14 +161,6 @@ def _indices(system: BatchSystem, request: Request) -> list[int | None]:
     if system.has_arrays or request.array_size is None:
         return [None]
     return list(range(request.array_size))
-
-
-def _free_path(folder: Path, name: str) -> Path:
-    stamp = _now().strftime("%Y%m%d-%H%M%S")
-    number = 0
-    while (path := folder / f"{name}-{stamp}{f'-{number}' if number else ''}.sh").exists():
-        number += 1
-    return path
 
 
 def _now() -> datetime.datetime:

@@ -7,6 +7,8 @@ a training from a file, which leaves `summary.json`.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -17,23 +19,34 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import ConfigError
+from hpctrain.submit.batch import JobState, find_system
+from hpctrain.submit.batch.system import Ask
+from hpctrain.submit.ledger import Entry, split_task
+from hpctrain.submit.states import ask_states
 
 __all__ = [
     "RESULT",
     "fill",
+    "forget_exit",
     "grid_points",
+    "job_states",
     "list_points",
+    "note_exit",
+    "note_jobs",
     "open_sweep",
     "random_points",
     "read_results",
     "sweep_commands",
+    "withdraw_sweep",
     "write_sweep",
 ]
 
 RESULT = "result.json"
 _SUMMARY = "summary.json"
 _MANIFEST = "sweep.json"
-_OWN = ("run_dir", "index")
+_JOBS = "jobs.json"
+_EXIT = "exit.json"
+_OWN = ("run_dir", "index", "state")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 _DRAW = re.compile(r"(uniform|loguniform|int|choice)\((.*)\)")
@@ -167,8 +180,11 @@ def sweep_commands(
 
 def write_sweep(
     directory: Path, points: Sequence[Point], commands: Sequence[Sequence[str]]
-) -> None:
+) -> bool:
     """Make the run directories and the manifest.
+
+    Returns:
+        Whether there was no sweep before.
 
     Raises:
         ConfigError: another sweep is in that directory, of which something was run.
@@ -177,7 +193,8 @@ def write_sweep(
     text = json.dumps(manifest, indent=1)
     path = directory / _MANIFEST
     try:
-        known = path.exists() and path.read_text(encoding="utf-8") != text
+        is_new = not path.exists()
+        known = not is_new and path.read_text(encoding="utf-8") != text
         if known and any(
             folder.is_dir() and any(folder.iterdir()) for folder in directory.iterdir()
         ):
@@ -187,6 +204,7 @@ def write_sweep(
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written ({error}); choose another") from error
+    return is_new
 
 
 def _folder(directory: Path, index: int) -> Path:
@@ -206,25 +224,121 @@ def open_sweep(directory: Path) -> list[Point]:
     return points
 
 
-def read_results(directory: Path, metric: str, *, largest: bool) -> list[dict[str, Any]]:
+def note_exit(directory: Path, index: int, code: int) -> None:
+    """Keep how a point's command ended, for the table."""
+    text = json.dumps({"exit_code": code})
+    (_folder(directory, index) / _EXIT).write_text(text, encoding="utf-8")
+
+
+def forget_exit(directory: Path, index: int) -> None:
+    """A point's command is about to be run."""
+    (_folder(directory, index) / _EXIT).unlink(missing_ok=True)
+
+
+def note_jobs(directory: Path, entries: Sequence[Entry]) -> None:
+    """Keep which jobs run the points: one array, or one job for each."""
+    rows = [dataclasses.asdict(entry) for entry in entries]
+    (directory / _JOBS).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def job_states(directory: Path, ask: Ask) -> dict[int, JobState]:
+    """How the jobs of a sweep are doing, by point; empty where none were submitted."""
+    try:
+        rows = json.loads((directory / _JOBS).read_text("utf-8"))
+        entries = [Entry(**row) for row in rows]
+    except (OSError, ValueError, TypeError):
+        return {}
+    found: dict[int, JobState] = {}
+    for number, entry in enumerate(entries):
+        first = find_system(entry.batch).first_index
+        for state in ask_states(entry, ask):
+            task = split_task(state.job)[1]
+            if entry.array_size is None:
+                found[number] = state
+            elif task is not None:
+                found[task - first] = state
+            else:  # an array that waits as a whole
+                found |= {each: state for each in range(entry.array_size) if each not in found}
+    return found
+
+
+def withdraw_sweep(directory: Path) -> None:
+    """Remove a sweep that was not taken by the batch system, unless something was run in it."""
+    with contextlib.suppress(OSError):
+        for path in sorted(directory.glob("[0-9]*")):
+            path.rmdir()
+        (directory / _MANIFEST).unlink()
+        directory.rmdir()
+
+
+def read_results(
+    directory: Path,
+    metric: str,
+    *,
+    largest: bool,
+    jobs: Mapping[int, JobState] | None = None,
+) -> list[dict[str, Any]]:
     """One row per point, the best first and those without a result last.
+
+    Args:
+        directory: Of the sweep.
+        metric: What to rank by.
+        largest: Whether the largest is the best.
+        jobs: How the job of each point is doing, for points that left no word themselves.
 
     Raises:
         ConfigError: there is no sweep, it sweeps a key of that name, or no point has that metric.
     """
     points = open_sweep(directory)
-    if metric in ("index", *points[0]):
+    if metric in ("index", "state", *points[0]):
         raise ConfigError(f"{metric} is what the sweep changes, not what it measures; see --metric")
     found = [_numbers(_folder(directory, index)) for index in range(len(points))]
     known = sorted({name for numbers in found for name in numbers})
     if known and metric not in known:
         raise ConfigError(f"no point has {metric!r}; there are {', '.join(known)}: give --metric")
     rows = [
-        {"index": index, **point, metric: numbers.get(metric)}
+        {
+            "index": index,
+            **point,
+            metric: numbers.get(metric),
+            "state": _tell_state(
+                _folder(directory, index), numbers, metric, (jobs or {}).get(index)
+            ),
+        }
         for index, (point, numbers) in enumerate(zip(points, found, strict=True))
     ]
     sign = -1 if largest else 1
     return sorted(rows, key=lambda row: (row[metric] is None, sign * (row[metric] or 0.0)))
+
+
+def _tell_state(
+    folder: Path, numbers: Mapping[str, float | None], metric: str, job: JobState | None
+) -> str:
+    """In a word what became of a point."""
+    code, summary = _read(folder / _EXIT).get("exit_code"), _read(folder / _SUMMARY)
+    if code:
+        return f"failed (exit code {code})"
+    if metric in numbers:
+        return "finished" if numbers[metric] is not None else "NaN"
+    if summary.get("state") == "failed":
+        return "failed"
+    if job is not None and job.is_final and job.state != "COMPLETED":
+        told = "" if job.exit_code is None else f", exit code {job.exit_code}"
+        return f"failed ({job.state}{told})"
+    if numbers or code == 0 or (job is not None and job.state == "COMPLETED"):
+        return f"no {metric}"
+    if job is not None and job.state in ("PENDING", "RUNNING"):
+        return job.state.lower()
+    started = folder.is_dir() and any(folder.iterdir())
+    return "unfinished" if started else "not started"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def _numbers(folder: Path) -> dict[str, float | None]:
@@ -259,7 +373,7 @@ def _split(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not _KEY.fullmatch(key) or key in _OWN:
         raise ConfigError(
-            f"{text!r} is not understood; write key=values, with a key other than run_dir and index"
+            f"{text!r} is not understood; write key=values, with a key other than {', '.join(_OWN)}"
         )
     return key, value
 

@@ -8,13 +8,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from hpctrain.errors import ConfigError
+from hpctrain.faults.allocation import ask_job
 
 __all__ = ["Lock", "holder_of", "is_alive", "is_held"]
 
@@ -23,6 +24,9 @@ _BEAT_S = 30.0
 _STOP_S = 5.0
 _SILENT_S = 300.0
 """A holder on another host that was silent for so long is gone."""
+_ENDING_S = 60.0
+"""How long the processes of a job that was cancelled may take to end."""
+_ASK_AGAIN_S = 2.0
 
 
 class Lock:
@@ -35,18 +39,31 @@ class Lock:
     Args:
         directory: The run directory.
         job_id: This batch job, where it is one.
+        batch_system: Of this job, as `Launch.batch_system`.
+        cluster: Whose ids these are: a job of another cluster cannot be asked for.
+        ask: Tells whether a job still runs, as `faults.allocation.ask_job`.
 
     Raises:
         ConfigError: another job holds it; the message says which.
     """
 
-    def __init__(self, directory: Path, *, job_id: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        job_id: str | None = None,
+        batch_system: str | None = None,
+        cluster: str | None = None,
+        ask: Callable[[str | None, str], str | None] = ask_job,
+    ) -> None:
         self.path = directory / NAME
         self._mine = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": psutil.Process().create_time(),
             "job_id": job_id,
+            "batch_system": batch_system,
+            "cluster": cluster,
             "since": time.time(),
         }
         self._over = threading.Event()
@@ -58,12 +75,33 @@ class Lock:
             holder = holder_of(directory)
             if holder is None:
                 continue  # it was released in this moment
-            if is_alive(holder, silent_s=self._silence(), job_id=job_id):
+            alive = is_alive(holder, silent_s=self._silence(), job_id=job_id)
+            if alive and not self._is_over(holder, ask):
                 raise ConfigError(_refusal(directory, holder, self.path))
             with contextlib.suppress(FileNotFoundError):
                 self.path.rename(self.path.with_suffix(f".stale-{os.getpid()}"))
                 self.path.with_suffix(f".stale-{os.getpid()}").unlink()
         raise ConfigError(f"{self.path} changes hands all the time; see who else uses {directory}")
+
+    def _is_over(
+        self, holder: Mapping[str, Any], ask: Callable[[str | None, str], str | None]
+    ) -> bool:
+        """Whether the batch system says that the holder's job has ended.
+
+        A job that was killed is silent, but so is one whose file system is slow: the batch system
+        knows at once what silence shows after minutes.
+        """
+        same = ("batch_system", "cluster")
+        if not holder.get("job_id") or any(
+            self._mine[key] is None or holder.get(key) != self._mine[key] for key in same
+        ):
+            return False
+        deadline = time.monotonic() + _ENDING_S
+        while (said := ask(holder["batch_system"], holder["job_id"])) == "ending":
+            if time.monotonic() > deadline:
+                return False
+            self._over.wait(_ASK_AGAIN_S)
+        return said == "over"
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT_S):

@@ -33,7 +33,13 @@ def open_directory(world: World, path: Path | None) -> tuple[RunDirectory | None
     if world.rank == 0:
         try:
             directory.make()
-            lock = Lock(path, job_id=world.launch.job_id)
+            launch = world.launch
+            lock = Lock(
+                path,
+                job_id=launch.job_id,
+                batch_system=launch.batch_system,
+                cluster=launch.cluster,
+            )
         except (ConfigError, OSError) as error:
             trouble = str(error)
     agree(world.comm, trouble, error=ConfigError)

@@ -31,7 +31,8 @@ __all__ = [
 
 def search_beside(path: Path | None) -> None:
     """Find modules beside the configuration file, and where the command was given."""
-    for folder in (str(Path.cwd()), *([str(path.resolve().parent)] if path else [])):
+    here = [] if sys.flags.safe_path else [str(Path.cwd())]  # as Python does it itself
+    for folder in (*here, *([str(path.resolve().parent)] if path else [])):
         if folder not in sys.path:
             sys.path.insert(0, folder)
 

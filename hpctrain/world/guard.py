@@ -17,6 +17,7 @@ from typing import NoReturn
 from hpctrain.errors import LaunchError, TimedOutError
 from hpctrain.exit_codes import INTERRUPTED, TIMED_OUT
 from hpctrain.world.launcher import Launch
+from hpctrain.world.notes import note_exit
 
 __all__ = [
     "AgreedExit",
@@ -69,7 +70,8 @@ def _split_code(error: SystemExit) -> tuple[int, str | None]:
 
 
 def report_exit(launch: Launch, code: int, cause: str) -> None:
-    """Tell `hpctrain run`, where it started us, how this rank ends."""
+    """Tell `hpctrain run`, where it started us, and the job script how this rank ends."""
+    note_exit(launch, code)
     if launch.control_fd is None:
         return
     line = json.dumps({"exit": code, "cause": cause}) + "\n"

@@ -170,6 +170,10 @@ class Launch:
     """What `hpctrain chaos` lets go wrong here, as `faults.injection` reads it."""
     trace_dir: str | None = None
     """Where `hpctrain run --trace` wants every rank's events."""
+    cluster: str | None = None
+    """Whose job ids these are, where the batch system has a name for that."""
+    notes_dir: str | None = None
+    """Where the job script wants to be told of checkpoints and failed hosts."""
 
     @property
     def title(self) -> str:
@@ -210,6 +214,8 @@ def detect(environ: Mapping[str, str]) -> Launch:
         bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
         chaos=environ.get(CHAOS_VARIABLE) or None,
         trace_dir=environ.get("HPCTRAIN_TRACE") or None,
+        cluster=_cluster(environ, batch),
+        notes_dir=environ.get("HPCTRAIN_NOTES") or None,
     )
 
 
@@ -281,6 +287,14 @@ def _end_time(environ: Mapping[str, str], batch: str) -> float | None:
     if given is None and batch == "Slurm":
         given = _number(environ, "SLURM_JOB_END_TIME")
     return float(given) if given is not None and given > 0 else None
+
+
+def _cluster(environ: Mapping[str, str], batch: str) -> str | None:
+    if batch == "Slurm":
+        return environ.get("SLURM_CLUSTER_NAME") or None
+    if batch == "PBS":  # 123.server
+        return environ["PBS_JOBID"].partition(".")[2] or None
+    return None
 
 
 def _pmi(environ: Mapping[str, str]) -> str | None:

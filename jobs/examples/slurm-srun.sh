@@ -16,9 +16,32 @@ set -euo pipefail
 
 hpc_say() { printf 'hpctrain job: %s\n' "$*"; }
 hpc_job=$SLURM_JOB_ID
-hpc_restarts=${SLURM_RESTART_COUNT:-0}
+hpc_run=$SLURM_JOB_ID
 hpc_nodes=$SLURM_JOB_NODELIST
 hpc_log_start=$(stat -L -c %s "/proc/$$/fd/2")
+
+# Where the ranks say which checkpoints are complete, which host has failed, and why they end.
+export HPCTRAIN_NOTES="$PWD/logs/.restarts-$hpc_run"
+mkdir -p -- "$HPCTRAIN_NOTES"
+rm -f -- "$HPCTRAIN_NOTES/failed" "$HPCTRAIN_NOTES/code"
+hpc_restarts=${SLURM_RESTART_COUNT:-0}
+
+# Shared memory that killed ranks have left on this node: named as MPI libraries name theirs, this
+# user's, made since this job began, and neither open nor mapped anywhere.
+hpc_since=$(date +%s)
+hpc_sweep() {
+    local file number place
+    for file in /dev/shm/mpich_shm_* /dev/shm/vader_segment.* /dev/shm/sm_segment.* /dev/shm/osc_rdma.* /dev/shm/psm*_shm.*; do
+        if [ ! -f "$file" ] || [ ! -O "$file" ] || [ -L "$file" ]; then continue; fi
+        [ "$(stat -c %Y -- "$file")" -ge "$1" ] || continue
+        number=$((0x$(stat -c %D -- "$file")))
+        place=$(printf '%02x:%02x %d' $((number >> 8 & 0xfff)) \
+            $((number & 0xff | number >> 12 & 0xfff00)) "$(stat -c %i -- "$file")")
+        grep -qsE -- " $place( |\$)" /proc/[0-9]*/maps && continue
+        [ -z "$(find /proc/[0-9]*/fd -lname "*/${file##*/}" -print -quit 2>/dev/null)" ] || continue
+        rm -f -- "$file" && printf 'hpctrain job: removed %s, left by killed ranks on %s\n' "$file" "$(hostname)"
+    done
+}
 
 # The warning before the end reaches this shell alone: it is passed on to the ranks.
 hpc_pid=''
@@ -43,6 +66,7 @@ hpc_say "since $(date -u +%Y-%m-%dT%H:%M:%SZ) on $(hostname) in $PWD"
 hpc_say "modules: ${LOADEDMODULES:-none}"
 hpc_command=(python train.py --epochs 30)
 hpc_say "command: $(printf '%q ' "${hpc_command[@]}")"
+hpc_each_node=(srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --mpi=none)
 
 if [ -n "$hpc_signalled" ]; then
     hpc_say "the signal $hpc_signalled came before the ranks were started"
@@ -68,24 +92,66 @@ if [ "$hpc_code" -gt 128 ] && [ -f "/proc/$$/fd/2" ]; then
         head -n 1)
     hpc_code=${hpc_first:-$hpc_code}
 fi
-hpc_say "exit code $hpc_code after $SECONDS s"
-
-if [ "$hpc_code" -eq 75 ]; then # the work is saved and not finished
-    if [ "$hpc_restarts" -lt 10 ]; then
-        # A job that was cancelled is completing already, and requeue would bring it back to life.
-        hpc_state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
-        if [ -n "$hpc_state" ] && [ "$hpc_state" != RUNNING ]; then
-            hpc_say "not run again: the job is ${hpc_state,,}, by somebody's wish"
-            exit 1
-        fi
-        hpc_say "requeued for restart $((hpc_restarts + 1)) of 10"
-        if scontrol requeue "$SLURM_JOB_ID"; then
-            exit 75
-        fi
-        hpc_say 'scontrol refused to requeue'
-        exit 1
-    fi
-    hpc_say 'not run again: 10 restarts were allowed'
-    hpc_code=1 # a batch system that requeues by exit code would not count
+if [ "$hpc_code" -ne 0 ] && [ -s "$HPCTRAIN_NOTES/code" ]; then
+    hpc_code=$(cat "$HPCTRAIN_NOTES/code") # of the rank that ended first; launchers have codes of their own
 fi
+hpc_say "exit code $hpc_code after $SECONDS s"
+if [ "$hpc_code" -ne 0 ]; then
+    hpc_sweep "$hpc_since"
+    # Nodes that are gone do not answer, and a cancelled job may start nothing any more.
+    timeout 60 "${hpc_each_node[@]}" --overlap bash -c "$(declare -f hpc_sweep); hpc_sweep $hpc_since" ||
+        hpc_say 'not every node was looked at for shared memory of killed ranks (hpctrain doctor --clean)'
+fi
+
+case "$hpc_code" in
+    75 | 124 | 137)
+        hpc_saved=$(cat "$HPCTRAIN_NOTES"/checkpoint-* 2>/dev/null || true)
+        hpc_failed=$(cat "$HPCTRAIN_NOTES/failed" 2>/dev/null || true)
+        if [ "$hpc_restarts" -ge 10 ]; then
+            hpc_say 'not run again: 10 restarts were allowed'
+        elif [ -e "$HPCTRAIN_NOTES/saved" ] && [ "$hpc_saved" = "$(cat "$HPCTRAIN_NOTES/saved")" ] &&
+            { [ -n "$hpc_saved" ] || [ "$hpc_code" -ne 75 ]; }; then
+            hpc_say "not run again: no new checkpoint since the last restart (${hpc_saved:-none was ever reported})"
+        else
+            printf '%s\n' "$hpc_saved" >"$HPCTRAIN_NOTES/saved"
+            # A job that was cancelled is completing already, and requeue would bring it back to life.
+            hpc_shown=$(scontrol --oneliner show job "$SLURM_JOB_ID" || true)
+            hpc_state=$(sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p' <<<"$hpc_shown")
+            if [ -n "$hpc_state" ] && [ "$hpc_state" != RUNNING ]; then
+                hpc_say "not run again: the job is ${hpc_state,,} already (cancelled, preempted or out of time)"
+                exit 1
+            fi
+            hpc_avoid=''
+            for hpc_host in $hpc_failed; do
+                if scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -qxF -- "${hpc_host%%.*}"; then
+                    hpc_avoid=${hpc_avoid:+$hpc_avoid,}${hpc_host%%.*}
+                fi
+            done
+            if [ -n "$hpc_avoid" ]; then
+                hpc_avoid+=$(sed -n 's/.* ExcNodeList=\([^ (]\{1,\}\).*/,\1/p' <<<"$hpc_shown")
+                hpc_others=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%N | sort -u |
+                    grep -cvxF -f <(scontrol show hostnames "$hpc_avoid") || true)
+                if [ "${hpc_others:-0}" -lt 2 ]; then
+                    hpc_say "$hpc_avoid is not left out: the partition has ${hpc_others:-0} other nodes, and the job needs 2"
+                    hpc_avoid=''
+                fi
+            fi
+            hpc_say "requeued for restart $((hpc_restarts + 1)) of 10"
+            if scontrol requeue "$SLURM_JOB_ID"; then
+                # Only a job that waits can be kept away from nodes. Slurm is ending this shell meanwhile.
+                if [ -z "$hpc_avoid" ]; then
+                    :
+                elif (trap '' TERM && exec scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$hpc_avoid"); then
+                    hpc_say "the restart keeps away from $hpc_avoid (scontrol update JobId=$SLURM_JOB_ID ExcNodeList= lifts it)"
+                else
+                    hpc_say "the restart may get $hpc_avoid again"
+                fi
+                exit 75
+            fi
+            hpc_say 'scontrol refused to requeue'
+        fi
+        [ "$hpc_code" -ne 75 ] || hpc_code=1 # a batch system that requeues by exit code would not count
+        ;;
+esac
+rm -rf -- "$HPCTRAIN_NOTES"
 exit "$hpc_code"

@@ -17,9 +17,25 @@ set -euo pipefail
 
 hpc_say() { printf 'hpctrain job: %s\n' "$*"; }
 hpc_job=$SLURM_JOB_ID
-hpc_restarts=${SLURM_RESTART_COUNT:-0}
 hpc_nodes=$SLURM_JOB_NODELIST
 hpc_log_start=$(stat -L -c %s "/proc/$$/fd/2")
+
+# Shared memory that killed ranks have left on this node: named as MPI libraries name theirs, this
+# user's, made since this job began, and neither open nor mapped anywhere.
+hpc_since=$(date +%s)
+hpc_sweep() {
+    local file number place
+    for file in /dev/shm/mpich_shm_* /dev/shm/vader_segment.* /dev/shm/sm_segment.* /dev/shm/osc_rdma.* /dev/shm/psm*_shm.*; do
+        if [ ! -f "$file" ] || [ ! -O "$file" ] || [ -L "$file" ]; then continue; fi
+        [ "$(stat -c %Y -- "$file")" -ge "$1" ] || continue
+        number=$((0x$(stat -c %D -- "$file")))
+        place=$(printf '%02x:%02x %d' $((number >> 8 & 0xfff)) \
+            $((number & 0xff | number >> 12 & 0xfff00)) "$(stat -c %i -- "$file")")
+        grep -qsE -- " $place( |\$)" /proc/[0-9]*/maps && continue
+        [ -z "$(find /proc/[0-9]*/fd -lname "*/${file##*/}" -print -quit 2>/dev/null)" ] || continue
+        rm -f -- "$file" && printf 'hpctrain job: removed %s, left by killed ranks on %s\n' "$file" "$(hostname)"
+    done
+}
 
 # The warning before the end reaches this shell alone: it is passed on to the ranks.
 hpc_pid=''
@@ -38,13 +54,14 @@ export NCCL_SOCKET_IFNAME=eno2np0
 export OMP_NUM_THREADS=16
 export SRUN_CPUS_PER_TASK=16 # from Slurm 22.05 on srun no longer takes it from the job
 
-hpc_say "$hpc_job, restart $hpc_restarts of at most 0"
+hpc_say "$hpc_job, restart 0 of at most 0"
 hpc_say '2 nodes, 8 ranks, 4 GPUs per node'
 hpc_say "nodes: $hpc_nodes"
 hpc_say "since $(date -u +%Y-%m-%dT%H:%M:%SZ) on $(hostname) in $PWD"
 hpc_say "modules: ${LOADEDMODULES:-none}"
 hpc_command=(python train.py)
 hpc_say "command: $(printf '%q ' "${hpc_command[@]}")"
+hpc_each_node=(srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --mpi=none)
 
 if [ -n "$hpc_signalled" ]; then
     hpc_say "the signal $hpc_signalled came before the ranks were started"
@@ -71,6 +88,12 @@ if [ "$hpc_code" -gt 128 ] && [ -f "/proc/$$/fd/2" ]; then
     hpc_code=${hpc_first:-$hpc_code}
 fi
 hpc_say "exit code $hpc_code after $SECONDS s"
+if [ "$hpc_code" -ne 0 ]; then
+    hpc_sweep "$hpc_since"
+    # Nodes that are gone do not answer, and a cancelled job may start nothing any more.
+    timeout 60 "${hpc_each_node[@]}" --overlap bash -c "$(declare -f hpc_sweep); hpc_sweep $hpc_since" ||
+        hpc_say 'not every node was looked at for shared memory of killed ranks (hpctrain doctor --clean)'
+fi
 
 if [ "$hpc_code" -eq 75 ]; then # the work is saved and not finished
     hpc_say 'not run again: no restarts were allowed'

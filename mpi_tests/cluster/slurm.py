@@ -50,17 +50,22 @@ class Slurm:
         nodes: The nodes, with `head` as the last host: it runs the clients, but no jobs.
     """
 
-    def __init__(self, count: int = 3, *, cpus: int = 4, gpus: int = 2) -> None:
+    def __init__(
+        self, count: int = 3, *, cpus: int = 4, gpus: int = 2, slurmd_timeout_s: int = 30
+    ) -> None:
         """Only notes what to make.
 
         Args:
             count: How many compute nodes, `node1` ...
             cpus: The cores that each claims to have.
             gpus: The GPUs that each claims to have.
+            slurmd_timeout_s: How long a node may be silent before it is called down; Slurm's own
+                default is 300.
         """
         self.nodes = Nodes(count, extra=(HEAD,))
         self._cpus = cpus
         self._gpus = gpus
+        self._slurmd_timeout_s = slurmd_timeout_s
         self._daemons: list[subprocess.Popen[str]] = []
         self._daemons_of: dict[str, subprocess.Popen[str]] = {}
 
@@ -193,12 +198,19 @@ class Slurm:
         back = ["scontrol", "update", f"nodename={host}", "state=resume"]
         self.run(back, timeout_s=CLIENT_LIMIT_S, check=False)  # refused where it was never away
 
-    def power_off(self, host: str) -> None:
-        """A node breaks down, and the controller is told, which would notice only minutes later."""
+    def power_off(self, host: str, *, tell: bool = True) -> None:
+        """A node breaks down.
+
+        Args:
+            host: The node.
+            tell: Tell the controller, which would notice only minutes later.
+        """
         daemon = self._daemons_of[host]
         self._daemons.remove(daemon)
         self.nodes.power_off(host)
         daemon.wait(timeout=CLIENT_LIMIT_S)
+        if not tell:
+            return
         down = ["scontrol", "update", f"nodename={host}", "state=down", "reason=test"]
         self.run(down, timeout_s=CLIENT_LIMIT_S)
 
@@ -224,6 +236,7 @@ class Slurm:
             nodes={host: self.nodes.address(host) for host in compute},
             cpus=self._cpus,
             gpus=self._gpus,
+            slurmd_timeout_s=self._slurmd_timeout_s,
         )
         root = self.directory
         munged = ["munged", "--foreground", f"--key-file={root}/munge.key", "--num-threads=4"]

@@ -41,7 +41,7 @@ MpiDefault=pmix
 ReturnToService=2
 RequeueExit=75
 KillWait=5
-SlurmdTimeout=30
+SlurmdTimeout={slurmd_timeout_s}
 MailProg=/bin/true
 NodeName=DEFAULT CPUs={cpus} Sockets=1 CoresPerSocket={cpus} ThreadsPerCore=1
 NodeName=DEFAULT RealMemory=4000 Gres=gpu:{gpus}
@@ -54,7 +54,13 @@ NULL_DEVICE = os.makedev(1, 3)
 
 
 def write_files(
-    root: Path, *, head: tuple[str, str], nodes: Mapping[str, str], cpus: int, gpus: int
+    root: Path,
+    *,
+    head: tuple[str, str],
+    nodes: Mapping[str, str],
+    cpus: int,
+    gpus: int,
+    slurmd_timeout_s: int,
 ) -> None:
     """Fills an empty directory.
 
@@ -64,6 +70,7 @@ def write_files(
         nodes: The host names and addresses of the compute nodes.
         cpus: The cores that each node claims to have.
         gpus: The GPUs that each node claims to have; Slurm only wants to see character devices.
+        slurmd_timeout_s: How long a node may be silent before the controller calls it down.
     """
     for name in ("state", "log", "dev", "spool", "scratch", "jobs"):
         (root / name).mkdir()
@@ -82,6 +89,7 @@ def write_files(
         head_address=head[1],
         cpus=cpus,
         gpus=gpus,
+        slurmd_timeout_s=slurmd_timeout_s,
         nodes="\n".join(f"NodeName={host} NodeAddr={ip}" for host, ip in nodes.items()),
     )
     (root / "slurm.conf").write_text(text, encoding="utf-8")

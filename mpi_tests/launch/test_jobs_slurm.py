@@ -120,7 +120,7 @@ def jobs(desk: Desk) -> dict[str, list[str]]:
         "requeue": [*plain, "--requeue", "1", "--array", "2", *python, "again.py"],
         "warned-srun": [*plain, *two, *warning, *python, "warned.py"],
         "warned-mpirun": [*mpirun, *as_root, *warning, *python, "warned.py"],
-        "srun": ["--mpi", mpi.srun_plugin, *two, *script, "train.py"],
+        "srun": [*two, *script, "train.py"],  # --mpi is chosen for the MPI that is here
         "mpirun": [*mpirun, *as_root, *script, "train.py"],
         "cancel": [*plain, *python, "-c", waiting],
         "staged": [

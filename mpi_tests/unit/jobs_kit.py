@@ -24,7 +24,18 @@ case "${0##*/} ${1-}" in
 esac
 """
 PROGRAMS = (
-    *("srun", "mpirun", "mpiexec", "jsrun", "flux", "sbcast", "scontrol", "module", "sbatch"),
+    *(
+        "srun",
+        "mpirun",
+        "mpiexec",
+        "jsrun",
+        "flux",
+        "sbcast",
+        "scontrol",
+        "sinfo",
+        "module",
+        "sbatch",
+    ),
     *("scancel", "sacct", "qsub", "qstat", "qdel", "bsub", "bjobs", "bkill"),
 )
 BATCH_ENVIRONMENT = {

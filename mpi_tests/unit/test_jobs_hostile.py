@@ -41,7 +41,7 @@ SOON = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 TEXTS = {"name", "partition", "account", "qos", "constraint", "reservation", "log_dir"}
-TEXTS |= {"after_kind", "signal", "pack", "venv", "template", "mpi", "image", "script"}
+TEXTS |= {"snapshot", "after_kind", "signal", "pack", "venv", "template", "mpi", "image", "script"}
 LISTS = {"after", "stage", "prologue", "modules", "source", "directives"}
 NUMBERS = {
     *("walltime_s", "num_nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_node", "memory_mib"),
@@ -84,7 +84,7 @@ def check_script(recorder: Recorder, script: str, command: tuple[str, ...]) -> l
 
 def test_every_field_is_looked_at_here():
     fields = {field.name for field in dataclasses.fields(Request)}
-    assert fields == TEXTS | LISTS | NUMBERS | {"commands", "environment"}
+    assert fields == TEXTS | LISTS | NUMBERS | {"commands", "environment", "restart_on", "expedite"}
 
 
 @SOON

@@ -127,7 +127,9 @@ def test_requeueing_is_counted_and_capped(template, tmp_path):
     recorder = Recorder(tmp_path)
     script = everything(template, stage=(), pack=None, prologue=())
     for count in ("0", "1", "2"):
-        (recorder.work / "logs" / ".restarts-7-2").write_text(count)
+        notes = recorder.work / "logs" / ".restarts-7-2"
+        notes.mkdir(exist_ok=True)
+        (notes / "count").write_text(count)
         restarts = {"SLURM_RESTART_COUNT": count, "HPCTRAIN_RESTARTS": count}
         done = recorder.run(script, FAKE_CODE=str(REQUEUE), **restarts)
         again = [" ".join(c) for c in recorder.calls() if c[0] in ("scontrol", "qsub")]
@@ -140,15 +142,19 @@ def test_requeueing_is_counted_and_capped(template, tmp_path):
         following = str(int(count) + 1)
         expected = {
             "slurm": ["scontrol --oneliner show job 7", "scontrol requeue 7"],
-            "pbs": [f"qsub -v HPCTRAIN_RESTARTS={following} /scripts/job one.sh"],
+            "pbs": [
+                f"qsub -v HPCTRAIN_RESTARTS={following},HPCTRAIN_FIRST_JOB=7.server "
+                "/scripts/job one.sh"
+            ],
             "lsf": [],
             "flux": [
-                f"flux --parent batch --env=HPCTRAIN_RESTARTS={following} /scripts/job one.sh"
+                f"flux --parent batch --env=HPCTRAIN_RESTARTS={following} "
+                "--env=HPCTRAIN_FIRST_JOB=known /scripts/job one.sh"
             ],
         }[TEMPLATES[template].batch]
         assert again == expected
         if template == "lsf-jsrun":
-            assert (recorder.work / "logs" / ".restarts-7-2").read_text().strip() == following
+            assert (notes / "count").read_text().strip() == following
     none = everything(template, stage=(), pack=None, prologue=(), max_requeues=0)
     done = recorder.run(none, FAKE_CODE=str(REQUEUE))
     assert done.returncode == 1

@@ -66,9 +66,9 @@ def test_flags(verb):
 
 
 JOB = """--account --after --after-kind --array --array-limit --constraint --cpus-per-rank
---directive --env --gpus-per-node --help --image --log-dir --memory --module --mpi --name --nodes
---pack --partition --prologue --qos --queue --ranks-per-node --requeue --reservation --signal
---signal-lead --site --source --stage --template --time --venv -h"""
+--directive --env --expedite --gpus-per-node --help --image --log-dir --memory --module --mpi --name
+--nodes --pack --partition --prologue --qos --queue --ranks-per-node --requeue --requeue-on
+--reservation --signal --signal-lead --site --source --stage --template --time --venv -h"""
 SWEEP = "--dir --grid --help --list --num --random --seed -h"
 SWEPT = """--batch --dir --help --load-limit --repeats --retries --seed --steps --timeout --warmup
 -h -m"""
@@ -86,7 +86,7 @@ ACTIONS = {
     ("checkpoint", "export"): "--all --best --ema --help --key --metric -h",
     ("checkpoint", "import"): "--help --key --step --to -h",
     ("job", "render"): f"{JOB} --output -o",
-    ("job", "submit"): f"{JOB} --chain --json --quiet -q",
+    ("job", "submit"): f"{JOB} --chain --json --quiet --snapshot -q",
     ("job", "status"): "--help --json -h",
     ("job", "logs"): "--follow --help --lines --task -f -h -n",
     ("job", "cancel"): "--help -h",
@@ -106,7 +106,7 @@ ACTIONS = {
     ("bench", "fit"): "--engines --help --ranks --repeats --title -h",
     ("bench", "measure"): "--help -h",
     ("sweep", "run"): SWEEP,
-    ("sweep", "submit"): f"{JOB} {SWEEP}",
+    ("sweep", "submit"): f"{JOB} {SWEEP} --snapshot",
     ("sweep", "table"): "--dir --help --json --max --metric -h",
 }
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
+from hpctrain.faults.allocation import ask_job, read_job
 from hpctrain.train.config import parse_config
 from hpctrain.train.directory import RunDirectory
 from hpctrain.train.display import Live
@@ -244,6 +245,61 @@ def test_stale_locks_are_recognised(tmp_path):
         with pytest.raises(ConfigError, match=r"wait 5 minutes or remove .*run\.lock"):
             Lock(tmp_path, job_id="5")
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+
+
+def test_the_lock_of_a_killed_job_elsewhere_is_taken_when_the_batch_system_says_so(tmp_path):
+    far = {"host": "elsewhere", "pid": 1, "started": 0.0, "job_id": "6"}
+    far |= {"batch_system": "Slurm", "cluster": "big"}
+    asked = []
+
+    def answers(*words):
+        left = list(words)
+
+        def ask(batch_system, job):
+            asked.append((batch_system, job))
+            return left.pop(0)
+
+        return ask
+
+    def attempt(holder, *words, **more):
+        (tmp_path / "run.lock").write_text(json.dumps(holder))
+        mine = {"job_id": "7", "batch_system": "Slurm", "cluster": "big"} | more
+        Lock(tmp_path, ask=answers(*words), **mine).release()
+
+    attempt(far, "over")
+    attempt(far, "ending", "over")  # its processes are still being killed
+    assert asked == [("Slurm", "6")] * 3
+    for word in ("alive", None):
+        with pytest.raises(ConfigError, match="in use by process 1 on elsewhere, job 6"):
+            attempt(far, word)
+    asked.clear()
+    for other in ({"cluster": "small"}, {"cluster": None}, {"batch_system": "PBS"}):
+        with pytest.raises(ConfigError, match="in use"):  # whose job 6 may be another
+            attempt(far, **other)
+    with pytest.raises(ConfigError, match="in use"):
+        attempt({**far, "job_id": None})
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "code", "out", "err", "said"),
+    [
+        ("Slurm", 0, "RUNNING\n", "", "alive"),
+        ("Slurm", 0, "PENDING\n", "", "alive"),
+        ("Slurm", 0, "COMPLETING\n", "", "ending"),
+        ("Slurm", 0, "CANCELLED\n", "", "over"),
+        ("Slurm", 0, "", "", "over"),
+        ("Slurm", 1, "", "slurm_load_jobs error: Invalid job id specified\n", "over"),
+        ("Slurm", 1, "", "Unable to contact slurm controller\n", None),
+        ("PBS", 0, "Job id ...", "", "alive"),
+        ("PBS", 35, "", "Job has finished", "over"),
+        ("PBS", 153, "", "Unknown Job Id", "over"),
+        ("PBS", 1, "", "cannot connect to server", None),
+    ],
+)
+def test_whether_another_job_has_ended_is_the_batch_systems_word(batch, code, out, err, said):
+    assert read_job(batch, code, out, err) == said
+    assert ask_job("Flux", "1") is None
 
 
 @given(

@@ -11,7 +11,7 @@ from hpctrain import log
 from hpctrain.cli.bench.options import add_settings, settings_of
 from hpctrain.cli.bench.program import subject_of
 from hpctrain.cli.bench.scale import ENGINES, add_scaling
-from hpctrain.cli.job.options import add_job_options, request_from, site_from
+from hpctrain.cli.job.options import add_job_options, job_from
 from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness.command import choose, numbers
 from hpctrain.scaling.sweeps.folder import Folder, Sweep
@@ -50,8 +50,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("the sweep itself decides --array and --nodes; give --node-counts")
     subject = subject_of(args)
     program = subject.program
-    site = site_from(args)
-    request = request_from(args, (("python", "-m", "hpctrain"),))
+    request, site = job_from(args, (("python", "-m", "hpctrain"),))
     plan = make_plan(request, site)
     per_node, threads = plan.ranks_per_node, plan.cpus_per_rank or 1
     nodes = numbers("--node-counts", args.node_counts)

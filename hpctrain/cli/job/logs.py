@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from hpctrain import log
 from hpctrain.cli.job.known import add_job, meant
 from hpctrain.errors import ConfigError
 from hpctrain.submit.batch.system import ask_program
 from hpctrain.submit.following import follow, last_lines, log_paths
+from hpctrain.submit.ledger import Entry
+from hpctrain.submit.states import runs_of
 
 __all__ = ["add_arguments", "main"]
 
@@ -32,10 +35,12 @@ def main(args: argparse.Namespace) -> int:
         if len(paths) > 1:
             raise ConfigError(f"job {entry.job} is an array; name one task with --task")
         try:
-            follow(entry, paths[0], _write, ask_program)
+            _follow(entry, paths[0])
         except KeyboardInterrupt:
             log.notice(f"job {entry.job} goes on")
         return 0
+    if len(paths) == 1:  # a restart that is a job of its own has a log of its own
+        paths = [*paths, *(log_paths(run)[0] for run in runs_of(entry)[1:])]
     if len(paths) == 1:
         _write(last_lines(paths[0], args.lines))
         return 0
@@ -46,6 +51,15 @@ def main(args: argparse.Namespace) -> int:
         else:
             print("(there is no log yet)")
     return 0
+
+
+def _follow(entry: Entry, path: Path) -> None:
+    """Follow a job, then each restart of it that is a job of its own."""
+    follow(entry, path, _write, ask_program)
+    followed = 1
+    while len(runs := runs_of(entry)) > followed:
+        follow(runs[followed], log_paths(runs[followed])[0], _write, ask_program)
+        followed += 1
 
 
 def _write(text: str) -> None:

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from hpctrain import log
 from hpctrain.errors import ConfigError
+from hpctrain.exit_codes import RESTART
+from hpctrain.submit.batch.slurm import why_no_expedite
+from hpctrain.submit.batch.system import ask_program
 from hpctrain.submit.kinds import TEMPLATES
 from hpctrain.submit.places import JOBS, user_sites
 from hpctrain.submit.request import AFTER_KINDS, SIGNALS, Request
 from hpctrain.submit.site import Site, load_site
+from hpctrain.submit.snapshot import run_snapshot, take_snapshot
+from hpctrain.submit.srun_mpi import settle_mpi
+from hpctrain.submit.submission import new_folder
 from hpctrain.submit.units import parse_duration, parse_memory
 
-__all__ = ["add_job_options", "command_of", "request_from", "site_folders", "site_from"]
+__all__ = [
+    "add_job_options",
+    "add_snapshot",
+    "command_of",
+    "job_from",
+    "request_from",
+    "site_folders",
+    "site_from",
+    "snapshot_for",
+]
 
 
 def site_folders() -> list[Path]:
@@ -26,6 +44,41 @@ def site_folders() -> list[Path]:
 def site_from(args: argparse.Namespace) -> Site:
     """The site that was asked for."""
     return load_site(args.site, site_folders())
+
+
+def job_from(
+    args: argparse.Namespace, commands: tuple[tuple[str, ...], ...], *, script: str | None = None
+) -> tuple[Request, Site]:
+    """The job and the site that were asked for; what was left open is settled, and said.
+
+    Raises:
+        ConfigError: one of the options is wrong.
+    """
+    request, site = request_from(args, commands, script=script), site_from(args)
+    if request.expedite and (why_not := why_no_expedite(ask_program)):
+        log.notice(f"restarts wait their turn: {why_not}")
+        request = replace(request, expedite=False)
+    return settle_mpi(request, site, say=log.notice), site
+
+
+def add_snapshot(parser: argparse.ArgumentParser) -> None:
+    """Declare --snapshot, for verbs that submit."""
+    parser.add_argument(
+        "--snapshot", action="store_true", help="run a copy of the code as it is now"
+    )
+
+
+@contextlib.contextmanager
+def snapshot_for(request: Request, args: argparse.Namespace) -> Iterator[Request]:
+    """The request, with a copy of the code where that was asked for; none is left if it fails."""
+    if not args.snapshot:
+        yield request
+        return
+    here = Path.cwd()
+    with new_folder(here / request.log_dir, request.name, ".code") as folder:
+        snapshot = take_snapshot(here, folder)
+        log.notice(f"the job runs a copy of the code: {snapshot.title}")
+        yield run_snapshot(request, snapshot, os.environ)
 
 
 def command_of(words: Sequence[str]) -> tuple[str, ...]:
@@ -77,7 +130,16 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
 
 def _add_ends(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--requeue", type=int, default=0, metavar="N", help="restarts after exit code 75"
+        "--requeue", type=int, default=0, metavar="N", help="restarts, at most, while it advances"
+    )
+    group.add_argument(
+        "--requeue-on",
+        default=",".join(map(str, RESTART)),
+        metavar="C",
+        help="exit codes to restart after besides 75 (default: %(default)s); none: 75 alone",
+    )
+    group.add_argument(
+        "--expedite", action="store_true", help="restart lost nodes' jobs first (Slurm 25.11)"
     )
     group.add_argument("--signal", choices=SIGNALS, default="USR2", help="the warning's signal")
     group.add_argument("--signal-lead", metavar="T", help="warn the ranks so long before the end")
@@ -128,6 +190,8 @@ def request_from(
         after=tuple(args.after),
         after_kind=args.after_kind,
         max_requeues=args.requeue,
+        restart_on=_codes(args.requeue_on),
+        expedite=args.expedite,
         signal=args.signal,
         signal_lead_s=parse_duration(lead, what="signal lead") if lead is not None else None,
         stage=tuple(args.stage),
@@ -141,6 +205,13 @@ def request_from(
         directives=tuple(args.directive),
         script=script,
     )
+
+
+def _codes(text: str) -> tuple[int, ...]:
+    words = [] if text == "none" else text.split(",")
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise ConfigError(f"--requeue-on {text!r} is not understood; write 124,137 or none")
+    return tuple(map(int, words))
 
 
 def _split(command: str) -> tuple[str, ...]:

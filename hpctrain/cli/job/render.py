@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hpctrain.cli.job.options import add_job_options, command_of, request_from, site_from
+from hpctrain.cli.job.options import add_job_options, command_of, job_from
 from hpctrain.submit.render import render
 from hpctrain.submit.submission import write_script
 
@@ -24,7 +24,7 @@ def main(args: argparse.Namespace) -> int:
     """Write the script."""
     path = args.output.absolute() if args.output else None
     script = str(path) if path else None
-    text = render(request_from(args, (command_of(args.command),), script=script), site_from(args))
+    text = render(*job_from(args, (command_of(args.command),), script=script))
     if path is None:
         print(text, end="")
     else:

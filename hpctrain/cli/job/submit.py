@@ -10,8 +10,15 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.job.options import add_job_options, command_of, request_from, site_from
-from hpctrain.errors import ConfigError
+from hpctrain.cli.job.options import (
+    add_job_options,
+    add_snapshot,
+    command_of,
+    job_from,
+    snapshot_for,
+)
+from hpctrain.errors import ConfigError, JobError
+from hpctrain.submit.batch.system import Refused
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
 from hpctrain.submit.plan import make_plan
@@ -25,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.usage = "hpctrain job submit [options] -- COMMAND [ARGS ...]"
     add_job_options(parser)
+    add_snapshot(parser)
     parser.add_argument(
         "--chain", type=int, default=1, metavar="N", help="N such jobs, each after the one before"
     )
@@ -37,28 +45,41 @@ def main(args: argparse.Namespace) -> int:
     """Submit, and print the ids."""
     if not 1 <= args.chain <= 1000:
         raise ConfigError(f"--chain {args.chain} is not possible; give 1 to 1000")
-    request, site = request_from(args, (command_of(args.command),)), site_from(args)
+    request, site = job_from(args, (command_of(args.command),))
     if args.chain > 1:  # what is wrong with the second is said before the first is handed over
         make_plan(dataclasses.replace(request, after=("1",), script="to be named"), site)
     _warn_of_absent(request)
     ledger = Ledger(state_home(os.environ))
     jobs: list[str] = []
-    for _ in range(args.chain):
-        new = submit(
-            request,
-            site,
-            directory=Path.cwd(),
-            ledger=ledger,
-            show=_keep_quiet if args.quiet else _show,
-        )
-        jobs += new
-        request = dataclasses.replace(request, after=tuple(new))
-    if args.json:
+    show = _keep_quiet if args.quiet else _show
+    try:
+        with snapshot_for(request, args) as job:  # one copy for all of a chain
+            for _ in range(args.chain):
+                try:
+                    new = submit(
+                        job,
+                        site,
+                        directory=Path.cwd(),
+                        ledger=ledger,
+                        show=show,
+                        tell=jobs.append,
+                    )
+                except Refused as error:
+                    if jobs:  # those before need their copy of the code
+                        raise JobError(str(error)) from error
+                    raise
+                job = dataclasses.replace(job, after=tuple(new))
+    finally:  # what was submitted before something failed is in the queue
+        _print(jobs, args)
+    return 0
+
+
+def _print(jobs: list[str], args: argparse.Namespace) -> None:
+    if args.json and jobs:
         print(json.dumps({"jobs": jobs}))
-    else:
+    elif jobs:
         print("\n".join(jobs))
         log.notice(f"`hpctrain job logs -f {jobs[0]}` follows it; scripts and logs: {args.log_dir}")
-    return 0
 
 
 def _warn_of_absent(request: Request) -> None:

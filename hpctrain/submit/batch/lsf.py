@@ -55,6 +55,10 @@ class Lsf(BatchSystem):
             f"{name}-{job}.out" if task is None else f"{name}-{job}_{task + self.first_index}.out"
         )
 
+    def task_id(self, job: str, task: int) -> str:
+        """`123[4]`, from 1."""
+        return f"{job}[{task + self.first_index}]"
+
 
 def _state(record: dict[str, str]) -> JobState:
     index = record.get("JOBINDEX", "0")

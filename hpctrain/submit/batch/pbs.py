@@ -51,6 +51,10 @@ class Pbs(BatchSystem):
         """As PBS names logs in a directory; a task's index goes between the brackets."""
         return f"{job if task is None else job.replace('[]', f'[{task}]')}.OU"
 
+    def task_id(self, job: str, task: int) -> str:
+        """`123[4].server`."""
+        return job.replace("[]", f"[{task}]")
+
 
 def _state(name: str, facts: dict[str, object]) -> JobState:
     code = facts.get("Exit_status")

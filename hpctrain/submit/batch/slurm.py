@@ -8,10 +8,27 @@ from pathlib import Path
 from hpctrain.submit.batch.job_state import JobState
 from hpctrain.submit.batch.system import Ask, BatchSystem, unreadable
 
-__all__ = ["Slurm", "read_sacct", "read_scontrol"]
+__all__ = ["Slurm", "read_sacct", "read_scontrol", "why_no_expedite"]
 
 _FIELDS = ("JobID", "JobName", "State", "ExitCode", "Elapsed")
 _ID = re.compile(r"(\d+)(?:;[\w.-]+)?\s*")
+
+
+_EXPEDITES = (25, 11)
+
+
+def why_no_expedite(ask: Ask) -> str | None:
+    """Why this Slurm would refuse `--requeue=expedite`; None where it would not, or is not here."""
+    version = ask(["sbatch", "--version"], None)
+    if version is None:
+        return None
+    match = re.search(r"(\d+)\.(\d+)", version.out)
+    if match is None or (int(match[1]), int(match[2])) < _EXPEDITES:
+        return f"it came with Slurm 25.11, and this is {version.out.strip() or 'of no version'}"
+    config = ask(["scontrol", "show", "config"], None)
+    if config is None or "enable_expedited_requeue" not in config.out:
+        return "this site has not switched it on (SlurmctldParameters=enable_expedited_requeue)"
+    return None
 
 
 class Slurm(BatchSystem):

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain.errors import JobError
 from hpctrain.submit.batch.job_state import JobState
 
-__all__ = ["Answer", "Ask", "BatchSystem", "ask_program", "unreadable"]
+__all__ = ["Answer", "Ask", "BatchSystem", "Refused", "ask_program", "unreadable"]
 
 _LIMIT_S = 60.0
 
@@ -51,6 +51,10 @@ def ask_program(words: Sequence[str], stdin: Path | None = None) -> Answer | Non
     return Answer(code=done.returncode, out=out, err=err)
 
 
+class Refused(JobError):
+    """The batch system did not take the job, so that nothing of it is queued."""
+
+
 class BatchSystem(ABC):
     """A batch system: argument vectors out, answers in."""
 
@@ -76,6 +80,10 @@ class BatchSystem(ABC):
     def log_name(self, name: str, job: str, task: int | None) -> str:
         """The file in the log directory that a job writes to."""
 
+    def task_id(self, job: str, task: int) -> str:
+        """The id of one task of an array, counted from 0."""
+        return f"{job}_{task + self.first_index}"
+
     reads_script_from_stdin = False
     has_arrays = True
     first_index = 0
@@ -85,17 +93,18 @@ class BatchSystem(ABC):
         """Hand a script over and return the job's id.
 
         Raises:
-            JobError: the batch system is not here, refuses, or answers with no id.
+            Refused: the batch system is not here, or refuses.
+            JobError: it answers with no id; the job may be queued all the same.
         """
         words = self.submit_words(script, index=index)
         answer = ask(words, script if self.reads_script_from_stdin else None)
         if answer is None:
-            raise JobError(
-                f"{words[0]} is not on PATH, so {self.title} is not to be had here; submit from a "
-                "login node, or use `hpctrain job render`"
+            raise Refused(
+                f"{words[0]} is not on PATH, so jobs cannot be submitted to {self.title} from "
+                "here; submit from a login node, or use `hpctrain job render`"
             )
         if answer.code != 0:
-            raise JobError(
+            raise Refused(
                 f"{words[0]} refused {script} (exit code {answer.code}): {answer.err.strip()}"
             )
         return self.read_id(answer.out)

@@ -1,0 +1,81 @@
+"""Which `srun --mpi=` starts the ranks, where neither the user nor the site says it.
+
+srun starts ranks of an MPI that it does not match as so many jobs of one rank, or they fail at
+once; so the MPI that is installed and what srun offers are both asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hpctrain.errors import ConfigError, JobError
+from hpctrain.install.mpi import LoadedMpi, probe_mpi4py
+from hpctrain.mpi_version import choose_plugin, parse_plugins
+from hpctrain.submit.batch.system import Ask, ask_program
+from hpctrain.submit.kinds import find_template
+from hpctrain.submit.request import Request
+from hpctrain.submit.site import Site
+
+__all__ = ["settle_mpi"]
+
+_UNSURE = "; MPICH needs --mpi pmi2, and `srun --mpi=list` on the cluster shows what it has"
+
+
+def settle_mpi(
+    request: Request,
+    site: Site,
+    *,
+    say: Callable[[str], None],
+    ask: Ask = ask_program,
+    probe: Callable[[Path], LoadedMpi | None] = probe_mpi4py,
+) -> Request:
+    """The request with an MPI for srun, where that was left open.
+
+    Args:
+        request: The job.
+        site: Where it goes.
+        say: Is told what was chosen, and why.
+        ask: Runs srun.
+        probe: Tells which MPI an interpreter loads.
+
+    Raises:
+        ConfigError: srun cannot start the MPI that is installed.
+    """
+    template = find_template(request.template or site.template)
+    if template.launcher != "srun" or request.mpi is not None or site.mpi in template.mpis:
+        return request
+    default = template.mpis[0]
+    if request.image is not None:
+        say(f"srun gets --mpi={default}: the MPI in {request.image} is not known here{_UNSURE}")
+        return request
+    offered = _offered(ask)
+    if not offered:
+        say(f"srun gets --mpi={default}: srun cannot be asked here{_UNSURE}")
+        return request
+    python = Path(request.venv) / "bin" / "python" if request.venv else Path(sys.executable)
+    loaded = probe(python)
+    if loaded is None:
+        say(f"srun gets --mpi={default}: mpi4py of {python} loads no MPI here{_UNSURE}")
+        return request
+    chosen = choose_plugin(loaded.mpi, offered)
+    known = next((name for name in template.mpis if chosen and chosen.startswith(name)), None)
+    if known is None:
+        raise ConfigError(
+            f"srun offers --mpi={', '.join(sorted(offered))}, none of which starts {loaded.mpi} "
+            f"of {python}; use --template slurm-mpirun, or give --mpi if the ranks load another"
+        )
+    say(f"srun gets --mpi={known}, for {loaded.mpi} of {python}")
+    return dataclasses.replace(request, mpi=known)
+
+
+def _offered(ask: Ask) -> frozenset[str]:
+    try:
+        answer = ask(["srun", "--mpi=list"], None)
+    except JobError:  # it did not answer
+        return frozenset()
+    if answer is None or answer.code != 0:
+        return frozenset()
+    return parse_plugins(f"{answer.out}\n{answer.err}")
