@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 
 from hpctrain.errors import ConfigError
-from hpctrain.faults.allocation import ask_job
 
 __all__ = ["Lock", "holder_of", "is_alive", "is_held"]
 
@@ -41,7 +40,8 @@ class Lock:
         job_id: This batch job, where it is one.
         batch_system: Of this job, as `Launch.batch_system`.
         cluster: Whose ids these are: a job of another cluster cannot be asked for.
-        ask: Tells whether a job still runs, as `faults.allocation.ask_job`.
+        ask: Tells whether a job still runs, as `faults.allocation.ask_job`; None: nobody can tell,
+            and a holder on another host counts as alive until it has been silent for long.
 
     Raises:
         ConfigError: another job holds it; the message says which.
@@ -54,7 +54,7 @@ class Lock:
         job_id: str | None = None,
         batch_system: str | None = None,
         cluster: str | None = None,
-        ask: Callable[[str | None, str], str | None] = ask_job,
+        ask: Callable[[str | None, str], str | None] | None = None,
     ) -> None:
         self.path = directory / NAME
         self._mine = {
@@ -84,7 +84,7 @@ class Lock:
         raise ConfigError(f"{self.path} changes hands all the time; see who else uses {directory}")
 
     def _is_over(
-        self, holder: Mapping[str, Any], ask: Callable[[str | None, str], str | None]
+        self, holder: Mapping[str, Any], ask: Callable[[str | None, str], str | None] | None
     ) -> bool:
         """Whether the batch system says that the holder's job has ended.
 
@@ -92,9 +92,9 @@ class Lock:
         knows at once what silence shows after minutes.
         """
         same = ("batch_system", "cluster")
-        if not holder.get("job_id") or any(
-            self._mine[key] is None or holder.get(key) != self._mine[key] for key in same
-        ):
+        if ask is None or not holder.get("job_id"):
+            return False
+        if any(self._mine[key] is None or holder.get(key) != self._mine[key] for key in same):
             return False
         deadline = time.monotonic() + _ENDING_S
         while (said := ask(holder["batch_system"], holder["job_id"])) == "ending":

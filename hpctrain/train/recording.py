@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import ConfigError
+from hpctrain.faults.allocation import ask_job
 from hpctrain.train.config import Logging
 from hpctrain.train.directory import RunDirectory, describe_environment
 from hpctrain.train.display import Display, Silent, make_display
@@ -39,6 +40,7 @@ def open_directory(world: World, path: Path | None) -> tuple[RunDirectory | None
                 job_id=launch.job_id,
                 batch_system=launch.batch_system,
                 cluster=launch.cluster,
+                ask=ask_job,
             )
         except (ConfigError, OSError) as error:
             trouble = str(error)
