@@ -54,6 +54,7 @@ def main(words: Sequence[str]) -> None:
     with init(
         seed=train.seed,
         device=train.device,
+        allow_shared_device=train.allow_shared_device,
         num_threads=train.num_threads,
         bind=train.bind,
         config={"toml": to_toml(config)},

@@ -224,6 +224,10 @@ class Training(Section):
     min_delta: float = key("By how much better must be better.", default=0.0, low=0)
     seed: int = key("Of the run: weights, orders, dropout.", default=0, low=0, below=2**63)
     device: Literal["auto", "cuda", "cpu"] = key("What the ranks compute on.", default="auto")
+    allow_shared_device: bool = key(
+        "Let several ranks of a node compute on one GPU, to try things out; NCCL refuses that.",
+        default=False,
+    )
     num_threads: int | None = key(
         "Threads a rank; left out, its share of the cores.", default=None, low=1
     )
