@@ -64,7 +64,7 @@ export FI_CXI_DISABLE_HOST_REGISTER=1
 export FI_CXI_RX_MATCH_MODE=software
 export FI_MR_CACHE_MONITOR=userfaultfd
 export OMP_NUM_THREADS=72
-export SRUN_CPUS_PER_TASK=72 # from Slurm 22.05 on srun no longer takes it from the job
+export SRUN_CPUS_PER_TASK=72 # in Slurm 22.05 to 23.02 srun does not take it from the job
 
 hpc_say "$hpc_job, restart 0 of at most 0"
 hpc_say '4 nodes, 16 ranks, 4 GPUs per node'

@@ -54,7 +54,7 @@ trap 'hpc_pass_on USR2 "USR2"' USR2
 export NCCL_SOCKET_IFNAME=ib0
 export OMP_NUM_THREADS=12
 export HPCTRAIN_HOST_SUFFIX=i # a node's name with it is its address on the fast network
-export SRUN_CPUS_PER_TASK=12 # from Slurm 22.05 on srun no longer takes it from the job
+export SRUN_CPUS_PER_TASK=12 # in Slurm 22.05 to 23.02 srun does not take it from the job
 
 hpc_say "$hpc_job, restart 0 of at most 0"
 hpc_say '4 nodes, 16 ranks, 4 GPUs per node'

@@ -57,7 +57,7 @@ export NCCL_NET_GDR_LEVEL=3
 export OMP_NUM_THREADS=7
 export MIOPEN_USER_DB_PATH=/tmp/hpctrain-miopen"-$hpc_job"
 export MIOPEN_CUSTOM_CACHE_DIR=/tmp/hpctrain-miopen"-$hpc_job"
-export SRUN_CPUS_PER_TASK=7 # from Slurm 22.05 on srun no longer takes it from the job
+export SRUN_CPUS_PER_TASK=7 # in Slurm 22.05 to 23.02 srun does not take it from the job
 
 hpc_say "$hpc_job, restart 0 of at most 0"
 hpc_say '4 nodes, 32 ranks, 8 GPUs per node'

@@ -50,7 +50,7 @@ trap 'hpc_pass_on USR2 "USR2"' USR2
 
 export MIMALLOC_PURGE_DELAY=60000
 export OMP_NUM_THREADS=4
-export SRUN_CPUS_PER_TASK=4 # from Slurm 22.05 on srun no longer takes it from the job
+export SRUN_CPUS_PER_TASK=4 # in Slurm 22.05 to 23.02 srun does not take it from the job
 
 hpc_say "$hpc_job, restart 0 of at most 0"
 hpc_say '1 nodes, 1 ranks, 0 GPUs per node'

@@ -52,7 +52,7 @@ trap 'hpc_pass_on USR2 "USR2"' USR2
 
 export NCCL_SOCKET_IFNAME=eno2np0
 export OMP_NUM_THREADS=16
-export SRUN_CPUS_PER_TASK=16 # from Slurm 22.05 on srun no longer takes it from the job
+export SRUN_CPUS_PER_TASK=16 # in Slurm 22.05 to 23.02 srun does not take it from the job
 
 hpc_say "$hpc_job, restart 0 of at most 0"
 hpc_say '2 nodes, 8 ranks, 4 GPUs per node'
