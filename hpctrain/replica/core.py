@@ -88,6 +88,7 @@ class Replica:
         # sizes stay the same, the sums are averages already, and large counts overflow nothing.
         self._scale: float | None = None
         self._identity = identity(optimizer)
+        self._names = named_parameters(model, optimizer)[0]
         self._rebuild = rebuild
         self._release = release
         self._aside: list[Tensor | None] | None = None
@@ -143,6 +144,7 @@ class Replica:
         self._mode.close()
         self._mode = self._rebuild(broadcast)
         self._identity = identity(self.optimizer)
+        self._names = named_parameters(self.model, self.optimizer)[0]
         if self._passes.watches:
             self._passes.watch(self._mode.parameters)
 
@@ -191,6 +193,8 @@ class Replica:
         if closing and fresh and weight > 0 and self.engine.size == 1:
             weight = 1.0  # nothing to be weighed against: bit for bit what torch does
         self._agree_on_scale(weight, counted=num_samples is not None)
+        if fresh:
+            self._finite.finding = None  # of a window that is over
         if weight > 0:
             self._finite.look_at_loss(loss, step=self.num_steps)
         if closing and not self._examines():
@@ -225,6 +229,8 @@ class Replica:
             if self._window.exchanged and not self._is_seen():  # somebody's zero_grad()
                 self._begin_anew()
             self._treatment.admit(exchanged=self._window.exchanged)
+            if self._window.exchanged:
+                self._finite.finding = None  # of a window that is over
             if self._window.exchanged and not self._window.stepped:
                 self._say_once(
                     "every loss.backward() exchanges gradients, and this is not the first since "
@@ -256,7 +262,7 @@ class Replica:
         """
         window = self._window
         self._agree_on_scale(1.0, counted=None)
-        self._finite.look_at_gradients(*self._named(), step=self.num_steps)
+        self._finite.look_at_gradients(self._names, self._mode.parameters, step=self.num_steps)
         gradients = [p.grad for p in self._mode.parameters if p.grad is not None]
         if window.share == 0.0 and gradients:  # a mean over no samples is NaN
             torch._foreach_zero_(gradients)
@@ -268,9 +274,6 @@ class Replica:
         if text not in self._said and self.world.rank == 0:
             log.notice(text)
         self._said.add(text)
-
-    def _named(self) -> tuple[list[str], list[torch.nn.Parameter]]:
-        return named_parameters(self.model, self.optimizer)
 
     def _agree_on_scale(self, weight: float, *, counted: bool | None) -> None:
         """Collective, once: a first guess of what sums are divided by, and do all count samples?"""
@@ -332,7 +335,7 @@ class Replica:
         """Collective: average the window's gradients over all ranks, unscaled and clipped."""
         window = self._window
         if self._examines():
-            self._treatment.examine(*self._named())
+            self._treatment.examine(self._names, self._mode.parameters)
         groups = self.optimizer.param_groups
         words = self._words(
             window.weight,

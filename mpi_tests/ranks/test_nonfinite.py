@@ -69,3 +69,22 @@ def test_unknown_choices_are_refused(world, engines):
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with pytest.raises(hpc.ConfigError, match="'stop' or 'ignore'"):
         hpc.distribute(world, model, optimizer, engine=engines["mpi"], nonfinite="warn")
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_the_loop_leaves_out_is_forgotten(world, engines, plain, set_to_none):
+    """As a GradScaler does after an overflow: the steps after it are made."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"])
+    for step in range(4):
+        x, y = batch(step, [3] * world.size)[world.rank]
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss = cross_entropy(model(x, 0), y) * (math.inf if step == 1 else 1.0)
+        loss.backward() if plain else replica.backward(loss)
+        if step != 1:
+            optimizer.step()
+    assert replica.num_steps == 3
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    replica.close()
