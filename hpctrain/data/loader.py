@@ -259,14 +259,13 @@ class Loader:
             self._consumed = part.stop
             if torch.is_grad_enabled():  # an evaluation's batches are nobody's gradients
                 self.world.shares.note(
-                    id(self),
                     num_samples=part.num_samples,
                     global_samples=part.global_samples,
                     size=self.world.size,
                 )
             yield batch
         if torch.is_grad_enabled():
-            self.world.shares.forget()
+            self.world.shares.end_epoch()
         if number != self._loops:
             raise ConfigError(
                 "another loop over this loader has begun, or a state was loaded; one loop at a "

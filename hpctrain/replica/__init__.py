@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from hpctrain import log
 from hpctrain.connection import Connection, connect
 from hpctrain.engines.base import Engine
-from hpctrain.errors import ConfigError
+from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.optim.several import combine, spans_of
 from hpctrain.precision import LossScaling, PrecisionName
 from hpctrain.replica.alone_mode import AloneMode
@@ -225,18 +225,44 @@ def distribute(
         stops_at_nonfinite=nonfinite == "stop",
     )
     replica.averages_statistics = averages_statistics
-    world.at_exit(_let_go(weakref.ref(replica)))
+    _end_with(world, replica)
     if isinstance(replica, TimedReplica) and asked is not None:
         replica.attend(asked)
     return replica
 
 
-def _let_go(replica: weakref.ref[Replica]) -> Callable[[], None]:
+_replicas: weakref.WeakKeyDictionary[World, list[weakref.ref[Replica]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _end_with(world: World, replica: Replica) -> None:
     """At the world's end: training with a replica that is still there would train a part of it."""
+    if world not in _replicas:
+        _replicas[world] = []
+        world.at_exit(lambda: _end_all(world))
+    _replicas[world].append(weakref.ref(replica))
 
-    def end() -> None:
-        held = replica()
-        if held is not None:
-            held.let_go()
 
-    return end
+def _end_all(world: World) -> None:
+    """Collective: see that all ranks have made the same steps, and let all models go.
+
+    Raises:
+        CollectiveError: on all ranks; after the last exchange nothing else would have told.
+    """
+    held = {n: r for n, one in enumerate(_replicas.pop(world, [])) if (r := one()) is not None}
+    told = {number: replica.num_calls for number, replica in held.items() if replica.is_in_use}
+    everyone: list[dict[int, tuple[int, int]]] = world.comm.allgather(told)
+    for replica in held.values():
+        replica.let_go()
+    # A replica that is garbage may be gone on some ranks and not on others.
+    for number in set.intersection(*(set(one) for one in everyone)):
+        calls = [one[number] for one in everyone]
+        apart = [rank for rank, mine in enumerate(calls) if mine != calls[0]]
+        if apart:
+            raise CollectiveError(
+                f"rank {log.format_ranges(apart)} ends with {calls[apart[0]][0]} exchanges and "
+                f"{calls[apart[0]][1]} updates of the weights, and rank 0 with {calls[0][0]} and "
+                f"{calls[0][1]}: their weights differ; make every rank call backward and step "
+                "equally often"
+            )

@@ -34,7 +34,7 @@ from hpctrain.replica.naming import identity, load_model, named_parameters
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.passes import PlainPasses, own_pass
 from hpctrain.replica.window import Turn, Window
-from hpctrain.replica.words import LateSums, Words, check_counted, check_sums, say
+from hpctrain.replica.words import LateSums, Words, check_counted, check_sums, digest_rates, say
 from hpctrain.tensor_names import plain_keys
 from hpctrain.world import World
 from hpctrain.world.allocator import keep_freed_memory
@@ -97,9 +97,10 @@ class Replica:
         """A parameter and its gradient, as the last exchange or step has left it."""
         self._nonfinite: tuple[Words, str | None] | None = None
         """The sums in which a rank said that something is not finite, and what this rank found."""
-        self._num_exchanges = 0
+        self._num_exchanges = self._num_updates = 0
         self._late: list[LateSums] = []
         self._said: set[str] = set()
+        self._is_let_go = False
         self._forwarded = False
         self._stepping = 0
         self._finite = FiniteCheck(
@@ -175,6 +176,11 @@ class Replica:
         self._precision.settle()
         self._stepping = 0  # of a step that raised
         self._passes.stop()  # they cost a call for each parameter, and are not needed here
+        if num_samples is None and self.world.shares.is_uneven:
+            self._say_once(
+                "this batch is not divided evenly among the ranks, and without num_samples every "
+                "rank counts the same; pass num_samples=len(y) to replica.backward"
+            )
         self.world.shares.forget()
         if self._window.exchanged and self._mode.has_none():  # somebody's zero_grad(): begin anew
             self._begin_anew()
@@ -327,7 +333,8 @@ class Replica:
             present=present,
             counted=counted,
             plain=plain,
-            sequence=self._num_exchanges + self.num_steps,
+            sequence=self._num_exchanges + self._num_updates + self.world.shares.num_batches,
+            rates=digest_rates(self.optimizer.param_groups),
             finding=self._finite.finding,
         )
 
@@ -509,6 +516,7 @@ class Replica:
             done = self._precision.step(self.optimizer.step)
         finally:
             self._stepping = 0
+        self._num_updates += 1
         self._window.clear()
         if self._passes.watches:  # the next loss.backward() adds to whatever is there
             self._mode.zero()
@@ -570,6 +578,7 @@ class Replica:
     def _after_step(self, *_arguments: Any) -> None:
         self._stepping = max(0, self._stepping - 1)
         if not self._stepping:
+            self._num_updates += 1
             self._note_seen()
             if self._window.exchanged and not self._window.stepped:
                 self._window.stepped = True
@@ -664,6 +673,16 @@ class Replica:
         return self._window.calls > 0 and not self._window.stepped
 
     @property
+    def is_in_use(self) -> bool:
+        """Whether it was neither closed nor trained by some of the world's ranks only."""
+        return not self._is_let_go and self.engine.size == self.world.size
+
+    @property
+    def num_calls(self) -> tuple[int, int]:
+        """Exchanges and updates of the weights so far; the same on every rank."""
+        return self._num_exchanges, self._num_updates
+
+    @property
     def stops_at_nonfinite(self) -> bool:
         """Whether a loss that is inf or NaN on some rank stops all ranks at the step."""
         return self._finite.watches
@@ -733,6 +752,9 @@ class Replica:
 
     def let_go(self) -> None:
         """Take the hooks away; weights that the node shared become each rank's own."""
+        if self._is_let_go:
+            return
+        self._is_let_go = True
         self._passes.stop()
         for hook in self._step_hooks:
             hook.remove()

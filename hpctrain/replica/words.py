@@ -6,7 +6,10 @@ same answer on all ranks that see the same sums.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +17,10 @@ from torch import Tensor
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.fusion.layout import CONTROL_WORDS
 
-__all__ = ["LateSums", "Words", "check_counted", "check_sums", "say"]
+__all__ = ["LateSums", "Words", "check_counted", "check_sums", "digest_rates", "say"]
 
 _SEQUENCE_PERIOD = 16
-"""Small, so that sums of squares stay exact in float32 for 70,000 ranks."""
+"""Of numbers that are compared: sums of squares stay exact in float32 for 70,000 ranks."""
 
 
 class Words(NamedTuple):
@@ -33,9 +36,12 @@ class Words(NamedTuple):
     plain: float
     """1 for a rank whose gradients came by `loss.backward()`: they are not weighed yet."""
     sequence: float
-    """Exchanges and steps so far, modulo a small number."""
+    """Batches, exchanges and updates so far, modulo a small number."""
     sequence_squared: float
     """Equal sums of both mean equal numbers on all ranks."""
+    rates: float
+    """A digest of the learning rates."""
+    rates_squared: float
     nonfinite: float
     """1 for a rank whose loss or gradient is inf or NaN."""
     nonfinite_rank: float
@@ -57,10 +63,12 @@ def say(
     counted: float,
     plain: bool,
     sequence: int,
+    rates: int,
     finding: str | None,
 ) -> Words:
     """This rank's words."""
     number = float(sequence % _SEQUENCE_PERIOD) if present else 0.0
+    digest = float(rates % _SEQUENCE_PERIOD) if present else 0.0
     return Words(
         weight=weight,
         calls=calls,
@@ -69,9 +77,17 @@ def say(
         plain=float(plain),
         sequence=number,
         sequence_squared=number * number,
+        rates=digest,
+        rates_squared=digest * digest,
         nonfinite=float(finding is not None),
         nonfinite_rank=float(rank) if finding is not None else 0.0,
     )
+
+
+def digest_rates(groups: Sequence[Mapping[str, Any]]) -> int:
+    """A small number that tells learning rates apart; those on a device are not looked at."""
+    rates = [rate for group in groups if isinstance(rate := group.get("lr"), float)]
+    return zlib.crc32(struct.pack(f"{len(rates)}d", *rates))
 
 
 def check_sums(mine: Words, sums: Words, *, size: int, step: int) -> None:
@@ -84,7 +100,7 @@ def check_sums(mine: Words, sums: Words, *, size: int, step: int) -> None:
         step: Names this exchange, for the message.
 
     Raises:
-        ConfigError: sample counts on some ranks only.
+        ConfigError: sample counts on some ranks only, or different learning rates.
         CollectiveError: the ranks are not in the same step, or a rank has sent half a pass.
     """
     if sums.interrupted:
@@ -106,10 +122,16 @@ def check_sums(mine: Words, sums: Words, *, size: int, step: int) -> None:
     )
     if mine.present and not same:
         raise CollectiveError(
-            f"the ranks are not in the same step (this one has made {step}): some rank has made a "
-            "step or a backward call that others have not, so that gradients of different steps "
-            "met; make every rank call backward and step equally often (a `continue` or an `if` "
-            "that only some ranks take is the usual cause)"
+            f"the ranks are not in the same step (this one has made {step}): some rank has taken a "
+            "batch, or called backward or step, where others have not, so that different steps "
+            "met; do each of these equally often on every rank (a `continue` or an `if` that only "
+            "some ranks take is the usual cause)"
+        )
+    same = sums.rates == mine.rates * ranks and sums.rates_squared == mine.rates_squared * ranks
+    if mine.present and not same:
+        raise ConfigError(
+            "the learning rates of the ranks differ; give schedules the same number on every rank, "
+            "such as ReduceLROnPlateau the mean over all ranks, world.mean(loss)"
         )
 
 

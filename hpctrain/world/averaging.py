@@ -51,7 +51,7 @@ def mean_over_ranks(comm: Comm, value: float | Tensor, weight: float) -> float |
     own = own * float(weight) if weight else torch.zeros_like(own)  # 0 times NaN is NaN
     summed = torch.empty_like(own)
     comm.Allreduce(own.numpy(), summed.numpy())
-    dtype = tensor.dtype if tensor.is_floating_point() else torch.float32
+    dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
     mean: Tensor = (summed / total).to(tensor.device, dtype)
     return mean
 

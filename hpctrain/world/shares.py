@@ -1,10 +1,13 @@
 """How many samples of the batch in hand are this rank's, as loaders have told. Pure.
 
 A plain `loss.backward()` has no argument that says how many samples its loss is the mean over. The
-loaders of a world note it for every batch they hand out.
+loaders of a world note it for every batch they hand out. Where it is not clear which batch a loss
+came from, that matters only if shares differ: then the call is refused.
 """
 
 from __future__ import annotations
+
+import threading
 
 from hpctrain.errors import ConfigError
 
@@ -12,22 +15,38 @@ __all__ = ["Shares"]
 
 
 class Shares:
-    """The last batches that loaders have handed out for training."""
+    """The batches that loaders have handed out for training."""
 
     def __init__(self) -> None:
-        self._last = 1.0
-        self._since: dict[int, float] = {}
+        self.num_batches = 0
+        """Handed out so far in the main thread; the same on all ranks that do the same."""
+        self._last: float | None = 1.0
+        """Of the batch in hand; None: there is none."""
+        self._waiting: list[float] = []
+        """Of batches that were handed out and that no backward call has used yet."""
+        self._is_uneven = False
 
-    def note(self, loader: int, *, num_samples: int, global_samples: int, size: int) -> None:
+    def note(self, *, num_samples: int, global_samples: int, size: int) -> None:
         """A loader hands out a batch.
 
         Args:
-            loader: Tells loaders apart.
             num_samples: This rank's.
             global_samples: All ranks'.
             size: The number of ranks.
         """
-        self._since[loader] = num_samples * size / global_samples if global_samples else 1.0
+        share = num_samples * size / global_samples if global_samples else 1.0
+        self._is_uneven = self._is_uneven or share != 1.0
+        if threading.current_thread() is not threading.main_thread():
+            self._waiting += [share, 1.0]  # handed on by a thread: nobody knows when
+            return
+        self.num_batches += 1
+        self._waiting.append(share)
+
+    def end_epoch(self) -> None:
+        """A loader has handed out all it has; what is in hand from now on it does not know."""
+        self._last = None
+        if len(set(self._waiting)) <= 1:
+            self._waiting.clear()
 
     def take(self) -> float:
         """This rank's samples over the mean of all ranks, for a backward pass that starts now.
@@ -35,21 +54,29 @@ class Shares:
         1 where every rank has as many, and where no loader has told.
 
         Raises:
-            ConfigError: several loaders have handed out batches with different shares.
+            ConfigError: it is not known which batch the loss is of, and their shares differ.
         """
-        since, self._since = self._since, {}
-        found = set(since.values())
-        if len(found) > 1:
+        waiting, self._waiting = self._waiting, []
+        unknown = len(set(waiting)) > 1 or (not waiting and self._last is None)
+        if unknown and self._is_uneven:
             raise ConfigError(
-                f"{len(since)} loaders have handed out batches since the last backward, and "
-                "this rank's shares of them differ, so it is not known how much loss.backward() "
-                "counts; call replica.backward(loss, num_samples=...) instead"
+                "batches were handed out that are not divided evenly among the ranks, and it is "
+                f"not known which of them this loss is of ({len(waiting)} were handed out since "
+                "the last backward), so not how much this rank counts; call replica.backward(loss, "
+                "num_samples=len(y)), or loop over the loader itself with one backward for each "
+                "batch (evaluate under torch.no_grad())"
             )
-        if found:
-            self._last = found.pop()
-        return self._last
+        if waiting:
+            self._last = waiting[0]
+            self._waiting = waiting[1:2]  # a loop that looks ahead, or leaves batches out
+        return 1.0 if self._last is None else self._last
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the batch in hand is not divided evenly, as far as is known."""
+        return any(share != 1.0 for share in self._waiting[-1:])
 
     def forget(self) -> None:
-        """No batch is in hand: an epoch has ended, or samples are counted in another way."""
-        self._since.clear()
-        self._last = 1.0
+        """Samples are counted in another way."""
+        self._last, self._is_uneven = 1.0, False
+        self._waiting.clear()

@@ -18,19 +18,46 @@ with hpc.init(seed=7, device="cpu", num_threads=1) as world:
         x = torch.randn(4, 8)
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        if not (world.rank == 1 and step == 2):
+        if not (world.rank == 1 and step == LEFT_OUT):
+            optimizer.step()
+        if world.rank == 1 and step == TWICE:
             optimizer.step()
 print("trained to the end")
 """
+
+
+def train(folder, options, *, left_out=-1, twice=-1):
+    path = folder / "train.py"
+    text = SCRIPT.replace("OPTIONS", options).replace("LEFT_OUT", str(left_out))
+    path.write_text(text.replace("TWICE", str(twice)))
+    return run(*HPCTRAIN, "run", "-n", "2", path, timeout_s=60)
 
 
 @pytest.mark.parametrize(
     "options", ["update='sharded'", "update='replicated'", "bucket_bytes=256", "engine='torch'"]
 )
 def test_a_step_that_one_rank_leaves_out_ends_the_job(tmp_path, options):
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.replace("OPTIONS", options))
-    done = run(*HPCTRAIN, "run", "-n", "2", path, timeout_s=60)
+    done = train(tmp_path, options, left_out=2)
     assert done.code != 0
     assert "the ranks are not in the same step" in done.text
     assert "trained to the end" not in done.text
+
+
+def test_a_step_too_many_ends_the_job(tmp_path):
+    done = train(tmp_path, "update='replicated'", twice=2)
+    assert done.code != 0
+    assert "the ranks are not in the same step" in done.text
+
+
+@pytest.mark.parametrize("steps", [{"left_out": 5}, {"twice": 5}])
+def test_the_last_step_counts_too(tmp_path, steps):
+    done = train(tmp_path, "update='replicated'", **steps)
+    assert done.code != 0
+    assert "their weights differ" in done.text
+    assert "trained to the end" not in done.text
+
+
+def test_equal_ranks_end_well(tmp_path):
+    done = train(tmp_path, "update='replicated'")
+    assert done.code == 0
+    assert done.text.count("trained to the end") == 2

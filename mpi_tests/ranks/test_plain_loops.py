@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -41,6 +43,7 @@ def plain(request, world, engines):
         return both
 
     yield make
+    world.shares.forget()
     for both in made:
         both.replica.close()
 
@@ -347,6 +350,64 @@ def test_two_loaders_with_different_shares_are_refused(world, plain):
         (cross_entropy(p.model(a, 0), s) + cross_entropy(p.model(b, 0), t)).backward()
 
 
+def _ahead(batches):
+    batches = iter(batches)
+    following = next(batches)
+    while following is not None:
+        current, following = following, next(batches, None)
+        yield current
+
+
+def _sums(batches):
+    x, y = zip(*batches, strict=True)
+    yield torch.cat(x), torch.cat(y)
+
+
+@pytest.mark.parametrize("way", [list, lambda b: itertools.cycle(list(b)), _ahead, _sums])
+def test_uneven_batches_that_are_not_trained_in_turn_are_refused(world, plain, way):
+    if world.size == 1:
+        pytest.skip("one rank has all of every batch")
+    p = plain()
+    x, y = batch(0, [5 * world.size + 1])[0]
+    loader = hpc.Loader(world, (x, y), global_batch=2 * world.size, shuffle=False, even_last=False)
+
+    def train():
+        for mine, targets in itertools.islice(way(loader), 9):
+            p.optimizer.zero_grad()
+            cross_entropy(p.model(mine, 0), targets).backward()
+            p.optimizer.step()
+
+    with pytest.raises(hpc.ConfigError, match="not known which of them"):
+        train()
+
+
+def test_even_batches_may_be_trained_in_any_order(world, plain):
+    p = plain()
+    x, y = batch(0, [4 * world.size])[0]
+    loader = hpc.Loader(world, (x, y), global_batch=2 * world.size, shuffle=False)
+    for mine, targets in reversed(list(loader)):
+        p.optimizer.zero_grad()
+        cross_entropy(p.model(mine, 0), targets).backward()
+        p.optimizer.step()
+    for part in (slice(2 * world.size, None), slice(2 * world.size)):
+        p.own.zero_grad()
+        cross_entropy(p.alone(x[part], 0), y[part]).backward()
+        p.own.step()
+    p.check()
+
+
+def test_learning_rates_that_differ_are_refused(world, plain):
+    if world.size == 1:
+        pytest.skip("one rank has the rates it has")
+    p = plain()
+    p.loss(0).backward()
+    p.optimizer.step()
+    p.optimizer.zero_grad()
+    p.optimizer.param_groups[0]["lr"] = 0.01 / (1 + world.rank)
+    with pytest.raises(hpc.ConfigError, match=r"learning rates .* differ.*world\.mean"):
+        p.loss(1).backward()
+
+
 def _closure(optimizer, loss):
     def evaluate():
         optimizer.zero_grad()
@@ -359,16 +420,22 @@ def _closure(optimizer, loss):
 
 def test_lbfgs(plain, request):
     def make(model):
-        return torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
+        return torch.optim.LBFGS(
+            model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe"
+        )
 
     if request.node.callspec.params["plain"] == "node-shared-weights":
         with pytest.raises(hpc.ConfigError, match="sharded"):
             plain(optimizer=make)
         return
     p = plain(optimizer=make)
+
+    def held(model):  # a few samples leave directions open in which rounding would grow
+        return 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+
     for step in range(4):
-        mine = p.optimizer.step(_closure(p.optimizer, lambda s=step: p.loss(s)))
-        other = p.own.step(_closure(p.own, lambda s=step: p.whole(s)))
+        mine = p.optimizer.step(_closure(p.optimizer, lambda s=step: p.loss(s) + held(p.model)))
+        other = p.own.step(_closure(p.own, lambda s=step: p.whole(s) + held(p.alone)))
         assert abs(float(mine) - float(other)) < 1e-9
     p.check(atol=1e-7)
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.replica.words import Words, check_sums, say
+from hpctrain.replica.words import Words, check_sums, digest_rates, say
 from hpctrain.world.shares import Shares
 
 
-def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, finding=None):
+def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, rates=0, finding=None):
     return say(
         rank=rank,
         weight=1.0,
@@ -21,6 +21,7 @@ def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, finding
         counted=counted,
         plain=plain,
         sequence=sequence,
+        rates=rates,
         finding=finding,
     )
 
@@ -79,25 +80,61 @@ def test_a_finding_names_its_rank():
     assert (sums.nonfinite, sums.nonfinite_rank) == (1.0, 2.0)
 
 
-def test_a_share_is_of_the_last_batch_until_the_epoch_ends():
+def note(shares, num_samples, global_samples=4):
+    shares.note(num_samples=num_samples, global_samples=global_samples, size=2)
+
+
+def test_a_share_is_of_the_batch_in_hand():
     shares = Shares()
     assert shares.take() == 1.0
-    shares.note(1, num_samples=3, global_samples=4, size=2)
-    assert shares.take() == shares.take() == 1.5
-    shares.note(1, num_samples=2, global_samples=4, size=2)
-    shares.note(1, num_samples=1, global_samples=4, size=2)
-    assert shares.take() == 0.5
+    for num_samples, share in ((3, 1.5), (1, 0.5), (2, 1.0)):
+        note(shares, num_samples)
+        assert shares.take() == shares.take() == share
     shares.forget()
     assert shares.take() == 1.0
 
 
-def test_two_loaders_must_agree():
+def test_even_batches_may_wait_and_be_left_out():
     shares = Shares()
-    shares.note(1, num_samples=2, global_samples=4, size=2)
-    shares.note(2, num_samples=4, global_samples=8, size=2)
+    for _ in range(5):
+        note(shares, 2)
+    assert [shares.take() for _ in range(3)] == [1.0] * 3
+    shares.end_epoch()
     assert shares.take() == 1.0
-    shares.note(1, num_samples=2, global_samples=4, size=2)
-    shares.note(2, num_samples=5, global_samples=8, size=2)
-    with pytest.raises(ConfigError, match=r"2 loaders.*num_samples"):
+    assert shares.num_batches == 5
+
+
+@pytest.mark.parametrize("given", [(2, 1), (1, 2), (3, 2, 2)])
+def test_which_of_several_uneven_batches_is_not_guessed(given):
+    shares = Shares()
+    for num_samples in given:
+        note(shares, num_samples)
+    with pytest.raises(ConfigError, match=rf"{len(given)} were handed out.*num_samples"):
         shares.take()
-    assert shares.take() == 1.0  # nothing is left of the refused call
+
+
+def test_a_loop_that_looks_ahead_is_noticed_before_an_uneven_batch():
+    shares = Shares()
+    note(shares, 2)
+    note(shares, 2)
+    assert shares.take() == 1.0
+    note(shares, 1)
+    with pytest.raises(ConfigError, match="not known which"):
+        shares.take()
+
+
+def test_an_epoch_with_uneven_batches_leaves_none_in_hand():
+    shares = Shares()
+    note(shares, 1)
+    assert shares.take() == 0.5
+    shares.end_epoch()
+    with pytest.raises(ConfigError, match="0 were handed out"):
+        shares.take()
+
+
+def test_learning_rates_are_compared():
+    ranks = [words(rank, rates=digest_rates([{"lr": 0.1 * (1 + rank)}])) for rank in range(2)]
+    with pytest.raises(ConfigError, match="learning rates"):
+        check_sums(ranks[0], added(ranks), size=2, step=0)
+    assert digest_rates([{"lr": 0.1}]) == digest_rates([{"lr": 0.1, "betas": (0, 1)}])
+    assert digest_rates([{"lr": torch.tensor(0.1)}]) == digest_rates([])
