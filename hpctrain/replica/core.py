@@ -98,6 +98,8 @@ class Replica:
         self._nonfinite: tuple[Words, str | None] | None = None
         """The sums in which a rank said that something is not finite, and what this rank found."""
         self._num_exchanges = self._num_updates = 0
+        world.shares.forget()  # batches that were looked at before there was anything to train
+        self._batches_before = world.shares.num_batches
         self._late: list[LateSums] = []
         self._said: set[str] = set()
         self._is_let_go = False
@@ -333,10 +335,14 @@ class Replica:
             present=present,
             counted=counted,
             plain=plain,
-            sequence=self._num_exchanges + self._num_updates + self.world.shares.num_batches,
+            sequence=self._num_exchanges + self._num_updates + self._num_batches(),
             rates=digest_rates(self.optimizer.param_groups),
             finding=self._finite.finding,
         )
+
+    def _num_batches(self) -> int:
+        """Batches that loaders have handed out since the last exchange."""
+        return self.world.shares.num_batches - self._batches_before
 
     def _exchange(self, *, present: bool = True) -> Arrived:
         """Collective: average the window's gradients over all ranks, unscaled and clipped."""
@@ -352,6 +358,7 @@ class Replica:
             present=present,
         )
         self._num_exchanges += 1
+        self._batches_before = self.world.shares.num_batches
         arrived = self._mode.exchange(words)
         self._empty = False
         plain = window.plain

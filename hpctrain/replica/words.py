@@ -36,7 +36,7 @@ class Words(NamedTuple):
     plain: float
     """1 for a rank whose gradients came by `loss.backward()`: they are not weighed yet."""
     sequence: float
-    """Batches, exchanges and updates so far, modulo a small number."""
+    """Exchanges and updates so far, and batches since the last one, modulo a small number."""
     sequence_squared: float
     """Equal sums of both mean equal numbers on all ranks."""
     rates: float
