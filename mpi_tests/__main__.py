@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("unit", "ranks", "launch")
-LIMIT_S = {"unit": 600, "ranks": 900, "launch": 1200, "nodes": 900, "benchmarks": 900, "long": 2400}
+LIMIT_S = {"unit": 600, "ranks": 900, "launch": 2100, "nodes": 900, "benchmarks": 900, "long": 2400}
 MORE_PARTS = {
     "nodes": ["launch/test_several_nodes.py", "launch/test_between_nodes.py"],
     "benchmarks": ["launch/test_benchmarks.py", "launch/test_benchmarks_node.py"],

@@ -39,6 +39,9 @@ from hpctrain.tensor_names import plain_keys
 from hpctrain.world import World
 from hpctrain.world.allocator import keep_freed_memory
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
 __all__ = ["Replica", "Step"]
 
 _EXCHANGES_LATER = 4
@@ -477,6 +480,10 @@ class Replica:
         self._window.clear()
         self._treatment.forget()
         return num_taking_part
+
+    def count_as_all(self, comm: Comm) -> None:
+        """Collective: for `join`: count the updates of a rank that has made all of them."""
+        self._num_updates = max(comm.allgather(self._num_updates))
 
     def share_scale(self, root: int) -> None:
         """Collective: for `join`: take the loss scale of a rank that has made all steps."""

@@ -47,6 +47,7 @@ class Joining:
             broadcast_optimizer(replica.world, replica.engine, replica.optimizer, root)
         replica.share_scale(root)
         replica.num_steps = self._before + max(steps)
+        replica.count_as_all(replica.world.comm)
 
     def close(self) -> None:
         """Stop counting."""

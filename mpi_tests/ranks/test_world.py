@@ -57,7 +57,7 @@ def test_what_every_script_needs(world, comm, capfd):
     assert (found.dtype, found.requires_grad) == (torch.bfloat16, False)
     assert found.tolist() == torch.tensor([(n - 1) / 2, 5.0 * (n - 1)]).bfloat16().tolist()
     whole = world.mean(torch.tensor(world.rank), weight=world.rank + 1)
-    assert (whole.dtype, whole.shape) == (torch.float32, ())
+    assert (whole.dtype, whole.shape) == (torch.float64, ())
     assert whole.item() == pytest.approx(weighted)
     bare = world.mean(torch.full((2,), 1.0 if world.rank == 0 else float("nan")), weight=n == 1 or
                       world.rank == 0)  # fmt: skip
