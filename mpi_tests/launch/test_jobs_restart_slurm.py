@@ -19,6 +19,7 @@ import pytest
 from mpi_tests.cluster.fixtures import do_without
 from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.cluster.slurm import Slurm
+from mpi_tests.full import slow
 from mpi_tests.launch.commands import HPCTRAIN
 from mpi_tests.launch.desk import LIMIT_S, Desk
 
@@ -137,6 +138,7 @@ def test_a_killed_rank_costs_a_few_steps_and_its_node_is_left_out(desk: Desk) ->
     assert not list((desk.folder / "logs").glob(".restarts-*"))
 
 
+@slow
 def test_a_rank_killed_under_mpirun_is_restarted_too(desk: Desk) -> None:
     mpi = mpi_of_this_python()
     words = ["--template", "slurm-mpirun", "--mpi", mpi.family]
@@ -201,6 +203,7 @@ def test_a_lost_node_is_noticed_left_out_and_the_job_runs_again(desk: Desk) -> N
     desk.slurm.clear()
 
 
+@slow
 def test_a_job_that_always_dies_is_not_run_for_ever(desk: Desk) -> None:
     words = ["--mpi", "none", "--requeue", "5", "--", "python3", "-c", DIES]
     (job,) = desk.submit("--name", "dies", *words)
@@ -210,6 +213,7 @@ def test_a_job_that_always_dies_is_not_run_for_ever(desk: Desk) -> None:
     assert desk.log(job).count("run\n") == 2
 
 
+@slow
 def test_submissions_at_once_run_their_own_commands(desk: Desk) -> None:
     plain = ["job", "submit", "--quiet", "--time", "5m", "--mpi", "none", "--name", "many"]
     state = {"XDG_STATE_HOME": str(desk.folder / "state")}
