@@ -20,12 +20,13 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+_LONG = ("bench", "bench_slurm", "chaos", "jobs_restart_slurm", "plan", "stopped_ranks")
 PARTS = ("unit", "ranks", "launch")
 LIMIT_S = {"unit": 600, "ranks": 900, "launch": 2100, "nodes": 900, "benchmarks": 900, "long": 2400}
 MORE_PARTS = {
     "nodes": ["launch/test_several_nodes.py", "launch/test_between_nodes.py"],
     "benchmarks": ["launch/test_benchmarks.py", "launch/test_benchmarks_node.py"],
-    "long": [f"launch/test_{name}.py" for name in ("bench", "bench_slurm", "chaos", "plan")],
+    "long": [f"launch/test_{name}.py" for name in _LONG],
 }
 LAUNCH = {
     "launch cluster": "cluster and not alone",
