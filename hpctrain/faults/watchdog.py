@@ -126,7 +126,7 @@ class Watchdog(Lane):
         kind = f"ranks {log.format_ranges(members)}"
         lane = Lane(
             members,
-            kind if self.lookout is None else self.lookout.name_lane(kind),
+            f"{kind} ({len(self._own)})" if self.lookout is None else self.lookout.name_lane(kind),
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             may_be_late=may_be_late,
         )
