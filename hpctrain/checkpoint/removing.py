@@ -21,6 +21,7 @@ from hpctrain.checkpoint.naming import is_leftover, trash_name
 from hpctrain.checkpoint.retention import Candidate, Keep, choose_removals
 
 __all__ = [
+    "await_own_writing",
     "describe_owner",
     "in_writing",
     "is_abandoned",
@@ -36,8 +37,20 @@ _PATIENCE_S = 24 * 3600.0
 _NAMELESS_PATIENCE_S = 600.0
 """The same for a directory whose owner was killed before it could say who it is."""
 
+_NAP_S = 0.01
+
 in_writing: set[Path] = set()
 """What this process is writing: another of its stores must not take it for a leftover."""
+
+
+def await_own_writing(directory: Path, timeout_s: float) -> Path | None:
+    """Wait for what other stores of this process still write there; returns what did not end."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = next((path for path in list(in_writing) if path.parent == directory), None)
+        if left is None or time.monotonic() > deadline:
+            return left
+        time.sleep(_NAP_S)
 
 
 def describe_owner(job_id: str | None) -> dict[str, object]:

@@ -13,7 +13,7 @@ from hpctrain.checkpoint.finishing import Record
 from hpctrain.checkpoint.loading import Loaded, load
 from hpctrain.checkpoint.part import Staging
 from hpctrain.checkpoint.preparing import prepare
-from hpctrain.checkpoint.removing import describe_owner, sweep
+from hpctrain.checkpoint.removing import await_own_writing, describe_owner, sweep
 from hpctrain.checkpoint.retention import Keep
 from hpctrain.checkpoint.saving import Saving, Settings, begin
 from hpctrain.errors import CheckpointError, ConfigError
@@ -306,10 +306,17 @@ class Store:
             return None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            with self._world.watching.patience(self.timeout_s + _GRACE_S):
+                unfinished = await_own_writing(self.directory, self.timeout_s)
             swept = sweep(self.directory, describe_owner(self._world.launch.job_id))
             self._company.look()
         except OSError as error:
             return f"{self.directory} cannot be written to ({error.strerror})"
+        if unfinished is not None:
+            return (
+                f"this process has been writing {unfinished} for more than {self.timeout_s:g} s; "
+                "the disk does not answer: save into another directory"
+            )
         if swept:
             log.notice(f"{self.directory}: removed {len(swept)} unfinished checkpoints")
         return None

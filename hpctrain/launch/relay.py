@@ -8,8 +8,10 @@ lines stay whole and known by rank, whatever kills it, and a third socket tells 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -27,6 +29,8 @@ __all__ = ["Listener", "Outcome", "attach"]
 VARIABLE = "HPCTRAIN_RELAY"
 _WELCOME = b"welcome\n"
 _CONNECT_S = 10.0
+_TOP_FD = 1023
+"""The highest that `select` can wait for."""
 _STREAMS = ("out", "err", "control")
 
 
@@ -65,9 +69,26 @@ def attach(launch: Launch, environ: Mapping[str, str]) -> Launch:
     os.dup2(err.fileno(), 2)
     out.close()
     err.close()
-    fd = control.detach()
+    fd = _raise_descriptor(control)
     os.environ["HPCTRAIN_CONTROL_FD"] = str(fd)
     return dataclasses.replace(launch, control_fd=fd)
+
+
+def _raise_descriptor(control: socket.socket) -> int:
+    """Move a socket above every other descriptor, or leave it where the limit is too low.
+
+    A killed process's descriptors close from the lowest (older kernels) or from the highest. With
+    its output at 1 and 2 and this one on top, the starter hears of it before the MPI launcher,
+    which then kills the others, does; else several are gone and nobody knows which one was first.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    top = _TOP_FD if limit == resource.RLIM_INFINITY else min(limit - 1, _TOP_FD)
+    try:
+        fd = fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, top)
+    except OSError:
+        return control.detach()
+    control.close()
+    return fd
 
 
 def _await_welcome(connection: socket.socket) -> None:
@@ -112,7 +133,7 @@ class Listener:
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     outcomes: list[Outcome] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
-    """Ranks in the order in which they went: a dying process closes its output before it leaves
+    """Ranks in the order in which they went: a dying process closes a socket of ours before it leaves
     MPI, so the first one here went before MPI could end the others on its account."""
     _ended: set[int] = field(default_factory=set)
     _present: set[int] = field(default_factory=set)

@@ -6,6 +6,7 @@ import contextlib
 import resource
 import shutil
 import socket
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 import hpctrain as hpc
-from hpctrain.checkpoint import Loaded, list_checkpoints
+from hpctrain.checkpoint import Loaded, list_checkpoints, saving
 from hpctrain.checkpoint.alone import read_checkpoint
+from hpctrain.checkpoint.finishing import write_own_part
 from hpctrain.checkpoint.naming import is_leftover
 from mpi_tests.checkpoints import bits, damage
 
@@ -248,3 +250,23 @@ def test_a_store_is_finished_when_its_world_ends(world, directory):
         store.save(make_state(1), step=1)
     assert [entry.step for entry in list_checkpoints(Path(directory))] == [1]
     assert not store.is_saving
+
+
+def test_a_second_store_of_the_process_waits_for_what_the_first_still_writes(
+    world, directory, monkeypatch
+):
+    """A training that failed while it saved is begun again in the same process."""
+
+    def write_slowly(*args, **kwargs):
+        time.sleep(0.5)
+        return write_own_part(*args, **kwargs)
+
+    first = hpc.Store(world, directory)
+    monkeypatch.setattr(saving, "write_own_part", write_slowly)
+    first.save(make_state(3), step=3)
+    second = hpc.Store(world, directory)
+    assert second.load().step == 3
+    second.save(make_state(4), step=4, wait=True)
+    assert [entry.step for entry in list_checkpoints(directory)] == [3, 4]
+    for store in (first, second):
+        store.close()
