@@ -133,8 +133,8 @@ class Listener:
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     outcomes: list[Outcome] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
-    """Ranks in the order in which they went: a dying process closes a socket of ours before it leaves
-    MPI, so the first one here went before MPI could end the others on its account."""
+    """Ranks in the order in which they went. A dying process closes a socket of ours
+    before it leaves MPI: the first one here went before MPI could end the others on its account."""
     _ended: set[int] = field(default_factory=set)
     _present: set[int] = field(default_factory=set)
 
