@@ -6,8 +6,9 @@ nor MPI: a login node can render jobs, and `hpctrain --help` answers at once.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint import Keep, Store
@@ -93,56 +94,45 @@ __all__ = [
     "sync_batchnorm",
 ]
 
-_HOME = {
-    "CheckpointError": "hpctrain.errors",
-    "CollectiveError": "hpctrain.errors",
-    "ConfigError": "hpctrain.errors",
-    "DataError": "hpctrain.errors",
-    "DriftError": "hpctrain.errors",
-    "HpcTrainError": "hpctrain.errors",
-    "InstallError": "hpctrain.errors",
-    "JobError": "hpctrain.errors",
-    "LaunchError": "hpctrain.errors",
-    "LossScaling": "hpctrain.precision",
-    "NonFiniteError": "hpctrain.errors",
-    "TimedOutError": "hpctrain.errors",
-    "Keep": "hpctrain.checkpoint",
-    "Store": "hpctrain.checkpoint",
-    "Connection": "hpctrain.connection",
-    "Loader": "hpctrain.data.loader",
-    "Replica": "hpctrain.replica",
-    "Saver": "hpctrain.saver",
-    "Sentinel": "hpctrain.faults.sentinel",
-    "Shard": "hpctrain.data",
-    "Trainer": "hpctrain.train.trainer",
-    "World": "hpctrain.world",
-    "connect": "hpctrain.connection",
-    "distribute": "hpctrain.replica",
-    "EMA": "hpctrain.optim",
-    "LAMB": "hpctrain.optim",
-    "LARS": "hpctrain.optim",
-    "Recipe": "hpctrain.optim",
-    "average_batchnorm": "hpctrain.optim",
-    "checkpoint_activations": "hpctrain.optim",
-    "split_parameters": "hpctrain.optim",
-    "sync_batchnorm": "hpctrain.optim",
-    "quantize_int8": "hpctrain.inference",
-    "files": "hpctrain.data",
-    "gather": "hpctrain.data",
-    "metrics": "hpctrain.data",
-    "reshuffle": "hpctrain.data",
-    "scatter": "hpctrain.data",
-    "share": "hpctrain.data",
-    "stage": "hpctrain.data",
-    "agree": "hpctrain.world",
-    "init": "hpctrain.connection",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = lazy(
+    __name__,
+    {
+        ".checkpoint": ("Keep", "Store"),
+        ".connection": ("Connection", "connect", "init"),
+        ".data": ("Shard", "files", "gather", "metrics", "reshuffle", "scatter", "share", "stage"),
+        ".data.loader": ("Loader",),
+        ".errors": (
+            "CheckpointError",
+            "CollectiveError",
+            "ConfigError",
+            "DataError",
+            "DriftError",
+            "HpcTrainError",
+            "InstallError",
+            "JobError",
+            "LaunchError",
+            "NonFiniteError",
+            "TimedOutError",
+        ),
+        ".faults.sentinel": ("Sentinel",),
+        ".inference": ("quantize_int8",),
+        ".optim": (
+            "EMA",
+            "LAMB",
+            "LARS",
+            "Recipe",
+            "average_batchnorm",
+            "checkpoint_activations",
+            "split_parameters",
+            "sync_batchnorm",
+        ),
+        ".precision": ("LossScaling",),
+        ".replica": ("Replica", "distribute"),
+        ".saver": ("Saver",),
+        ".train.trainer": ("Trainer",),
+        ".world": ("World", "agree"),
+    },
+)
 
 
 def __dir__() -> list[str]:

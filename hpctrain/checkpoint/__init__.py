@@ -6,8 +6,9 @@ use: listing, checking and choosing checkpoints needs neither torch nor MPI.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.alone import read_checkpoint, write_checkpoint
@@ -35,24 +36,16 @@ __all__ = [
     "write_checkpoint",
 ]
 
-_HOME = {
-    "Entry": "catalog",
-    "Keep": "retention",
-    "Loaded": "store",
-    "Store": "store",
-    "differences": "comparing",
-    "export": "exporting",
-    "find_checkpoint": "finding",
-    "import_torch": "exporting",
-    "list_checkpoints": "catalog",
-    "load_weights": "finding",
-    "read_checkpoint": "alone",
-    "verify": "verifying",
-    "write_checkpoint": "alone",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hpctrain.checkpoint' has no attribute {name!r}")
-    return getattr(import_module(f"hpctrain.checkpoint.{_HOME[name]}"), name)
+__getattr__ = lazy(
+    __name__,
+    {
+        ".alone": ("read_checkpoint", "write_checkpoint"),
+        ".catalog": ("Entry", "list_checkpoints"),
+        ".comparing": ("differences",),
+        ".exporting": ("export", "import_torch"),
+        ".finding": ("find_checkpoint", "load_weights"),
+        ".retention": ("Keep",),
+        ".store": ("Loaded", "Store"),
+        ".verifying": ("verify",),
+    },
+)
