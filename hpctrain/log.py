@@ -5,10 +5,13 @@ Output that is data goes to standard output by `print` in the verb that owns it.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 
-__all__ = ["format_ranges", "notice", "table", "warn"]
+__all__ = ["format_bytes", "format_ranges", "notice", "table", "warn"]
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def notice(text: str) -> None:
@@ -19,6 +22,14 @@ def notice(text: str) -> None:
 def warn(text: str) -> None:
     """Tell the user about something that works now and may hurt later."""
     print(f"hpctrain: warning: {text}", file=sys.stderr, flush=True)
+
+
+def format_bytes(number: float) -> str:
+    """Write a number of bytes in the unit that suits it: `512 B`, `1.5 MiB`."""
+    if number < 1024:
+        return f"{number:.0f} B"
+    power = min(int(math.log(number, 1024)), len(_UNITS))
+    return f"{number / 1024**power:.1f} {_UNITS[power - 1]}"
 
 
 def format_ranges(numbers: Iterable[int], *, limit: int | None = None) -> str:

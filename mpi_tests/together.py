@@ -22,7 +22,7 @@ from mpi4py import MPI
 from hpctrain.errors import CollectiveError
 from hpctrain.world import roll_call
 from hpctrain.world.guard import report_exit
-from hpctrain.world.launcher import current
+from hpctrain.world.launcher import current_launch
 from mpi_tests.full import FULL
 from mpi_tests.outcomes import Outcome, merge
 
@@ -102,7 +102,7 @@ class Together:
             capture.suspend_global_capture(in_=True)
         print(f"\nrank {rank} of {size} gives up at {where}\n{why}\n{text}", flush=True)
         faulthandler.dump_traceback(sys.__stderr__ or 2)
-        report_exit(current(), 70, why)
+        report_exit(current_launch(), 70, why)
         MPI.COMM_WORLD.Abort(70)
 
 

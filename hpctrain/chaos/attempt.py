@@ -16,7 +16,7 @@ import psutil
 
 from hpctrain.doctor.leftovers import find_leftovers
 from hpctrain.faults.injection import Injection
-from hpctrain.world.launcher import CHAOS_VARIABLE
+from hpctrain.world import CHAOS_VARIABLE
 
 __all__ = ["Attempt"]
 

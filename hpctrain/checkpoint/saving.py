@@ -24,8 +24,7 @@ from hpctrain.checkpoint.removing import describe_owner, in_writing, retain, swe
 from hpctrain.checkpoint.retention import Keep
 from hpctrain.checkpoint.tree_file import describe, items_of, render_tree
 from hpctrain.errors import CheckpointError
-from hpctrain.world import World, agree
-from hpctrain.world.notes import note_checkpoint
+from hpctrain.world import World, agree, note_checkpoint
 
 __all__ = ["Saving", "Settings", "begin"]
 

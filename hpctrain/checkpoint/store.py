@@ -17,8 +17,7 @@ from hpctrain.checkpoint.removing import await_own_writing, describe_owner, swee
 from hpctrain.checkpoint.retention import Keep
 from hpctrain.checkpoint.saving import Saving, Settings, begin
 from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.world import World, agree, roll_call
-from hpctrain.world.cores import parse_cpus
+from hpctrain.world import World, agree, parse_cpus, roll_call
 
 __all__ = ["Loaded", "Store"]
 

@@ -17,8 +17,7 @@ from hpctrain import log
 from hpctrain.data.chunks import MESSAGE_BYTES, split_bytes
 from hpctrain.data.waiting import finish
 from hpctrain.errors import CollectiveError, TimedOutError
-from hpctrain.world import World
-from hpctrain.world.shared_memory import SharedBlock, allocate
+from hpctrain.world import SharedBlock, World, allocate
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Request

@@ -18,7 +18,7 @@ from hpctrain.data.batches import Batching
 from hpctrain.data.shuffle import Order, choose_kind
 from hpctrain.data.source import Indices
 from hpctrain.errors import ConfigError
-from hpctrain.world.seeding import derive_seed
+from hpctrain.world import derive_seed
 
 __all__ = ["Draw", "LengthDraw", "Plan", "WeightedDraw"]
 

@@ -23,7 +23,7 @@ from hpctrain.data.structure import as_tensor, map_leaves
 from hpctrain.data.waiting import finish
 from hpctrain.data.workers import Job, WorkerOptions, Workers
 from hpctrain.errors import ConfigError, HpcTrainError
-from hpctrain.world.seeding import derive_seed
+from hpctrain.world import derive_seed
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

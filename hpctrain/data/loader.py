@@ -19,8 +19,7 @@ from hpctrain.data.source import Batch
 from hpctrain.data.stream import Split
 from hpctrain.data.transfer import Sent, Transfer
 from hpctrain.errors import ConfigError, DataError
-from hpctrain.world import World, agree
-from hpctrain.world.observing import observed
+from hpctrain.world import World, agree, observed
 
 __all__ = ["Loader"]
 

@@ -23,8 +23,7 @@ from hpctrain.data.storage import Named, name_columns, name_files, open_named
 from hpctrain.data.table import Form, Table
 from hpctrain.data.waiting import finish
 from hpctrain.errors import ConfigError, DataError
-from hpctrain.world import World, agree, roll_call, takes_timeout
-from hpctrain.world.shared_memory import SharedBlock, allocate
+from hpctrain.world import SharedBlock, World, agree, allocate, roll_call, takes_timeout
 
 __all__ = ["Layout", "Shared", "share"]
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.errors import ConfigError
-from hpctrain.world.seeding import derive_seed
+from hpctrain.world import derive_seed
 
 __all__ = ["LARGEST_IN_MEMORY", "Kind", "Order", "choose_kind"]
 

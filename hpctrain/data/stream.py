@@ -18,7 +18,7 @@ from hpctrain.data.randomness import OwnGenerators
 from hpctrain.data.source import Batch
 from hpctrain.data.structure import map_leaves
 from hpctrain.errors import DataError
-from hpctrain.world.seeding import derive_seed
+from hpctrain.world import derive_seed
 
 __all__ = ["Opening", "Split", "Stream"]
 

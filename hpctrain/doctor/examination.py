@@ -13,7 +13,7 @@ from hpctrain.doctor.facts import Facts
 from hpctrain.doctor.verdict import Check
 from hpctrain.install.horovod.check import check_horovod
 from hpctrain.install.mpi import launchers_on
-from hpctrain.world.cores import read_affinity, read_core_map
+from hpctrain.world import read_affinity, read_core_map
 
 __all__ = ["CHECKS", "examine"]
 

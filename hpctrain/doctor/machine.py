@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.doctor.verdict import Check
 from hpctrain.log import format_ranges
-from hpctrain.world.cores import CoreMap
+from hpctrain.world import CoreMap
 
 __all__ = [
     "judge_cores",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from hpctrain.world.cores import CoreMap, read_affinity, read_core_map
+from hpctrain.world import CoreMap, read_affinity, read_core_map
 
 __all__ = ["divides_nodes", "domain_here", "domain_of"]
 

@@ -24,7 +24,7 @@ from hpctrain.engines.meeting import Finish, Watchdog
 from hpctrain.engines.node import NodeGroup
 from hpctrain.engines.node_buffers import NodeBuffers, is_large
 from hpctrain.engines.worker import Worker
-from hpctrain.world.shared_memory import SharedBlock
+from hpctrain.world import SharedBlock
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

@@ -20,8 +20,7 @@ from torch import Tensor
 from hpctrain.engines import wire
 from hpctrain.engines.domains import divides_nodes
 from hpctrain.engines.op import Op
-from hpctrain.world.barrier import make_barrier, must_sleep
-from hpctrain.world.shared_memory import SharedBlock, allocate
+from hpctrain.world import SharedBlock, allocate, make_barrier, must_sleep
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

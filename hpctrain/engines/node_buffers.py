@@ -17,7 +17,7 @@ from hpctrain.engines import wire
 from hpctrain.engines.node import NodeGroup, combine, slice_bounds
 from hpctrain.engines.op import Op
 from hpctrain.errors import CollectiveError
-from hpctrain.world.shared_memory import SharedBlock
+from hpctrain.world import SharedBlock
 
 __all__ = ["Buffer", "NodeBuffers", "is_large"]
 

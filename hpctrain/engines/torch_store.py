@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 from mpi4py import MPI
 
-from hpctrain.world import agree
-from hpctrain.world.launcher import current
+from hpctrain.world import agree, current_launch
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -67,7 +66,7 @@ def _own_address(comm: Comm) -> tuple[str, str | None]:
     one_node = comm.allreduce(node.Get_size() == comm.Get_size(), op=MPI.LAND)
     lowest = comm.allgather(node.bcast(comm.Get_rank(), root=0))
     node.Free()
-    hosts = comm.allgather(current().network_name(socket.gethostname()))
+    hosts = comm.allgather(current_launch().network_name(socket.gethostname()))
     if one_node:
         return _LOOPBACK, None
     # Rank 0's node asks for its way to another node, all others for their way to rank 0.

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hpctrain.world.launcher import Launch, current
+from hpctrain.world import Launch, current_launch
 
 __all__ = ["Allocation", "ask_job", "question", "read_answer", "read_job", "time_left_s"]
 
@@ -213,5 +213,5 @@ def time_left_s() -> float | None:
     """
     global _here
     if _here is None:
-        _here = Allocation(current())
+        _here = Allocation(current_launch())
     return _here.time_left_s()

@@ -9,8 +9,7 @@ import sys
 from typing import NoReturn
 
 from hpctrain.exit_codes import DIED, TIMED_OUT
-from hpctrain.world import Launch
-from hpctrain.world.guard import abort, report_exit, say_farewell
+from hpctrain.world import Launch, abort, report_exit, say_farewell
 
 __all__ = ["DIED", "EXIT_CODE", "end_all_ranks"]
 

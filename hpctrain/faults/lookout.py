@@ -24,10 +24,7 @@ from hpctrain.faults.inquiry import ANSWER_S, Inquiry
 from hpctrain.faults.neighbour import Neighbour
 from hpctrain.faults.stacks import THREAD_PREFIX, format_stacks, users_place
 from hpctrain.faults.verdict import Kind, Missing, Verdict, judge
-from hpctrain.world import World
-from hpctrain.world.guard import farewells
-from hpctrain.world.notes import note_exit, note_failed_hosts
-from hpctrain.world.oom import count_oom_kills
+from hpctrain.world import World, count_oom_kills, farewells, note_exit, note_failed_hosts
 
 __all__ = ["Lookout"]
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.launch.program import Program
-from hpctrain.world import Launch, cores
-from hpctrain.world.guard import report_exit
+from hpctrain.world import Launch, read_affinity, read_core_map, report_exit, share_of_cores
 
 __all__ = [
     "is_another_python",
@@ -129,8 +128,8 @@ def run_command(
     """
     share = None
     if started_by_us and launch.local_size is not None:  # our mpirun binds no rank to cores
-        masks = [cores.read_affinity()] * launch.local_size
-        share = cores.share_of_cores(masks, launch.local_rank or 0, cores.read_core_map().core_of)
+        masks = [read_affinity()] * launch.local_size
+        share = share_of_cores(masks, launch.local_rank or 0, read_core_map().core_of)
     child = {k: v for k, v in environ.items() if k != "HPCTRAIN_CONTROL_FD"}
     command = [program.target, *program.arguments]
     path = Path(program.target)

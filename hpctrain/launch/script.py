@@ -15,18 +15,23 @@ from hpctrain.freed_memory import launch_variables
 from hpctrain.launch import relay, tee
 from hpctrain.launch.external import run_command
 from hpctrain.launch.program import Program
-from hpctrain.world import Launch, cores, roll_call
-from hpctrain.world.guard import (
+from hpctrain.world import (
     AgreedExit,
+    Launch,
+    Place,
     end_all_ranks,
     exit_code_of,
     install_hook,
+    load_mpi,
+    read_affinity,
+    read_core_map,
     report_exit,
     report_hard_exits,
+    roll_call,
+    share_of_cores,
+    split,
+    write_whole_lines,
 )
-from hpctrain.world.library import load_mpi
-from hpctrain.world.output import write_whole_lines
-from hpctrain.world.topology import Place, split
 
 __all__ = ["make_log_dir", "run_here", "tee_output"]
 
@@ -91,8 +96,8 @@ def _rendezvous(comm: object, launch: Launch) -> tuple[Place, str, int, int]:
             host = launch.network_name(socket.gethostname())
             offer = ("127.0.0.1" if place.num_nodes == 1 else host, probe.getsockname()[1])
     address, port = rooms.comm.bcast(offer, root=0)
-    masks = rooms.node.allgather(cores.read_affinity())
-    share = cores.share_of_cores(masks, place.local_rank, cores.read_core_map().core_of)
+    masks = rooms.node.allgather(read_affinity())
+    share = share_of_cores(masks, place.local_rank, read_core_map().core_of)
     rooms.free()
     return place, address, port, share
 

@@ -29,10 +29,14 @@ from hpctrain.launch.program import Program
 from hpctrain.launch.relay import Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import make_log_dir
-from hpctrain.world import detect
-from hpctrain.world.launcher import BENCH_VARIABLE, CHAOS_VARIABLE, current
-from hpctrain.world.notes import note_failed_hosts
-from hpctrain.world.oom import count_oom_kills
+from hpctrain.world import (
+    BENCH_VARIABLE,
+    CHAOS_VARIABLE,
+    count_oom_kills,
+    current_launch,
+    detect,
+    note_failed_hosts,
+)
 
 __all__ = ["start"]
 
@@ -274,7 +278,7 @@ class _Job:
             why = f"; the kernel killed {killed} here for want of memory" if killed > 0 else ""
             cause = f"{failed.cause}{why}"
             log.notice(f"rank {failed.rank} on {failed.host}: {cause}; all ranks ended")
-            note_failed_hosts(current(), [failed.host])
+            note_failed_hosts(current_launch(), [failed.host])
             # Hydra gives the bare number of a signal and says so; Open MPI and shells 128 more.
             if code == 0:
                 return 128 + signal.SIGKILL

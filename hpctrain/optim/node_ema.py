@@ -19,10 +19,10 @@ from hpctrain.engines.base import Engine
 from hpctrain.engines.mpi import MpiEngine
 from hpctrain.errors import ConfigError
 from hpctrain.fusion.strides import is_dense, like_parameter
+from hpctrain.log import format_bytes
 from hpctrain.optim.ema import EMA, places_for
 from hpctrain.tensor_names import plain_keys
-from hpctrain.world import agree
-from hpctrain.world.shared_memory import PrivateView, SharedBlock, describe_bytes
+from hpctrain.world import PrivateView, SharedBlock, agree
 
 __all__ = ["NodeEMA", "divide", "make"]
 
@@ -93,7 +93,7 @@ class NodeEMA(EMA):
             model, decay, warm_up=warm_up, into={**shared, **own}, owns=[*self._shares, *own]
         )
         self._averages = {**_cut(self._view, parameters, wanted, starts), **own}
-        self.where = f"{describe_bytes(block.num_bytes)} a node, {block.backing.why}"
+        self.where = f"{format_bytes(block.num_bytes)} a node, {block.backing.why}"
         block.close()  # what is mapped stays
         self._meet(self._group.barrier.wait)
 

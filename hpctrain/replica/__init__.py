@@ -34,8 +34,7 @@ from hpctrain.replica.precision import check_trained, choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.replica.timed import TimedReplica
-from hpctrain.world import World, takes_timeout
-from hpctrain.world.allocator import keep_freed_memory
+from hpctrain.world import World, keep_freed_memory, takes_timeout
 
 __all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
 

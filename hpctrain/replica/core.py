@@ -36,8 +36,7 @@ from hpctrain.replica.passes import PlainPasses, own_pass
 from hpctrain.replica.window import Turn, Window
 from hpctrain.replica.words import LateSums, Words, check_counted, check_sums, digest_rates, say
 from hpctrain.tensor_names import plain_keys
-from hpctrain.world import World
-from hpctrain.world.allocator import keep_freed_memory
+from hpctrain.world import World, keep_freed_memory
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpctrain.fusion.layout import CONTROL_WORDS, Bucket
 from hpctrain.update.memory import is_dense, like_parameter
-from hpctrain.world.shared_memory import PrivateView, SharedBlock
+from hpctrain.world import PrivateView, SharedBlock
 
 if TYPE_CHECKING:
     from hpctrain.engines.node import NodeGroup

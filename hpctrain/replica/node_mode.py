@@ -13,13 +13,13 @@ from torch import Tensor
 from hpctrain.fusion.arena import Arrived
 from hpctrain.fusion.layout import plan
 from hpctrain.fusion.usage import Usage, specs_of
+from hpctrain.log import format_bytes
 from hpctrain.replica.node_memory import NodeMemory
 from hpctrain.replica.node_norms import NodeNorms
 from hpctrain.replica.node_sums import NodeSums
 from hpctrain.replica.on_parameters import OnTorchsOwn
 from hpctrain.replica.words import Words
 from hpctrain.update.summary import some_names
-from hpctrain.world.shared_memory import describe_bytes
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine
@@ -230,13 +230,13 @@ class NodeMode(OnTorchsOwn):
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""
         sizes = [
-            f"{describe_bytes(room.total.numel() * room.total.element_size())} {room.bucket.dtype}"
+            f"{format_bytes(room.total.numel() * room.total.element_size())} {room.bucket.dtype}"
             for room in self.memory.rooms
         ]
         block, where = self.memory.block, self.group.share_name
         rows = [
             ("gradients", f"shared memory: {', '.join(sizes)} a rank, and once more for their sum"),
-            ("memory", f"{describe_bytes(block.num_bytes)} a {where}, {block.backing.why}"),
+            ("memory", f"{format_bytes(block.num_bytes)} a {where}, {block.backing.why}"),
             ("exchanges", "1 a step, after backward"),
             ("waiting", self.group.barrier.how),
         ]

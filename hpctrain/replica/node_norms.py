@@ -15,7 +15,7 @@ from hpctrain.replica.node_memory import Room
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine
     from hpctrain.engines.node import NodeGroup
-    from hpctrain.world.shared_memory import SharedBlock
+    from hpctrain.world import SharedBlock
 
 __all__ = ["NodeNorms"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpctrain.fusion.arena import Arrived
 from hpctrain.replica.core import Replica, Step
-from hpctrain.world.observing import phase
+from hpctrain.world import phase
 
 __all__ = ["ObservedReplica"]
 

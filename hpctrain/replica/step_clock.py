@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpctrain.world.observing import PHASES
+from hpctrain.world import PHASES
 
 __all__ = ["StepClock", "StepTime"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from hpctrain.replica.step_clock import StepTime
-from hpctrain.world.observing import PHASES
+from hpctrain.world import PHASES
 
 __all__ = ["RankTimes", "summarize"]
 

@@ -24,7 +24,7 @@ from hpctrain.world import roll_call
 
 if TYPE_CHECKING:
     from hpctrain.fusion.arena import Arrived
-    from hpctrain.world.bench import Asked
+    from hpctrain.world import Asked
 
 __all__ = ["TimedReplica"]
 

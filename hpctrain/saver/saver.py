@@ -26,8 +26,7 @@ from hpctrain.saver import randomness
 from hpctrain.saver.batches import Batches
 from hpctrain.saver.parts import Parts
 from hpctrain.saver.timing import SaveClock, settle_timing
-from hpctrain.world import World, agree, roll_call
-from hpctrain.world.guard import AgreedExit
+from hpctrain.world import AgreedExit, World, agree, roll_call
 
 __all__ = ["EVENTS", "Restored", "Saver"]
 

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import Any, TextIO
 
 from hpctrain.timeline.clocks import Offset
-from hpctrain.world.observing import Phase
+from hpctrain.world import Phase
 
 __all__ = ["SCHEMA", "Recorder", "rank_file"]
 

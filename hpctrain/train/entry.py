@@ -35,8 +35,7 @@ from hpctrain.train.monitor import Monitor
 from hpctrain.train.references import search_beside
 from hpctrain.train.timing import time_steps
 from hpctrain.train.trainer import Trainer
-from hpctrain.world import World, agree
-from hpctrain.world.guard import AgreedExit
+from hpctrain.world import AgreedExit, World, agree
 
 __all__ = ["main", "make_trainer", "run_directory"]
 

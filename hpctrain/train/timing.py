@@ -6,8 +6,7 @@ import time
 
 import torch
 
-from hpctrain.world import World
-from hpctrain.world.observing import PHASES
+from hpctrain.world import PHASES, World
 
 __all__ = ["StepTimer", "time_steps"]
 

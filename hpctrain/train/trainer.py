@@ -31,8 +31,7 @@ from hpctrain.train.stepping import supervised
 from hpctrain.train.summary import make_summary
 from hpctrain.train.timing import StepTimer
 from hpctrain.train.used import cpu_seconds, measure_use
-from hpctrain.world import World
-from hpctrain.world.guard import exit_code_of
+from hpctrain.world import World, exit_code_of
 
 if TYPE_CHECKING:
     from hpctrain.saver import Restored, Saver

@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from hpctrain.world import World
-from hpctrain.world.cores import parse_cpus
+from hpctrain.world import World, parse_cpus
 
 __all__ = ["RankUse", "add_up", "cpu_seconds", "measure_use", "memory_limit"]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
+from hpctrain.log import format_bytes
 from hpctrain.update.memory import like_parameter
 from hpctrain.update.pieces import Piece
 from hpctrain.update.sharing import Fragment
 from hpctrain.update.state import Entry, Slot, lay_out
-from hpctrain.world import agree
-from hpctrain.world.shared_memory import PrivateView, SharedBlock, describe_bytes
+from hpctrain.world import PrivateView, SharedBlock, agree
 
 if TYPE_CHECKING:
     from hpctrain.engines.node import NodeGroup
@@ -323,9 +323,7 @@ class SharedState:
         if not self._blocks:
             return "none yet"
         total = sum(block.num_bytes for block, _ in self._blocks)
-        return (
-            f"{describe_bytes(total)} a {self._group.share_name}, {self._blocks[0][0].backing.why}"
-        )
+        return f"{format_bytes(total)} a {self._group.share_name}, {self._blocks[0][0].backing.why}"
 
     def close(self) -> None:
         """Let the files go; what the user sees stays."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
+from hpctrain.log import format_bytes
 from hpctrain.update.holding import SharedState
 from hpctrain.update.kinds import refuse_fused_complex
 from hpctrain.update.memory import flat_memory, is_dense
@@ -30,7 +31,6 @@ from hpctrain.update.pieces import (
 from hpctrain.update.shared_weights import SharedWeights
 from hpctrain.update.sharing import cut_elements, divide_parameters
 from hpctrain.update.summary import describe_shares, some_names
-from hpctrain.world.shared_memory import describe_bytes
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -351,7 +351,7 @@ class ShardedUpdate:
             ("state", self._state.describe()),
             (
                 "weights",
-                f"{describe_bytes(self.block.num_bytes)} a {self._group.share_name}, "
+                f"{format_bytes(self.block.num_bytes)} a {self._group.share_name}, "
                 + ("shared by its ranks" if self._weights else "each rank's own besides"),
             ),
         ]

@@ -1,24 +1,92 @@
-"""Floor 1: ranks, launchers, cores, devices, and how ranks meet."""
+"""Floor 1: ranks, launchers, cores, devices, shared memory, and how ranks meet.
+
+Importing it loads neither torch nor MPI: both are loaded where they are first used.
+"""
 
 from __future__ import annotations
 
 from hpctrain.world.agreement import agree, roll_call
+from hpctrain.world.allocator import keep_freed_memory
+from hpctrain.world.barrier import make_barrier, must_sleep
+from hpctrain.world.bench import Asked
+from hpctrain.world.cores import CoreMap, parse_cpus, read_affinity, read_core_map, share_of_cores
+from hpctrain.world.guard import (
+    AgreedExit,
+    abort,
+    end_all_ranks,
+    exit_code_of,
+    farewells,
+    install_hook,
+    report_exit,
+    report_hard_exits,
+    say_farewell,
+)
 from hpctrain.world.joining import init
-from hpctrain.world.launcher import Launch, detect
-from hpctrain.world.topology import Place, Rooms
+from hpctrain.world.launcher import (
+    BENCH_VARIABLE,
+    CHAOS_VARIABLE,
+    Launch,
+    current_launch,
+    detect,
+)
+from hpctrain.world.library import load_mpi
+from hpctrain.world.notes import note_checkpoint, note_exit, note_failed_hosts
+from hpctrain.world.observing import PHASES, Observer, Phase, observed, phase
+from hpctrain.world.oom import count_oom_kills
+from hpctrain.world.output import write_whole_lines
+from hpctrain.world.seeding import derive_seed
+from hpctrain.world.shared_memory import PrivateView, SharedBlock, allocate
+from hpctrain.world.topology import Place, Rooms, split
 from hpctrain.world.watching import Watching, takes_timeout
 from hpctrain.world.world import RankInfo, World
 
 __all__ = [
+    "BENCH_VARIABLE",
+    "CHAOS_VARIABLE",
+    "PHASES",
+    "AgreedExit",
+    "Asked",
+    "CoreMap",
     "Launch",
+    "Observer",
+    "Phase",
     "Place",
+    "PrivateView",
     "RankInfo",
     "Rooms",
+    "SharedBlock",
     "Watching",
     "World",
+    "abort",
     "agree",
+    "allocate",
+    "count_oom_kills",
+    "current_launch",
+    "derive_seed",
     "detect",
+    "end_all_ranks",
+    "exit_code_of",
+    "farewells",
     "init",
+    "install_hook",
+    "keep_freed_memory",
+    "load_mpi",
+    "make_barrier",
+    "must_sleep",
+    "note_checkpoint",
+    "note_exit",
+    "note_failed_hosts",
+    "observed",
+    "parse_cpus",
+    "phase",
+    "read_affinity",
+    "read_core_map",
+    "report_exit",
+    "report_hard_exits",
     "roll_call",
+    "say_farewell",
+    "share_of_cores",
+    "split",
     "takes_timeout",
+    "write_whole_lines",
 ]

@@ -80,7 +80,7 @@ def init(
             "hpctrain.init was called in a worker process, which is no rank: worker processes read "
             "the script again; put what starts the training under if __name__ == '__main__':"
         )
-    launch = launcher.current()
+    launch = launcher.current_launch()
     if launch.size != 1:
         write_whole_lines()
     script = script_path()

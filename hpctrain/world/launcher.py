@@ -24,7 +24,7 @@ __all__ = [
     "LAUNCHERS",
     "Launch",
     "LauncherRow",
-    "current",
+    "current_launch",
     "detect",
 ]
 
@@ -219,7 +219,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
     )
 
 
-def current() -> Launch:
+def current_launch() -> Launch:
     """Read how this process was started."""
     return detect(os.environ)
 

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import functools
 import itertools
-import math
 import mmap
 import os
 import resource
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hpctrain.errors import CollectiveError
+from hpctrain.log import format_bytes
 from hpctrain.world.agreement import agree, roll_call
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ __all__ = [
     "PrivateView",
     "SharedBlock",
     "allocate",
-    "describe_bytes",
     "page_slices",
     "places",
 ]
@@ -51,7 +50,6 @@ _KEEP_FREE_BYTES = 16 << 20
 _KIND, _IN_MEMORY, _SWAPPED = 0xE0, 0x80, 0x40
 _MOST_TRUSTED = 31
 """How many times in a row the count of page faults is taken for an answer."""
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +190,7 @@ def places(
         free = space.f_bavail * space.f_frsize
         if free < num_bytes + _KEEP_FREE_BYTES:
             total = space.f_blocks * space.f_frsize
-            refused.append(f"{folder} has {describe_bytes(free)} of {describe_bytes(total)} free")
+            refused.append(f"{folder} has {format_bytes(free)} of {format_bytes(total)} free")
             continue
         why = f"in {folder}" + (f" since {'; '.join(refused)}" if refused else "")
         good.append(Backing(folder=folder, free_bytes=free, why=why))
@@ -219,14 +217,6 @@ def page_slices(
     return [(start, max(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
-def describe_bytes(number: float) -> str:
-    """A number of bytes in the unit that suits it."""
-    if number < 1024:
-        return f"{number:.0f} B"
-    power = min(int(math.log(number, 1024)), len(_UNITS))
-    return f"{number / 1024**power:.1f} {_UNITS[power - 1]}"
-
-
 def _create(
     num_bytes: int, backings: Sequence[Path] | None, what: str
 ) -> tuple[tuple[Backing, str] | str, int]:
@@ -248,7 +238,7 @@ def _create(
             continue
         return (backing, path), descriptor
     return (
-        f"no room for {describe_bytes(num_bytes)} of node-shared memory ({what}): "
+        f"no room for {format_bytes(num_bytes)} of node-shared memory ({what}): "
         f"{'; '.join(refused)}; make /dev/shm larger (docker --shm-size, podman --shm-size, or "
         "bind the host's /dev/shm), point TMPDIR at a larger folder, or run fewer ranks on a node"
     ), -1
@@ -302,12 +292,12 @@ def _explain(
         )
     if trying == "map":
         return (
-            f"{describe_bytes(num_bytes)} of node-shared memory in {folder} could not be mapped "
+            f"{format_bytes(num_bytes)} of node-shared memory in {folder} could not be mapped "
             f"({why}); allow this process more address space (ulimit -v, vm.max_map_count, "
             "vm.overcommit_memory), or use a smaller model"
         )
     return (
-        f"{describe_bytes(own_bytes)} of node-shared memory could not be reserved in {folder} "
+        f"{format_bytes(own_bytes)} of node-shared memory could not be reserved in {folder} "
         f"({why}); free some space there, or run fewer ranks on a node"
     )
 

@@ -27,7 +27,7 @@ def script_of_a_death(folder, body):
     path = folder / "train.py"
     path.write_text(
         HEAD.replace("TIMEOUT_S", "60")
-        + "from hpctrain.world.guard import install_hook\ninstall_hook(current())\nready()\n"
+        + "from hpctrain.world.guard import install_hook\ninstall_hook(current_launch())\nready()\n"
         + f"if rank == 1:\n    time.sleep(0.5)\n    {body}\n"
         + "call('barrier', comm.Barrier)\n"
     )

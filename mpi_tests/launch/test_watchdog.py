@@ -21,7 +21,7 @@ from mpi4py import MPI
 from hpctrain.faults import start
 from hpctrain.world import RankInfo, World
 from hpctrain.world.devices import DeviceInfo
-from hpctrain.world.launcher import current
+from hpctrain.world.launcher import current_launch
 from hpctrain.world.output import write_whole_lines
 from hpctrain.world.seeding import Streams
 from hpctrain.world.topology import split
@@ -31,8 +31,8 @@ rooms, place = split(MPI.COMM_WORLD)
 infos = rooms.comm.allgather(RankInfo(
     host=socket.gethostname(), node_rank=place.node_rank, local_rank=place.local_rank, cpus="",
     num_threads=1, device=DeviceInfo(kind="cpu")))
-world = World(place=place, rooms=rooms, launch=current(), mpi="", device=None, ranks=tuple(infos),
-              streams=Streams(1, place.rank))
+world = World(place=place, rooms=rooms, launch=current_launch(), mpi="", device=None,
+              ranks=tuple(infos), streams=Streams(1, place.rank))
 rank, comm = world.rank, world.comm
 dog = start(world, timeout_s=TIMEOUT_S)
 

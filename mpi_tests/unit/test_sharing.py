@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from hpctrain.engines.node import combine, slice_bounds
 from hpctrain.engines.op import Op
+from hpctrain.log import format_bytes
 from hpctrain.update.sharing import Fragment, cut_elements, divide_parameters
 from hpctrain.update.state import Entry, lay_out
 from hpctrain.update.summary import describe_shares, some_names
 from hpctrain.world.barrier import must_sleep
-from hpctrain.world.shared_memory import Backing, _attach, describe_bytes, page_slices, places
+from hpctrain.world.shared_memory import Backing, _attach, page_slices, places
 
 GRAIN = 1024
 SIZES = st.lists(st.integers(0, 9000), min_size=1, max_size=12)
@@ -158,8 +159,8 @@ def test_least_and_largest(op, call, dtype):
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (64 << 20, "64.0 MiB"), (3 << 40, "3.0 TiB")],
 )
 def test_bytes_in_words(number, words):
-    assert describe_bytes(number) == words
-    assert describe_bytes(2.0**60).endswith("TiB")
+    assert format_bytes(number) == words
+    assert format_bytes(2.0**60).endswith("TiB")
 
 
 def test_places_say_why_they_do_not_do(tmp_path):

@@ -16,7 +16,7 @@ from hpctrain.doctor.nodes.outliers import find_outliers
 from hpctrain.doctor.nodes.report import Link, RankReport, put_together
 from hpctrain.doctor.nodes.schedule import choose_rounds
 from hpctrain.errors import CollectiveError
-from hpctrain.world.guard import abort
+from hpctrain.world import abort
 
 if TYPE_CHECKING:
     from hpctrain.world import World

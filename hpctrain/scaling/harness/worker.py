@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import hpctrain as hpc
-from hpctrain.world import World
-from hpctrain.world.allocator import keep_freed_memory
+from hpctrain.world import World, keep_freed_memory
 
 __all__ = ["Subject", "serve"]
 

@@ -35,8 +35,7 @@ from hpctrain.scaling.plan.samples import (
     TrainingSample,
 )
 from hpctrain.scaling.plan.stragglers import expected_maximum
-from hpctrain.world import World
-from hpctrain.world.allocator import keep_freed_memory
+from hpctrain.world import World, keep_freed_memory
 
 __all__ = [
     "SIZES",

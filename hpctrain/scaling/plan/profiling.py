@@ -16,7 +16,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.replica.sharing_work import choose_update
 from hpctrain.scaling.plan.checks import count_of
 from hpctrain.scaling.plan.profile import Layer, Profile
-from hpctrain.world.allocator import keep_freed_memory
+from hpctrain.world import keep_freed_memory
 
 __all__ = ["Subject", "measure_profile"]
 

@@ -16,8 +16,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.scaling.harness.load import foreign_load, read_clocks
 from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep, fill_arguments
 from hpctrain.scaling.sweeps.points import RANKS, Point
-from hpctrain.world.bench import Asked
-from hpctrain.world.launcher import BENCH_VARIABLE
+from hpctrain.world import BENCH_VARIABLE, Asked
 
 __all__ = ["ask", "explain", "run_sweep", "tell_end", "tell_other_device"]
 
