@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
+from hpctrain.fusion import is_dense
 from hpctrain.update.holding import SharedState
 from hpctrain.update.kinds import refuse_fused_complex
-from hpctrain.update.memory import flat_memory, is_dense
+from hpctrain.update.memory import flat_memory
 from hpctrain.update.pieces import (
     Piece,
     make_inner,
