@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
+    from hpctrain import metrics
     from hpctrain.checkpoint import Keep, Store
     from hpctrain.connection import Connection, connect, init
-    from hpctrain.data import Shard, files, gather, metrics, reshuffle, scatter, share, stage
-    from hpctrain.data.loader import Loader
+    from hpctrain.data import Loader, Shard, files, gather, reshuffle, scatter, share, stage
     from hpctrain.errors import (
         CheckpointError,
         CollectiveError,
@@ -99,8 +99,7 @@ __getattr__ = lazy(
     {
         ".checkpoint": ("Keep", "Store"),
         ".connection": ("Connection", "connect", "init"),
-        ".data": ("Shard", "files", "gather", "metrics", "reshuffle", "scatter", "share", "stage"),
-        ".data.loader": ("Loader",),
+        ".data": ("Loader", "Shard", "files", "gather", "reshuffle", "scatter", "share", "stage"),
         ".errors": (
             "CheckpointError",
             "CollectiveError",
@@ -116,6 +115,7 @@ __getattr__ = lazy(
         ),
         ".faults.sentinel": ("Sentinel",),
         ".inference": ("quantize_int8",),
+        ".metrics": (),
         ".optim": (
             "EMA",
             "LAMB",

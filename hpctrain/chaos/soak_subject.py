@@ -18,7 +18,7 @@ import torch
 
 from hpctrain.checkpoint import Keep
 from hpctrain.connection import init
-from hpctrain.data.loader import Loader
+from hpctrain.data import Loader
 from hpctrain.replica import Replica, distribute
 from hpctrain.saver import Saver
 from hpctrain.world import World

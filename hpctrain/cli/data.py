@@ -15,7 +15,7 @@ from hpctrain import log
 from hpctrain.errors import ConfigError, HpcTrainError
 
 if TYPE_CHECKING:
-    from hpctrain.data.source import Source
+    from hpctrain.data import Source
     from hpctrain.world import World
 
 __all__ = ["add_arguments", "main"]
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _shard(world: World, args: argparse.Namespace) -> int:
-    from hpctrain.data.storage.writing import write_shards
+    from hpctrain.data import write_shards
     from hpctrain.world import agree
 
     columns = args.columns.split(",") if args.columns else None
@@ -130,8 +130,7 @@ def _open(world: World, paths: list[Path], join: str | None, columns: list[str] 
 
 
 def _verify(world: World, args: argparse.Namespace) -> int:
-    from hpctrain.data.storage.manifest import read_manifest
-    from hpctrain.data.storage.shards import check_shard
+    from hpctrain.data import check_shard, read_manifest
     from hpctrain.errors import DataError
     from hpctrain.world import agree
 
@@ -157,7 +156,7 @@ def _verify(world: World, args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from hpctrain.data.storage.inspecting import inspect
+    from hpctrain.data import inspect
 
     found = inspect(args.path)
     if args.json:
@@ -177,7 +176,7 @@ def _default_samples(source: Source) -> int:
     """How many samples make a shard of about 256 MiB."""
     import numpy as np
 
-    from hpctrain.data.structure import leaves
+    from hpctrain.data import leaves
 
     if len(source) == 0:
         return 1

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from hpctrain.fusion.arena import Arena
-from hpctrain.fusion.layout import Bucket, ParameterSpec, plan
+from hpctrain.fusion.arena import Arena, Arrived
+from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, ParameterSpec, cut_into_runs, plan
+from hpctrain.fusion.order import Watcher, complete
+from hpctrain.fusion.strides import is_dense, like_parameter
+from hpctrain.fusion.usage import Usage, hook_gradient, specs_of
 
-__all__ = ["Arena", "Bucket", "ParameterSpec", "plan"]
+__all__ = [
+    "CONTROL_WORDS",
+    "Arena",
+    "Arrived",
+    "Bucket",
+    "ParameterSpec",
+    "Usage",
+    "Watcher",
+    "complete",
+    "cut_into_runs",
+    "hook_gradient",
+    "is_dense",
+    "like_parameter",
+    "plan",
+    "specs_of",
+]

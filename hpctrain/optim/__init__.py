@@ -9,6 +9,7 @@ from hpctrain.optim.exclusion import split_parameters
 from hpctrain.optim.lamb import LAMB
 from hpctrain.optim.lars import LARS
 from hpctrain.optim.recipe import Recipe, RecipeSchedule
+from hpctrain.optim.several import Several, combine, label_of, members_of, spans_of
 
 __all__ = [
     "EMA",
@@ -17,9 +18,14 @@ __all__ = [
     "Checkpointed",
     "Recipe",
     "RecipeSchedule",
+    "Several",
     "SyncBatchNorm",
     "average_batchnorm",
     "checkpoint_activations",
+    "combine",
+    "label_of",
+    "members_of",
+    "spans_of",
     "split_parameters",
     "sync_batchnorm",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hpctrain.engines.base import Engine
 from hpctrain.engines.mpi import MpiEngine
 from hpctrain.errors import ConfigError
-from hpctrain.fusion.strides import is_dense, like_parameter
+from hpctrain.fusion import is_dense, like_parameter
 from hpctrain.log import format_bytes
 from hpctrain.optim.ema import EMA, places_for
 from hpctrain.tensor_names import plain_keys

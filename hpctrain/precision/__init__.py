@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from hpctrain.precision.options import LossScaling, PrecisionName
+from hpctrain.precision.arithmetic import excluded_from_clipping, multiply, sum_of_squares
+from hpctrain.precision.casting import Casting
+from hpctrain.precision.options import LossScaling, PrecisionName, check_choice, check_parameters
 from hpctrain.precision.precision import Precision
+from hpctrain.precision.treatment import Gradients, Treated, Treatment
 
-__all__ = ["LossScaling", "Precision", "PrecisionName"]
+__all__ = [
+    "Casting",
+    "Gradients",
+    "LossScaling",
+    "Precision",
+    "PrecisionName",
+    "Treated",
+    "Treatment",
+    "check_choice",
+    "check_parameters",
+    "excluded_from_clipping",
+    "multiply",
+    "sum_of_squares",
+]

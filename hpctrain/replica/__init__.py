@@ -11,7 +11,7 @@ from hpctrain import log
 from hpctrain.connection import Connection, connect
 from hpctrain.engines.base import Engine
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.optim.several import combine, spans_of
+from hpctrain.optim import combine, spans_of
 from hpctrain.precision import LossScaling, PrecisionName
 from hpctrain.replica.alone_mode import AloneMode
 from hpctrain.replica.arena_mode import ArenaMode

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.fusion.arena import Arrived
-from hpctrain.fusion.usage import Usage
-from hpctrain.precision.arithmetic import sum_of_squares
+from hpctrain.fusion import Arrived, Usage
+from hpctrain.precision import sum_of_squares
 from hpctrain.replica.on_parameters import OnTorchsOwn
 from hpctrain.replica.words import Words
 

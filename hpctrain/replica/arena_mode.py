@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.engines.base import Op
-from hpctrain.fusion import Arena
-from hpctrain.fusion.arena import Arrived
-from hpctrain.fusion.order import Watcher, complete
-from hpctrain.precision.arithmetic import multiply, sum_of_squares
+from hpctrain.fusion import Arena, Arrived, Watcher, complete
+from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.on_parameters import OnParameters
 from hpctrain.replica.words import Words
 

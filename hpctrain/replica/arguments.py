@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.engines.base import Engine
 from hpctrain.errors import ConfigError
-from hpctrain.optim.several import Several, members_of
+from hpctrain.optim import Several, members_of
 from hpctrain.world import World, agree
 
 __all__ = [

@@ -15,8 +15,8 @@ from torch import Tensor
 from hpctrain import log
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import ConfigError, HpcTrainError
-from hpctrain.fusion.arena import Arrived
-from hpctrain.optim.several import label_of, members_of
+from hpctrain.fusion import Arrived
+from hpctrain.optim import label_of, members_of
 from hpctrain.precision import Precision
 from hpctrain.replica.arguments import check_loss
 from hpctrain.replica.finite import FiniteCheck

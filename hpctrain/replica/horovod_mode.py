@@ -20,9 +20,8 @@ from torch import Tensor
 from hpctrain.engines.base import Op
 from hpctrain.engines.horovod import HorovodEngine
 from hpctrain.errors import ConfigError
-from hpctrain.fusion.arena import Arrived
-from hpctrain.fusion.layout import CONTROL_WORDS
-from hpctrain.precision.arithmetic import multiply, sum_of_squares
+from hpctrain.fusion import CONTROL_WORDS, Arrived
+from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.horovod_carrier import Carrier
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.horovod_wire import Wire, check_parameters, near_power_of_two

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpctrain.fusion.arena import Arrived
-from hpctrain.precision.treatment import Gradients
+from hpctrain.fusion import Arrived
+from hpctrain.precision import Gradients
 from hpctrain.replica.words import Words
 
 __all__ = ["Mode"]

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.fusion.layout import CONTROL_WORDS, Bucket
-from hpctrain.update.memory import is_dense, like_parameter
+from hpctrain.fusion import CONTROL_WORDS, Bucket, is_dense, like_parameter
 from hpctrain.world import PrivateView, SharedBlock
 
 if TYPE_CHECKING:

@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.fusion.arena import Arrived
-from hpctrain.fusion.layout import plan
-from hpctrain.fusion.usage import Usage, specs_of
+from hpctrain.fusion import Arrived, Usage, plan, specs_of
 from hpctrain.log import format_bytes
 from hpctrain.replica.node_memory import NodeMemory
 from hpctrain.replica.node_norms import NodeNorms
 from hpctrain.replica.node_sums import NodeSums
 from hpctrain.replica.on_parameters import OnTorchsOwn
 from hpctrain.replica.words import Words
-from hpctrain.update.summary import some_names
+from hpctrain.update import some_names
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine
     from hpctrain.engines.node import NodeGroup
-    from hpctrain.update.sharded import ShardedUpdate
+    from hpctrain.update import ShardedUpdate
 
 __all__ = ["NodeMode"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.fusion.layout import cut_into_runs
-from hpctrain.precision.arithmetic import multiply, sum_of_squares
+from hpctrain.fusion import cut_into_runs
+from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.node_memory import Room
 
 if TYPE_CHECKING:

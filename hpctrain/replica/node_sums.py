@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.update.memory import flat_memory
+from hpctrain.update import flat_memory
 
 if TYPE_CHECKING:
     from hpctrain.engines.node import NodeGroup

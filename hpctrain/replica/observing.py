@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.fusion.arena import Arrived
+from hpctrain.fusion import Arrived
 from hpctrain.replica.core import Replica, Step
 from hpctrain.world import phase
 

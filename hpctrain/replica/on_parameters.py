@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from hpctrain.fusion.usage import Usage
+from hpctrain.fusion import Usage
 from hpctrain.replica.words import Words
 
 __all__ = ["OnParameters", "OnTorchsOwn"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hpctrain.precision.treatment import Treated
+from hpctrain.precision import Treated
 
 __all__ = ["Step"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hpctrain.fusion.usage import hook_gradient
+from hpctrain.fusion import hook_gradient
 
 __all__ = ["PlainPasses", "own_pass", "unfrozen"]
 

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.precision import LossScaling, Precision, PrecisionName
-from hpctrain.precision.arithmetic import excluded_from_clipping
-from hpctrain.precision.casting import Casting
-from hpctrain.precision.options import check_choice, check_parameters
-from hpctrain.precision.treatment import Treatment
+from hpctrain.precision import (
+    Casting,
+    LossScaling,
+    Precision,
+    PrecisionName,
+    Treatment,
+    check_choice,
+    check_parameters,
+    excluded_from_clipping,
+)
 from hpctrain.replica.naming import named_parameters
 
 if TYPE_CHECKING:

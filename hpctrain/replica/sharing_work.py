@@ -10,11 +10,10 @@ import torch
 
 from hpctrain.engines.mpi import MpiEngine
 from hpctrain.errors import ConfigError
-from hpctrain.optim.several import spans_of
+from hpctrain.fusion import is_dense
+from hpctrain.optim import spans_of
 from hpctrain.replica.node_mode import NodeMode
-from hpctrain.update.kinds import shards_by
-from hpctrain.update.memory import is_dense
-from hpctrain.update.sharded import ShardedUpdate
+from hpctrain.update import ShardedUpdate, shards_by
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.optim.several import label_of
+from hpctrain.optim import label_of
 from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.step_clock import StepClock, StepTime
@@ -23,7 +23,7 @@ from hpctrain.replica.step_report import RankTimes, summarize
 from hpctrain.world import roll_call
 
 if TYPE_CHECKING:
-    from hpctrain.fusion.arena import Arrived
+    from hpctrain.fusion import Arrived
     from hpctrain.world import Asked
 
 __all__ = ["TimedReplica"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.fusion.layout import CONTROL_WORDS
+from hpctrain.fusion import CONTROL_WORDS
 
 __all__ = ["LateSums", "Words", "check_counted", "check_sums", "digest_rates", "say"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.data.source import Batch
+from hpctrain.data import Batch
 
 __all__ = ["Batches"]
 

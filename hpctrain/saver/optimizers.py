@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.optim.several import label_of
+from hpctrain.optim import label_of
 
 __all__ = ["changed_options", "identify", "trouble_with"]
 

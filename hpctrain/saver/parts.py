@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 from torch.nn import Module
 
-from hpctrain.data.loader import Loader
+from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.replica import Replica
 from hpctrain.saver import optimizers, statistics

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from hpctrain import log
 from hpctrain.checkpoint import Keep, Loaded, Store
-from hpctrain.data.loader import Loader
-from hpctrain.data.source import Batch
+from hpctrain.data import Batch, Loader
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.faults.allocation import time_left_s

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from hpctrain.timeline.merging import MERGED, SUMMARY, merge_folder
+from hpctrain.timeline.slowest import blame
 from hpctrain.timeline.tap import Tap
 from hpctrain.timeline.tracing import start
 
-__all__ = ["MERGED", "SUMMARY", "Tap", "merge_folder", "start"]
+__all__ = [
+    "MERGED",
+    "SUMMARY",
+    "Tap",
+    "blame",
+    "merge_folder",
+    "start",
+]

@@ -202,7 +202,7 @@ def build_draw(config: Config, data: Any, folder: Path) -> dict[str, Any]:
         ConfigError: the function cannot be found or called.
         DataError: the file is missing or broken.
     """
-    from hpctrain.data.storage.numpy_files import open_npy
+    from hpctrain.data import open_npy
 
     chosen = config.data
     said: dict[str, Any] = {}
@@ -233,8 +233,7 @@ def wants_world(function: Callable[..., Any]) -> bool:
 
 
 def _open(config: Config, world: World | None, paths: list[Path]) -> Any:
-    from hpctrain.data import files, scatter, share
-    from hpctrain.data.storage import name_files, open_named
+    from hpctrain.data import files, name_files, open_named, scatter, share
     from hpctrain.world import agree
 
     names = list(config.data.columns) or None

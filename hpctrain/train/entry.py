@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 
 from hpctrain import log
 from hpctrain.connection import connect, init
-from hpctrain.data.adopting import is_stream
-from hpctrain.data.loader import Loader
+from hpctrain.data import Loader, is_stream
 from hpctrain.errors import CheckpointError, ConfigError, HpcTrainError
 from hpctrain.launch.script import tee_output
 from hpctrain.optim import EMA, sync_batchnorm

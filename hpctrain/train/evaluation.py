@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from hpctrain.data import metrics as exact
-from hpctrain.data.loader import Loader
+from hpctrain import metrics as exact
+from hpctrain.data import Loader
 from hpctrain.optim import EMA, SyncBatchNorm, average_batchnorm
 from hpctrain.replica import Replica
 from hpctrain.train.computing import compute

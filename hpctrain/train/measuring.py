@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hpctrain import log
-from hpctrain.data.settling import Arguments, settle
+from hpctrain.data import Arguments, settle
 from hpctrain.engines.horovod_state import probe_horovod
 from hpctrain.errors import ConfigError
 from hpctrain.train.building import (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpctrain import log
-from hpctrain.data.batches import Batching, part_of
+from hpctrain.data import Batching, part_of
 from hpctrain.engines import Choice, HorovodState, choose
 from hpctrain.errors import ConfigError
 from hpctrain.replica.sharing_work import ChosenUpdate, choose_update

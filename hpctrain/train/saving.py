@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.data.loader import Loader
+from hpctrain.data import Loader
 from hpctrain.replica import Replica
 from hpctrain.train.config import Checkpoint, Faults
 

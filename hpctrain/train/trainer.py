@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hpctrain.data.loader import Loader
+from hpctrain.data import Loader
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.optim import EMA

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
+from hpctrain.fusion import like_parameter
 from hpctrain.log import format_bytes
-from hpctrain.update.memory import like_parameter
 from hpctrain.update.pieces import Piece
 from hpctrain.update.sharing import Fragment
 from hpctrain.update.state import Entry, Slot, lay_out

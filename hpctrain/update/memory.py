@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpctrain.fusion.strides import is_dense, like_parameter
-
-__all__ = ["flat_gradient", "flat_memory", "is_dense", "like_parameter"]
+__all__ = ["flat_gradient", "flat_memory"]
 
 
 def flat_memory(tensor: Tensor) -> Tensor:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
+from hpctrain.fusion import is_dense
 from hpctrain.log import format_bytes
 from hpctrain.update.holding import SharedState
 from hpctrain.update.kinds import refuse_fused_complex
-from hpctrain.update.memory import flat_memory, is_dense
+from hpctrain.update.memory import flat_memory
 from hpctrain.update.pieces import (
     Piece,
     make_inner,

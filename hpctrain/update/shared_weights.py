@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.update.memory import flat_memory, like_parameter
+from hpctrain.fusion import like_parameter
+from hpctrain.update.memory import flat_memory
 from hpctrain.update.sharing import Fragment
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from hypothesis.extra import numpy as hnp
 from hpctrain.data.chunks import MESSAGE_BYTES, share_length, split_bytes, split_rows
 from hpctrain.data.columns import Dense, Objects, Ragged, describe_column
 from hpctrain.data.gathering import find_trouble
-from hpctrain.data.metrics import Confusion, _merge, _times
 from hpctrain.data.outline import flatten
 from hpctrain.data.sharing import Layout
 from hpctrain.data.staging import list_files
 from hpctrain.data.table import Room, Table
 from hpctrain.errors import ConfigError
+from hpctrain.metrics import Confusion, _merge, _times
 
 DTYPES = st.one_of(
     hnp.integer_dtypes(),

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import hpctrain as hpc
-from hpctrain.data.chunks import split_bytes
-from hpctrain.data.scattering import CHUNK_BYTES
+from hpctrain.data import CHUNK_BYTES, split_bytes
 from hpctrain.errors import CollectiveError
 from hpctrain.scaling.benches.collectives import parse_size
 from hpctrain.scaling.harness.worker import Subject

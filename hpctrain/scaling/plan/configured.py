@@ -68,7 +68,7 @@ def measure_configured(path: Path, batch: int, *, repeats: int = 20) -> Profile:
         ConfigError: it trains in a way that only the user's own step function knows.
     """
     from hpctrain.connection import init
-    from hpctrain.data.loader import Loader
+    from hpctrain.data import Loader
     from hpctrain.scaling.plan.profiling import Subject, measure_profile
     from hpctrain.train.building import build_data, build_models, build_optimizer
     from hpctrain.train.computing import compute

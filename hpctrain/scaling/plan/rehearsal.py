@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpctrain.checkpoint.layout import Item, choose_ranks, divide
-from hpctrain.data.batches import Batching
-from hpctrain.data.partition import cyclic
-from hpctrain.data.plan import Seat, plan_parts
+from hpctrain.data import Batching, Seat, cyclic, plan_parts
 from hpctrain.scaling.plan.checks import count_of, number_of
 from hpctrain.scaling.plan.collectives import Layout
 

@@ -12,7 +12,7 @@ from hpctrain.scaling.report.axes import number_text
 from hpctrain.scaling.report.document import Section, Table
 from hpctrain.scaling.report.run_charts import event_name, run_charts
 from hpctrain.scaling.report.runs import Run
-from hpctrain.timeline.slowest import blame
+from hpctrain.timeline import blame
 
 __all__ = ["run_figures", "run_sections", "trace_words"]
 
