@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from hpctrain.scaling.benches.collectives import (
+from hpctrain.bench.collectives import (
     SIZES,
     VARIANTS,
     add_arguments,
@@ -16,7 +16,7 @@ from hpctrain.scaling.benches.collectives import (
     parse_size,
     repeats_for,
 )
-from hpctrain.scaling.harness.command import run_program
+from hpctrain.bench.command import run_program
 
 __all__ = ["SIZES", "VARIANTS", "add_arguments", "bandwidths", "main", "parse_size", "repeats_for"]
 

@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 from hpctrain import freed_memory, log
+from hpctrain.bench import command
+from hpctrain.bench.ratios import paired_ratio
+from hpctrain.bench.session import Case, Plan, Variant, run_plan
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness import command
-from hpctrain.scaling.harness.ratios import paired_ratio
-from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
 
 __all__ = [
     "BASELINE",
@@ -102,8 +102,8 @@ def main() -> int:
     """Measure, or be a rank that is measured."""
     args = _parse()
     if args.worker:
-        from hpctrain.scaling.benches.step_subjects import make_maker
-        from hpctrain.scaling.harness.worker import serve
+        from benchmarks.step_subjects import make_maker
+        from hpctrain.bench.worker import serve
 
         make = make_maker()
         names = args.variants.split(",")

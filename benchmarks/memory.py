@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.scaling.harness import command
-from hpctrain.scaling.harness.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import command
+from hpctrain.bench.session import Case, Plan, Variant, run_plan
 
 __all__ = ["FORMULAS", "formula", "main", "make_variants"]
 
@@ -70,7 +70,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         from benchmarks.memory_subjects import make_maker
-        from hpctrain.scaling.harness.worker import serve
+        from hpctrain.bench.worker import serve
 
         serve(args.worker, args.variants.split(","), make_maker())
         return 0

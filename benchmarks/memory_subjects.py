@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks import step_subjects
 from benchmarks.memory import MODELS
 from benchmarks.memory_parts import data_kib
-from hpctrain.scaling.benches import step_subjects
-from hpctrain.scaling.benches.workloads import Workload
-from hpctrain.scaling.harness.worker import Subject
+from benchmarks.workloads import Workload
+from hpctrain.bench.worker import Subject
 from hpctrain.world import World
 
 __all__ = ["make_maker"]

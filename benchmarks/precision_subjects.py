@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.bench.worker import Subject
 from hpctrain.replica import Replica
-from hpctrain.scaling.harness.worker import Subject
 from hpctrain.world import World
 
 __all__ = ["WORKLOADS", "make_maker"]

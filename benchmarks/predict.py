@@ -22,12 +22,12 @@ from statistics import median
 from typing import Any
 
 from hpctrain import log
+from hpctrain.bench.command import run_main
 from hpctrain.errors import ConfigError, LaunchError
-from hpctrain.scaling.harness.command import run_main
-from hpctrain.scaling.plan import Machine, Profile, predict
-from hpctrain.scaling.plan.fit import fit_machine
-from hpctrain.scaling.plan.profile import parse_profile
-from hpctrain.scaling.plan.samples import Measurement
+from hpctrain.predict import Machine, Profile, predict
+from hpctrain.predict.fit import fit_machine
+from hpctrain.predict.profile import parse_profile
+from hpctrain.predict.samples import Measurement
 
 __all__ = ["Launched", "main", "predict_here", "predict_hosts", "row"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import hpctrain as hpc
-from hpctrain.scaling.plan.measuring import SIZES, measure
-from hpctrain.scaling.plan.profile import Profile
-from hpctrain.scaling.plan.profiling import Subject, measure_profile
+from hpctrain.predict.measuring import SIZES, measure
+from hpctrain.predict.profile import Profile
+from hpctrain.predict.profiling import Subject, measure_profile
 from hpctrain.world import World
 
 __all__ = ["WORKLOADS", "main"]

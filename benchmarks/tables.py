@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import log
+from hpctrain.bench import command, render
+from hpctrain.bench.machine import ROOT
+from hpctrain.bench.schema import file_name, parse_file_name, upgrade, validate
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness import command, render
-from hpctrain.scaling.harness.machine import ROOT
-from hpctrain.scaling.harness.schema import file_name, parse_file_name, upgrade, validate
 
 __all__ = ["fill", "main", "newest", "read_results"]
 

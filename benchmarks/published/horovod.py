@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.published.architectures import MODELS
 from hpctrain import log
-from hpctrain.scaling.plan import Exchange, Layer, Machine, Profile, find_machine, predict
+from hpctrain.predict import Exchange, Layer, Machine, Profile, find_machine, predict
 
 __all__ = ["CALIBRATION", "PUBLISHED", "calibrate", "exchange", "main", "predictions", "profile_of"]
 

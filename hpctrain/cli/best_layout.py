@@ -30,7 +30,7 @@ def choose_layout(
     Raises:
         ConfigError: nothing was measured here, or the number of threads is fixed.
     """
-    from hpctrain.scaling.sweeps.layouts import (
+    from hpctrain.bench.layouts import (
         LayoutBook,
         digest_script,
         find_layout,

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the report, and name its files."""
-    from hpctrain.scaling.report import FORMATS, Wish, write_report
+    from hpctrain.report import FORMATS, Wish, write_report
 
     formats = FORMATS if args.format == "all" else tuple(args.format.split(","))
     wish = None

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpctrain.bench.schema import validate
 from hpctrain.install.mpi import loaded_mpi, matching_mpirun
 from hpctrain.launch.command import launch_command
-from hpctrain.scaling.harness.schema import validate
 from mpi_tests.full import slow
 from mpi_tests.launch.commands import HPCTRAIN, clean_environment, run
 

@@ -10,11 +10,11 @@ import time
 import psutil
 import pytest
 
+from hpctrain.bench.command import RESULTS
+from hpctrain.bench.comparing import compare_counts
+from hpctrain.bench.control import Launch
+from hpctrain.bench.schema import validate
 from hpctrain.errors import LaunchError
-from hpctrain.scaling.harness.command import RESULTS
-from hpctrain.scaling.harness.control import Launch
-from hpctrain.scaling.harness.schema import validate
-from hpctrain.scaling.sweeps.comparing import compare_counts
 from mpi_tests.built import BUILT
 from mpi_tests.full import FULL, slow
 from mpi_tests.launch.benchmark_results import LIMIT_S, PYTHON, result_of
@@ -96,7 +96,7 @@ def test_loaders_are_measured_and_hand_out_what_they_should(tmp_path):
     result_of_part = tmp_path / "result_loader.json"
     variants = "dataloader,loader,loader-keyed"
     words = ["--parts", "loader", "--variants", variants, "--json", tmp_path / "result.json"]
-    done = run(*PYTHON, "hpctrain.scaling.benches.data", "--quick", *words, timeout_s=LIMIT_S)
+    done = run(*PYTHON, "benchmarks.data", "--quick", *words, timeout_s=LIMIT_S)
     assert done.code == 0, done.text
     result = json.loads(result_of_part.read_text())
     assert validate(result) == []
@@ -133,14 +133,14 @@ def test_movement_is_a_part_of_the_data_benchmark(tmp_path):
     ],
 )
 def test_mistakes_are_named(words, message):
-    done = run(*PYTHON, "hpctrain.scaling.benches.step_overhead", *words)
+    done = run(*PYTHON, "benchmarks.step_overhead", *words)
     assert done.code == 2, done.text
     assert message in done.err
     assert "Traceback" not in done.err
 
 
 def test_a_killed_benchmark_leaves_no_stopped_ranks_behind():
-    words = ["hpctrain.scaling.benches.step_overhead", "--variants", "compute,compute-beside-idle"]
+    words = ["benchmarks.step_overhead", "--variants", "compute,compute-beside-idle"]
     with subprocess.Popen(
         [*PYTHON, *words, "--blocks", "100000"],
         cwd=ROOT,
@@ -178,7 +178,7 @@ def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
     variant = "horovod" if "horovod" in BUILT else "ddp"
     launch = Launch(
         variant,
-        "hpctrain.scaling.benches.step_overhead",
+        "benchmarks.step_overhead",
         num_ranks=2,
         variants=[variant],
         environ={},
@@ -206,7 +206,7 @@ def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
 def test_a_rank_that_fails_is_told_with_its_traceback():
     launch = Launch(
         "broken",
-        "hpctrain.scaling.benches.step_overhead",
+        "benchmarks.step_overhead",
         num_ranks=2,
         variants=["compute"],
         environ={},

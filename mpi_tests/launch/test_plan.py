@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.scaling.plan import find_machine, read_profile
+from hpctrain.predict import find_machine, read_profile
 from mpi_tests.cluster.nodes import Nodes
 from mpi_tests.full import slow
 from mpi_tests.launch.commands import HPCTRAIN, ROOT
@@ -17,7 +17,7 @@ from mpi_tests.launch.commands import HPCTRAIN, ROOT
 MODULE = """
 import torch
 
-from hpctrain.scaling.plan.profiling import Subject
+from hpctrain.predict.profiling import Subject
 
 
 def build():

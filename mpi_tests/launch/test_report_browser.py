@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from hpctrain.scaling.report import Wish, write_report
+from hpctrain.report import Wish, write_report
 from mpi_tests.browser import Browser, find_browser
 from mpi_tests.report_kit import collectives, weak_sweep, write_run
 

@@ -12,12 +12,12 @@ import hpctrain as hpc
 from hpctrain.checkpoint import Store
 from hpctrain.checkpoint.layout import LEAST_PART_BYTES, Item
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan import Layout
-from hpctrain.scaling.plan.findings import rehearse
-from hpctrain.scaling.plan.fit import fit_costs
-from hpctrain.scaling.plan.measuring import measure
-from hpctrain.scaling.plan.profiling import Subject
-from hpctrain.scaling.plan.rehearsal import Files, Loading, State, Training, samples_of
+from hpctrain.predict import Layout
+from hpctrain.predict.findings import rehearse
+from hpctrain.predict.fit import fit_costs
+from hpctrain.predict.measuring import measure
+from hpctrain.predict.profiling import Subject
+from hpctrain.predict.rehearsal import Files, Loading, State, Training, samples_of
 
 
 @pytest.mark.parametrize(

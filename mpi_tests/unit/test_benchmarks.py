@@ -13,15 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import tables
+from benchmarks import step_overhead, tables
+from hpctrain.bench import collectives, command, render, schema
+from hpctrain.bench.blocks import choose_blocks, more_are_needed, shuffled_order
+from hpctrain.bench.load import Reading, busy_ticks, foreign_load
+from hpctrain.bench.machine import describe_machine, machine_id
+from hpctrain.bench.ratios import interval_ranks, paired_ratio
+from hpctrain.bench.session import Block, Case, Plan, Rules, Variant, describe_case
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.benches import collectives, step_overhead
-from hpctrain.scaling.harness import command, render, schema
-from hpctrain.scaling.harness.blocks import choose_blocks, more_are_needed, shuffled_order
-from hpctrain.scaling.harness.load import Reading, busy_ticks, foreign_load
-from hpctrain.scaling.harness.machine import describe_machine, machine_id
-from hpctrain.scaling.harness.ratios import interval_ranks, paired_ratio
-from hpctrain.scaling.harness.session import Block, Case, Plan, Rules, Variant, describe_case
 
 TIMES = st.floats(1e-6, 1e3)
 PAIRS = st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=40)
@@ -342,7 +341,7 @@ def test_variants_that_disturb_others_have_launches_of_their_own():
 
 
 def test_the_workloads_are_those_that_can_be_asked_for():
-    from hpctrain.scaling.benches.workloads import WORKLOADS
+    from benchmarks.workloads import WORKLOADS
 
     assert tuple(WORKLOADS) == step_overhead._WORKLOADS
 

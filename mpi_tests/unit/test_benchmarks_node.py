@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from benchmarks import barrier, layout, memory, step_overhead
 from benchmarks.memory_parts import data_kib
+from hpctrain.bench import command, render, schema
+from hpctrain.bench.session import Case, Plan, Rules, Variant
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness import command, render, schema
-from hpctrain.scaling.harness.session import Case, Plan, Rules, Variant
 
 # Layouts
 
@@ -39,7 +39,7 @@ def test_ranks_that_do_not_divide_the_cores_are_refused():
 
 
 def test_the_batches_are_those_of_the_workloads():
-    from hpctrain.scaling.benches.workloads import NODE_WORKLOADS
+    from benchmarks.workloads import NODE_WORKLOADS
 
     assert {name: w.batch for name, w in NODE_WORKLOADS.items()} == layout.BATCHES
     assert all(w.whole_batch and w.options["fused"] for w in NODE_WORKLOADS.values())
@@ -49,7 +49,7 @@ def test_the_batches_are_those_of_the_workloads():
 def test_ranks_divide_one_batch(num_ranks):
     import torch
 
-    from hpctrain.scaling.benches.workloads import NODE_WORKLOADS
+    from benchmarks.workloads import NODE_WORKLOADS
 
     for workload in NODE_WORKLOADS.values():
         parts = [workload.data(rank, num_ranks) for rank in range(num_ranks)]

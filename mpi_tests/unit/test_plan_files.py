@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan import (
+from hpctrain.predict import (
     Costs,
     Layer,
     Layout,
@@ -28,12 +28,12 @@ from hpctrain.scaling.plan import (
     write_machine,
     write_profile,
 )
-from hpctrain.scaling.plan.advice import cost_of
-from hpctrain.scaling.plan.collectives import allreduce_s
-from hpctrain.scaling.plan.fit import fit_contention, fit_costs, fit_machine
-from hpctrain.scaling.plan.machine_files import parse_machine, render_machine, sourced_keys
-from hpctrain.scaling.plan.profile import parse_profile
-from hpctrain.scaling.plan.samples import CollectiveSample, ComputeSample, Measurement
+from hpctrain.predict.advice import cost_of
+from hpctrain.predict.collectives import allreduce_s
+from hpctrain.predict.fit import fit_contention, fit_costs, fit_machine
+from hpctrain.predict.machine_files import parse_machine, render_machine, sourced_keys
+from hpctrain.predict.profile import parse_profile
+from hpctrain.predict.samples import CollectiveSample, ComputeSample, Measurement
 
 LINK = Link(latency_s=1e-5, bytes_per_s=1e9)
 PROFILE = Profile(
@@ -72,7 +72,7 @@ def test_every_number_of_a_machine_file_has_a_source(name):
     import tomllib
     from importlib import resources
 
-    text = (resources.files("hpctrain.scaling.plan") / "machines" / f"{name}.toml").read_text()
+    text = (resources.files("hpctrain.predict") / "machines" / f"{name}.toml").read_text()
     machine = find_machine(name)
     assert set(machine.sources) == sourced_keys(tomllib.loads(text))
     assert all(len(source) >= len("assumption") for source in machine.sources.values())

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.published.architectures import MODELS
 from benchmarks.published.horovod import CALIBRATION, PUBLISHED, calibrate, exchange, predictions
-from hpctrain.scaling.plan import find_machine
+from hpctrain.predict import find_machine
 
 POINTS = 5.0
 MACHINE = find_machine("pascal-roce25")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hpctrain.checkpoint.layout import LEAST_PART_BYTES, Item
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan import Layer, Layout, Profile, find_machine, write_profile
-from hpctrain.scaling.plan.findings import Room, rehearse
-from hpctrain.scaling.plan.prediction import Range
-from hpctrain.scaling.plan.rehearsal import Files, Holding, Loading, State, Training, samples_of
+from hpctrain.predict import Layer, Layout, Profile, find_machine, write_profile
+from hpctrain.predict.findings import Room, rehearse
+from hpctrain.predict.prediction import Range
+from hpctrain.predict.rehearsal import Files, Holding, Loading, State, Training, samples_of
 
 GPU = find_machine("perlmutter-gpu")
 CPU = find_machine("frontera")

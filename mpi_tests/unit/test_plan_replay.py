@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan import (
+from hpctrain.predict import (
     Costs,
     Exchange,
     Layer,
@@ -23,11 +23,11 @@ from hpctrain.scaling.plan import (
     default_exchange,
     predict,
 )
-from hpctrain.scaling.plan.collectives import allreduce_s
-from hpctrain.scaling.plan.exchange import horovod_fusion
-from hpctrain.scaling.plan.machine import TOPOLOGIES
-from hpctrain.scaling.plan.replay import form_pieces, replay
-from hpctrain.scaling.plan.stragglers import expected_maximum, slowest_of
+from hpctrain.predict.collectives import allreduce_s
+from hpctrain.predict.exchange import horovod_fusion
+from hpctrain.predict.machine import TOPOLOGIES
+from hpctrain.predict.replay import form_pieces, replay
+from hpctrain.predict.stragglers import expected_maximum, slowest_of
 
 few = settings(max_examples=30, deadline=None)
 layer_lists = st.lists(

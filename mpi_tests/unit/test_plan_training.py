@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.predict import ROOT, predict_again
-from hpctrain.scaling.plan import Costs, Layout, Link
-from hpctrain.scaling.plan.collectives import allreduce_s
-from hpctrain.scaling.plan.fit import fit_training
-from hpctrain.scaling.plan.samples import TrainingSample
-from hpctrain.scaling.plan.stragglers import slowest_of
+from hpctrain.predict import Costs, Layout, Link
+from hpctrain.predict.collectives import allreduce_s
+from hpctrain.predict.fit import fit_training
+from hpctrain.predict.samples import TrainingSample
+from hpctrain.predict.stragglers import slowest_of
 
 LINK = Link(latency_s=1e-5, bytes_per_s=1e9)
 

@@ -14,12 +14,12 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.report import FORMATS, Wish, write_report
-from hpctrain.scaling.report.charts import Bars, Line, LineChart, Mark
-from hpctrain.scaling.report.run_charts import run_charts, thin
-from hpctrain.scaling.report.run_section import run_figures
-from hpctrain.scaling.report.runs import parse_metrics, read_run
-from hpctrain.scaling.report.svg import draw
+from hpctrain.report import FORMATS, Wish, write_report
+from hpctrain.report.charts import Bars, Line, LineChart, Mark
+from hpctrain.report.run_charts import run_charts, thin
+from hpctrain.report.run_section import run_figures
+from hpctrain.report.runs import parse_metrics, read_run
+from hpctrain.report.svg import draw
 from mpi_tests.report_kit import (
     collectives,
     result,

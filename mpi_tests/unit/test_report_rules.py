@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.bench.laws import serial_fraction
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.report.advice import advise, describe_scaling
-from hpctrain.scaling.report.asking import Wish, hours_text, price
-from hpctrain.scaling.report.axes import bytes_text, make_axis, number_text
-from hpctrain.scaling.report.points import Estimate, Point, Study
-from hpctrain.scaling.report.results import understand
-from hpctrain.scaling.sweeps.laws import serial_fraction
+from hpctrain.report.advice import advise, describe_scaling
+from hpctrain.report.asking import Wish, hours_text, price
+from hpctrain.report.axes import bytes_text, make_axis, number_text
+from hpctrain.report.points import Estimate, Point, Study
+from hpctrain.report.results import understand
 from mpi_tests.report_kit import failed_row, row, split, swept, weak_sweep
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.scaling.report import write_report
-from hpctrain.scaling.report.results import understand
-from hpctrain.scaling.report.study_section import study_sections
-from hpctrain.scaling.sweeps.table import point_rows
+from hpctrain.bench.table import point_rows
+from hpctrain.report import write_report
+from hpctrain.report.results import understand
+from hpctrain.report.study_section import study_sections
 from mpi_tests.unit.test_scaling_sweeps import make_sweep, measure, result_of
 
 

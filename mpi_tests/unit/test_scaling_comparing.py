@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.bench.command import RESULTS
+from hpctrain.bench.comparing import compare_counts, compare_times, counts_of, read_counts
+from hpctrain.bench.folder import Folder, Measured, Sweep
+from hpctrain.bench.layouts import Layout, LayoutBook, best_layout, find_layout
+from hpctrain.bench.points import Settings, layouts
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness.command import RESULTS
-from hpctrain.scaling.sweeps.comparing import compare_counts, compare_times, counts_of, read_counts
-from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep
-from hpctrain.scaling.sweeps.layouts import Layout, LayoutBook, best_layout, find_layout
-from hpctrain.scaling.sweeps.points import Settings, layouts
 
 MACHINE = {
     **dict.fromkeys(("id", "cpu", "arch", "system", "python", "mpi", "torch", "mpi4py"), "x"),

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.scaling.report.advice import advise, describe_scaling
-from hpctrain.scaling.report.asking import Wish, choose_ask, price
-from hpctrain.scaling.report.results import understand
-from hpctrain.scaling.report.study_section import study_sections
-from hpctrain.scaling.sweeps.folder import Sweep
-from hpctrain.scaling.sweeps.points import Settings, plan_points
-from hpctrain.scaling.sweeps.table import describe_laws, point_rows
+from hpctrain.bench.folder import Sweep
+from hpctrain.bench.points import Settings, plan_points
+from hpctrain.bench.table import describe_laws, point_rows
+from hpctrain.report.advice import advise, describe_scaling
+from hpctrain.report.asking import Wish, choose_ask, price
+from hpctrain.report.results import understand
+from hpctrain.report.study_section import study_sections
 from mpi_tests.unit.test_scaling_sweeps import measure, result_of
 
 RANKS = (1, 2, 4, 8, 16)

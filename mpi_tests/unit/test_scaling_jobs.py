@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.bench.folder import Folder, Measured, Sweep
+from hpctrain.bench.jobs import gather, group_launches, submit_sweep
+from hpctrain.bench.local import tell_end
+from hpctrain.bench.points import Settings, plan_points
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep
-from hpctrain.scaling.sweeps.jobs import gather, group_launches, submit_sweep
-from hpctrain.scaling.sweeps.local import tell_end
-from hpctrain.scaling.sweeps.points import Settings, plan_points
 from hpctrain.submit.batch.system import Answer
 from hpctrain.submit.ledger import Ledger
 from mpi_tests.unit.jobs_kit import ask as make_request

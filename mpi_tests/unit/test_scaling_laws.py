@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.errors import ConfigError
-from hpctrain.scaling.sweeps.laws import (
+from hpctrain.bench.laws import (
     LAWS,
     KarpFlatt,
     Law,
@@ -18,6 +17,7 @@ from hpctrain.scaling.sweeps.laws import (
     karp_flatt,
     trend,
 )
+from hpctrain.errors import ConfigError
 
 RANKS = [n for n in (2, 4, 8, 16) for _ in range(3)]
 

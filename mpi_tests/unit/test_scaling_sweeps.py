@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.bench.folder import Folder, Measured, Sweep, fill_arguments
+from hpctrain.bench.local import explain, tell_other_device
+from hpctrain.bench.outcome import make_result
+from hpctrain.bench.points import Settings, interleave, layouts, plan_points
+from hpctrain.bench.repeating import repeat_command
+from hpctrain.bench.schema import validate
+from hpctrain.bench.table import describe_laws, point_rows, split_rows
 from hpctrain.errors import ConfigError, LaunchError
-from hpctrain.scaling.harness.schema import validate
-from hpctrain.scaling.sweeps.folder import Folder, Measured, Sweep, fill_arguments
-from hpctrain.scaling.sweeps.local import explain, tell_other_device
-from hpctrain.scaling.sweeps.outcome import make_result
-from hpctrain.scaling.sweeps.points import Settings, interleave, layouts, plan_points
-from hpctrain.scaling.sweeps.repeating import repeat_command
-from hpctrain.scaling.sweeps.table import describe_laws, point_rows, split_rows
 from hpctrain.train.building import build_models, build_optimizer
 from hpctrain.train.config import parse_config
 from hpctrain.world.bench import Asked, Bench, parse_asked

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import import_module
+from types import ModuleType
 
 from hpctrain import log
+from hpctrain.bench.machine import ROOT
+from hpctrain.errors import ConfigError
 
 __all__ = ["KINDS", "add_arguments", "main"]
 
@@ -22,6 +26,14 @@ KINDS = {
     "checkpoint": "what saving costs a training, and the disk",
     "fit": "a machine file for `hpctrain plan` from what is measured here",
     "measure": "one launch of a sweep, as its batch jobs run it",
+}
+
+_PROGRAMS = {
+    # kinds that are whole programs, with `add_arguments` and `main` of their own
+    "collectives": "hpctrain.bench.collectives",
+    "overhead": "benchmarks.step_overhead",
+    "data": "benchmarks.data",
+    "checkpoint": "benchmarks.checkpoint",
 }
 
 _EPILOG = """\
@@ -50,13 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        import_module(f"hpctrain.cli.bench.{kind}").add_arguments(child)
+        module = _module_of(kind)
+        if module is not None:
+            module.add_arguments(child)
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure."""
+    module = _module_of(args.kind)
+    if module is None:
+        raise ConfigError(
+            f"`hpctrain bench {args.kind}` measures hpctrain itself and needs its repository; "
+            f"clone it and run `python -m {_PROGRAMS[args.kind]}` there"
+        )
     try:
-        code: int = import_module(f"hpctrain.cli.bench.{args.kind}").main(args)
+        code: int = module.main(args)
     except KeyboardInterrupt:
         tail = ""
         if args.kind in ("scale", "layout"):
@@ -64,3 +84,14 @@ def main(args: argparse.Namespace) -> int:
         log.warn(f"interrupted, and the launch that ran is ended{tail}")
         return 130
     return code
+
+
+def _module_of(kind: str) -> ModuleType | None:
+    """The module of a kind; None: a benchmark of hpctrain itself, and this is no checkout."""
+    name = _PROGRAMS.get(kind, f"hpctrain.cli.bench.{kind}")
+    if name.startswith("benchmarks."):
+        if not (ROOT / "benchmarks" / "results").is_dir():
+            return None
+        if str(ROOT) not in sys.path:
+            sys.path.insert(0, str(ROOT))
+    return import_module(name)

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from hpctrain import log
+from hpctrain.bench.folder import Folder
+from hpctrain.bench.jobs import gather
 from hpctrain.cli.bench.options import add_output, conclude
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.sweeps.folder import Folder
-from hpctrain.scaling.sweeps.jobs import gather
 
 __all__ = ["add_arguments", "main"]
 

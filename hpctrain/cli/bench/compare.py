@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import log
-from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness.schema import upgrade, validate
-from hpctrain.scaling.sweeps.comparing import (
+from hpctrain.bench.comparing import (
     COUNTS_SCHEMA,
     Compared,
     compare_counts,
     compare_times,
     counts_of,
 )
+from hpctrain.bench.schema import upgrade, validate
+from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "compare_files", "main"]
 

@@ -7,6 +7,16 @@ import datetime
 import os
 
 from hpctrain import log
+from hpctrain.bench.command import numbers
+from hpctrain.bench.folder import Folder, Sweep
+from hpctrain.bench.layouts import (
+    Layout,
+    LayoutBook,
+    best_layout,
+    digest_script,
+    this_machine,
+)
+from hpctrain.bench.points import layouts
 from hpctrain.cli.bench.options import (
     add_output,
     add_settings,
@@ -16,16 +26,6 @@ from hpctrain.cli.bench.options import (
 from hpctrain.cli.bench.program import subject_of
 from hpctrain.cli.bench.scale import run_here
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness.command import numbers
-from hpctrain.scaling.sweeps.folder import Folder, Sweep
-from hpctrain.scaling.sweeps.layouts import (
-    Layout,
-    LayoutBook,
-    best_layout,
-    digest_script,
-    this_machine,
-)
-from hpctrain.scaling.sweeps.points import layouts
 from hpctrain.submit.places import state_home
 
 __all__ = ["add_arguments", "main"]

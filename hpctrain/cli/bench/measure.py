@@ -7,10 +7,10 @@ import os
 import time
 from pathlib import Path
 
+from hpctrain.bench.folder import Folder, Measured, fill_arguments
+from hpctrain.bench.local import ask, explain
+from hpctrain.bench.machine import describe_machine
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness.machine import describe_machine
-from hpctrain.scaling.sweeps.folder import Folder, Measured, fill_arguments
-from hpctrain.scaling.sweeps.local import ask, explain
 
 __all__ = ["add_arguments", "main"]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import log
+from hpctrain.bench.folder import Folder, Sweep
+from hpctrain.bench.machine import describe_machine
+from hpctrain.bench.outcome import make_result
+from hpctrain.bench.points import Settings
+from hpctrain.bench.repeating import repeat_command
+from hpctrain.bench.schema import validate
+from hpctrain.bench.table import describe_laws, point_rows, split_rows
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness.machine import describe_machine
-from hpctrain.scaling.harness.schema import validate
-from hpctrain.scaling.sweeps.folder import Folder, Sweep
-from hpctrain.scaling.sweeps.outcome import make_result
-from hpctrain.scaling.sweeps.points import Settings
-from hpctrain.scaling.sweeps.repeating import repeat_command
-from hpctrain.scaling.sweeps.table import describe_laws, point_rows, split_rows
 
 __all__ = ["add_output", "add_settings", "conclude", "settings_of"]
 

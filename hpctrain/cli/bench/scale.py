@@ -6,6 +6,11 @@ import argparse
 import os
 
 from hpctrain import log
+from hpctrain.bench.command import choose, numbers
+from hpctrain.bench.folder import Folder, Sweep
+from hpctrain.bench.local import run_sweep
+from hpctrain.bench.machine import describe_machine
+from hpctrain.bench.points import MODES, plan_points
 from hpctrain.cli.bench.options import (
     add_output,
     add_settings,
@@ -13,11 +18,6 @@ from hpctrain.cli.bench.options import (
     settings_of,
 )
 from hpctrain.cli.bench.program import subject_of
-from hpctrain.scaling.harness.command import choose, numbers
-from hpctrain.scaling.harness.machine import describe_machine
-from hpctrain.scaling.sweeps.folder import Folder, Sweep
-from hpctrain.scaling.sweeps.local import run_sweep
-from hpctrain.scaling.sweeps.points import MODES, plan_points
 
 __all__ = ["ENGINES", "add_arguments", "main"]
 

@@ -8,15 +8,15 @@ import sys
 from dataclasses import replace
 
 from hpctrain import log
+from hpctrain.bench.command import choose, numbers
+from hpctrain.bench.folder import Folder, Sweep
+from hpctrain.bench.jobs import submit_sweep
+from hpctrain.bench.points import plan_points
 from hpctrain.cli.bench.options import add_settings, settings_of
 from hpctrain.cli.bench.program import subject_of
 from hpctrain.cli.bench.scale import ENGINES, add_scaling
 from hpctrain.cli.job.options import add_job_options, job_from
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.harness.command import choose, numbers
-from hpctrain.scaling.sweeps.folder import Folder, Sweep
-from hpctrain.scaling.sweeps.jobs import submit_sweep
-from hpctrain.scaling.sweeps.points import plan_points
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
 from hpctrain.submit.plan import make_plan

@@ -16,16 +16,16 @@ from hpctrain.cli.plan.predicting import (
     print_plan,
 )
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan.exchange import ENGINES
-from hpctrain.scaling.plan.machine import TOPOLOGIES
-from hpctrain.scaling.plan.profile import write_profile
-from hpctrain.scaling.plan.subject import load_subject
+from hpctrain.predict.exchange import ENGINES
+from hpctrain.predict.machine import TOPOLOGIES
+from hpctrain.predict.profile import write_profile
+from hpctrain.predict.subject import load_subject
 
 __all__ = ["add_arguments", "main"]
 
 _EPILOG = """\
 A profile is what one rank does in a step. It is measured where you are, from CONFIG.toml or with a
-function that returns a hpctrain.scaling.plan.profiling.Subject; a machine is one of --machines, or
+function that returns a hpctrain.predict.profiling.Subject; a machine is one of --machines, or
 what `hpctrain bench fit` wrote. Everything that is predicted is simulated and says so.
 
 exit codes: 0 well; 1 a rehearsal found an error, or something failed; 2 the command line or a file
@@ -139,7 +139,7 @@ def _measure(args: argparse.Namespace) -> int:
         raise ConfigError("--measure-profile needs CONFIG.toml or --subject FILE.py:NAME")
     if args.subject:
         subject = load_subject(args.subject)
-        from hpctrain.scaling.plan.profiling import measure_profile
+        from hpctrain.predict.profiling import measure_profile
 
         profile = measure_profile(subject, repeats=args.repeats)
     else:

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from hpctrain import log
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan.advice import advise
-from hpctrain.scaling.plan.collectives import Layout
-from hpctrain.scaling.plan.exchange import Exchange, default_exchange
-from hpctrain.scaling.plan.machine import Machine
-from hpctrain.scaling.plan.machine_files import find_machine, machine_names
-from hpctrain.scaling.plan.prediction import Prediction, predict
-from hpctrain.scaling.plan.profile import Profile
+from hpctrain.predict.advice import advise
+from hpctrain.predict.collectives import Layout
+from hpctrain.predict.exchange import Exchange, default_exchange
+from hpctrain.predict.machine import Machine
+from hpctrain.predict.machine_files import find_machine, machine_names
+from hpctrain.predict.prediction import Prediction, predict
+from hpctrain.predict.profile import Profile
 
 __all__ = ["check_ranks", "machine_from", "parse_ranks", "predict_from", "print_list", "print_plan"]
 

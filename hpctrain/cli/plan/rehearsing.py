@@ -14,13 +14,13 @@ from hpctrain.cli.job.options import site_folders
 from hpctrain.cli.plan.asking import profile_from
 from hpctrain.cli.plan.predicting import machine_from, parse_ranks, predict_from
 from hpctrain.errors import ConfigError
-from hpctrain.scaling.plan.collectives import Layout
-from hpctrain.scaling.plan.findings import Finding, Rehearsed, Room, rehearse
-from hpctrain.scaling.plan.machine import Machine
-from hpctrain.scaling.plan.profile import Profile
-from hpctrain.scaling.plan.rehearsal import State, Training
-from hpctrain.scaling.report.asking import hours_text
-from hpctrain.scaling.report.axes import bytes_text
+from hpctrain.predict.collectives import Layout
+from hpctrain.predict.findings import Finding, Rehearsed, Room, rehearse
+from hpctrain.predict.machine import Machine
+from hpctrain.predict.profile import Profile
+from hpctrain.predict.rehearsal import State, Training
+from hpctrain.report.asking import hours_text
+from hpctrain.report.axes import bytes_text
 from hpctrain.submit.render import render
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import load_site
@@ -42,7 +42,7 @@ def print_rehearsal(args: argparse.Namespace) -> int:
     if args.state_copies is None:
         args.state_copies = 2.0
         if args.config:
-            from hpctrain.scaling.plan.configured import state_copies_of
+            from hpctrain.predict.configured import state_copies_of
 
             args.state_copies = state_copies_of(args.config)
     found = [_rehearse(args, profile, machine, count) for count in parse_ranks(args.ranks)]

@@ -1,0 +1,204 @@
+"""What to change, and how many nodes to ask for, from predictions. Pure; simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from hpctrain.errors import ConfigError
+from hpctrain.predict.checks import count_of
+from hpctrain.predict.machine import Machine
+from hpctrain.predict.prediction import Prediction, predict
+from hpctrain.predict.profile import Profile
+
+__all__ = ["Advice", "Cost", "advise", "cost_of"]
+
+_SIZES = tuple(1 << power for power in range(20, 29))
+_MOST_ACCUMULATED = 64
+_WORTH = 0.02
+"""Changes that bring less than this are within what a prediction can tell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What training so many samples takes on so many ranks."""
+
+    num_ranks: int
+    num_nodes: int
+    hours: float
+    node_hours: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What to change at the largest number of ranks that was asked for, and what to ask for."""
+
+    num_ranks: int
+    """Where fusion, accumulation and compression were looked at."""
+    bucket_bytes: int | None
+    """The best fusion size; None: leave it as it is."""
+    bucket_gain: float
+    """By how much a step gets shorter, relative."""
+    accumulate: int | None
+    """The fewest backward passes a step that reach the wanted efficiency; None: none do."""
+    compression_gain: float
+    """By how much 16 bits on the wire instead of 32 shorten a step, relative."""
+    efficient_ranks: int | None
+    """The most ranks, of those asked for, that are still efficient; None: none are."""
+    ranks_to_ask: int | None
+    """The same, or more ranks that are faster for no more node-hours, as on the same nodes."""
+    nodes_to_ask: int | None
+    limit: str
+    """What limits scaling, in words."""
+    costs: tuple[Cost, ...]
+
+    def lines(self, efficiency: float) -> list[str]:
+        """The advice in plain words."""
+        at = f"at {self.num_ranks} ranks"
+        lines = [f"{at} {self.limit}"]
+        if self.bucket_bytes is not None:
+            size = f"{self.bucket_bytes / 2**20:g} MiB"
+            lines.append(
+                f"fusion: bucket_bytes of {size} shortens a step by {self.bucket_gain:.0%}"
+            )
+        else:
+            lines.append("fusion: the size in use is within 2 % of the best")
+        if self.accumulate is None:
+            lines.append(f"accumulation: even {_MOST_ACCUMULATED} passes miss {efficiency:.0%}")
+        elif self.accumulate > 1:
+            lines.append(
+                f"accumulation: {self.accumulate} passes a step reach {efficiency:.0%}, with a "
+                f"global batch {self.accumulate} times as large"
+            )
+        else:
+            lines.append(f"accumulation: not needed for {efficiency:.0%}")
+        gain = self.compression_gain
+        worth = f"shortens a step by {gain:.0%}" if gain >= _WORTH else "brings nothing here"
+        lines.append(f"compression: 16 bits on the wire {worth}")
+        if self.ranks_to_ask is None:
+            lines.append(f"nodes: none of these numbers of ranks reaches {efficiency:.0%}")
+        else:
+            told = f"the most of these that keep {efficiency:.0%}"
+            if self.ranks_to_ask != self.efficient_ranks:
+                few = f"{self.efficient_ranks} rank{'s' * (self.efficient_ranks != 1)}"
+                told = f"faster for no more node-hours than {few}, {told}"
+            lines.append(f"nodes: ask for {self.nodes_to_ask} ({self.ranks_to_ask} ranks), {told}")
+        lines += [
+            f"cost: {cost.num_nodes} nodes, {cost.hours:.3g} h, {cost.node_hours:.3g} node-hours"
+            for cost in self.costs
+        ]
+        return lines
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values, marked as simulated."""
+        return {"simulated": True, **asdict(self)}
+
+
+def cost_of(prediction: Prediction, num_samples: int) -> Cost:
+    """Hours and node-hours of training so many samples."""
+    hours = num_samples / prediction.samples_per_s / 3600
+    return Cost(
+        num_ranks=prediction.num_ranks,
+        num_nodes=prediction.num_nodes,
+        hours=hours,
+        node_hours=hours * prediction.num_nodes,
+    )
+
+
+def advise(
+    profile: Profile,
+    machine: Machine,
+    predictions: Sequence[Prediction],
+    *,
+    efficiency: float = 0.8,
+    num_samples: int = 0,
+) -> Advice:
+    """Look around the predictions for what would be better.
+
+    Args:
+        profile: What they were made from.
+        machine: What they were made from.
+        predictions: Of the numbers of ranks in question.
+        efficiency: What is still worth asking for.
+        num_samples: Samples to train in all; 0: no costs.
+    """
+    if not 0 < efficiency <= 1:
+        raise ConfigError(f"efficiency={efficiency} must be above 0 and at most 1")
+    if not predictions:
+        raise ConfigError("there are no predictions to advise on")
+    count_of(num_samples, "num_samples", least=0)
+    last = max(predictions, key=lambda each: each.num_ranks)
+    profile = profile.at_batch(last.batch)
+    good = [each for each in predictions if each.efficiency.value >= efficiency]
+    efficient = max(good, key=lambda each: each.num_ranks, default=None)
+    chosen = None if efficient is None else _undominated(efficient, predictions)
+    size, gain = _best_size(profile, machine, last)
+    return Advice(
+        num_ranks=last.num_ranks,
+        bucket_bytes=size,
+        bucket_gain=gain,
+        accumulate=_least_accumulation(profile, machine, last, efficiency),
+        compression_gain=_gain(profile, machine, last, wire_ratio=0.5),
+        efficient_ranks=efficient.num_ranks if efficient else None,
+        ranks_to_ask=chosen.num_ranks if chosen else None,
+        nodes_to_ask=chosen.num_nodes if chosen else None,
+        limit=_limit(last),
+        costs=tuple(cost_of(each, num_samples) for each in predictions) if num_samples else (),
+    )
+
+
+def _undominated(chosen: Prediction, predictions: Sequence[Prediction]) -> Prediction:
+    """The fastest of what is faster for no more node-hours than the choice, or the choice."""
+    price = chosen.num_nodes / chosen.samples_per_s
+    better = [
+        each
+        for each in predictions
+        if each.samples_per_s > chosen.samples_per_s
+        and each.num_nodes / each.samples_per_s <= price
+    ]
+    return max(better, key=lambda each: each.samples_per_s, default=chosen)
+
+
+def _again(profile: Profile, machine: Machine, like: Prediction, **changes: object) -> Prediction:
+    exchange = replace(like.exchange, **changes)  # type: ignore[arg-type]
+    return predict(profile, machine, like.num_ranks, exchange=exchange, is_strong=like.is_strong)
+
+
+def _gain(profile: Profile, machine: Machine, like: Prediction, **changes: object) -> float:
+    other = _again(profile, machine, like, **changes)
+    return max(0.0, 1 - other.step_s.value / like.step_s.value)
+
+
+def _best_size(profile: Profile, machine: Machine, like: Prediction) -> tuple[int | None, float]:
+    if not like.exchange.overlap or like.num_ranks == 1:
+        return None, 0.0
+    gains = {size: _gain(profile, machine, like, bucket_bytes=size) for size in _SIZES}
+    best = max(gains, key=lambda size: gains[size])
+    return (best, gains[best]) if gains[best] >= _WORTH else (None, 0.0)
+
+
+def _least_accumulation(
+    profile: Profile, machine: Machine, like: Prediction, efficiency: float
+) -> int | None:
+    passes = like.exchange.accumulate
+    while passes <= _MOST_ACCUMULATED:
+        if _again(profile, machine, like, accumulate=passes).efficiency.value >= efficiency:
+            return passes
+        passes *= 2
+    return None
+
+
+def _limit(last: Prediction) -> str:
+    lost = {
+        "communication that backward does not hide": last.exposed_s.value,
+        "memory that the ranks of a node share": last.contention_s,
+        "waiting for the slowest rank": last.straggling_s,
+    }
+    if last.is_strong:
+        repeated = "the update, which does not get shorter with a rank's share,"
+        lost[repeated] = last.update_s * (1 - 1 / last.num_ranks)
+    most = max(lost, key=lambda name: lost[name])
+    share = lost[most] / last.step_s.value
+    if share < _WORTH:
+        return "nothing limits scaling by more than 2 % of a step"
+    return f"{most} costs most: {share:.0%} of a step"

@@ -1,0 +1,116 @@
+"""A configuration of `hpctrain train`, as the predictor sees it. Needs torch only to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ConfigError
+from hpctrain.predict.exchange import ENGINES
+from hpctrain.train.config import Config, load_config
+
+if TYPE_CHECKING:
+    from hpctrain.predict.profile import Profile
+
+__all__ = ["Asked", "measure_configured", "read_asked", "state_copies_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What of a configuration the options of `hpctrain plan` would say."""
+
+    global_batch: int
+    accumulate: int
+    engine: str | None
+    bucket_bytes: int | None
+    overlap: bool | None
+    epochs: int
+    steps: int | None
+    drop_last: bool
+    even_last: bool
+    warmup_steps: int
+
+
+def read_asked(path: Path) -> Asked:
+    """Read a configuration.
+
+    Raises:
+        ConfigError: it is wrong, or asks for what cannot be predicted.
+    """
+    config = load_config(path, [])
+    engine = config.engine.name
+    if engine == "local":
+        raise ConfigError(f"{path}: engine.name='local' does not communicate; nothing to predict")
+    return Asked(
+        global_batch=config.train.global_batch,
+        accumulate=config.train.accumulate,
+        engine=engine if engine in ENGINES else None,
+        bucket_bytes=config.engine.bucket_bytes,
+        overlap=config.engine.overlap,
+        epochs=config.train.num_epochs or 1,
+        steps=config.train.steps,
+        drop_last=config.data.drop_last,
+        even_last=config.data.even_last,
+        warmup_steps=config.schedule.warmup_steps,
+    )
+
+
+def measure_configured(path: Path, batch: int, *, repeats: int = 20) -> Profile:
+    """Measure a profile of what a configuration trains, on this process.
+
+    Args:
+        path: The configuration.
+        batch: Samples of a rank.
+        repeats: Steps that count.
+
+    Raises:
+        ConfigError: it trains in a way that only the user's own step function knows.
+    """
+    from hpctrain.connection import init
+    from hpctrain.data import Loader
+    from hpctrain.predict.profiling import Subject, measure_profile
+    from hpctrain.train.building import build_data, build_models, build_optimizer
+    from hpctrain.train.computing import compute
+    from hpctrain.train.measuring import count_samples
+    from hpctrain.train.references import find_loss, search_beside
+
+    config: Config = load_config(path, [])
+    search_beside(path)
+    train = config.train
+    by_step = train.step is not None and train.loss is None
+    if by_step or config.precision.kind != "fp32":
+        what = "by train.step" if by_step else f"in {config.precision.kind}"
+        raise ConfigError(
+            f"{path} trains {what}, and only a loss in fp32 is measured from a configuration; "
+            "measure it with --measure-profile and --subject, and give --profile"
+        )
+    loss_of = None if train.loss is None else find_loss(train.loss)
+    with init(seed=train.seed, device=train.device, num_threads=train.num_threads) as alone:
+        if alone.size > 1:
+            raise ConfigError("a profile is measured by one process; start it without mpirun")
+        (model,) = build_models(config).values()
+        model.to(alone.device)
+        data = build_data(config, alone, path.resolve().parent)
+        loader = Loader(alone, data, global_batch=batch)
+        batch_here = next(iter(loader))
+        subject = Subject(
+            model=model,
+            optimizer=build_optimizer(config, model),
+            loss=lambda: compute(model, model, batch_here, loss_of).loss,
+            batch=loader.num_samples,
+            samples=count_samples(data) or 0,
+            name=config.model.build,
+        )
+        return measure_profile(subject, repeats=repeats)
+
+
+def state_copies_of(path: Path) -> float:
+    """What the configuration's optimizer holds, in sizes of the weights."""
+    from hpctrain.train.measuring import plan_ahead
+    from hpctrain.train.references import search_beside
+
+    search_beside(path)
+    folder = path.resolve().parent
+    memory = plan_ahead(load_config(path, []), folder, num_ranks=1, ranks_per_node=1).memory
+    return memory.optimizer_state / max(1, memory.weights)

@@ -1,0 +1,219 @@
+"""Step time, efficiency and exposed communication at N ranks, with error bars. Pure; simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
+
+from hpctrain.predict.collectives import Layout, allreduce_s
+from hpctrain.predict.exchange import Exchange, default_exchange
+from hpctrain.predict.machine import Costs, Link, Machine
+from hpctrain.predict.profile import Profile
+from hpctrain.predict.replay import replay
+from hpctrain.predict.stragglers import slowest_of
+
+__all__ = ["Prediction", "Range", "predict", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A value, and where it lies with one standard deviation of the inputs."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What the replay says of one number of ranks. Simulated, whatever the inputs."""
+
+    num_ranks: int
+    num_nodes: int
+    batch: int
+    """Samples a rank and backward pass."""
+    global_batch: int
+    step_s: Range
+    efficiency: Range
+    """Samples a second and rank, relative to one rank alone that does not communicate."""
+    is_strong: bool
+    """That one rank alone has the batch of all ranks, not a share of it."""
+    exposed_s: Range
+    input_s: float
+    compute_s: float
+    """Forward and backward of a rank alone."""
+    contention_s: float
+    """What the node's other ranks add to that."""
+    straggling_s: float
+    """What waiting for the slowest rank adds."""
+    update_s: float
+    sending_s: float
+    """All communication, hidden or not."""
+    num_messages: int
+    samples_per_s: float
+    exchange: Exchange
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values, marked as simulated."""
+        return {"simulated": True, **asdict(self)}
+
+
+def predict(
+    profile: Profile,
+    machine: Machine,
+    num_ranks: int,
+    *,
+    exchange: Exchange | None = None,
+    engine: str | None = None,
+    is_strong: bool = False,
+) -> Prediction:
+    """Predict a step on so many ranks.
+
+    Args:
+        profile: One rank's step.
+        machine: How ranks are connected.
+        num_ranks: On nodes that are full but for the last.
+        exchange: How gradients travel; None: as `hpctrain.distribute` does with the engine.
+        engine: Whose costs count, where `exchange` is None.
+        is_strong: Efficiency counts from one rank with the batch of all, as in strong scaling;
+            otherwise from one with a rank's share.
+    """
+    layout = Layout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
+    chosen = exchange or default_exchange(
+        engine,
+        layout,
+        gradient_bytes=profile.gradient_bytes,
+        on_gpu=machine.memory_bytes_per_device > 0,
+    )
+    best = simulate(profile, machine, layout, chosen, is_strong=is_strong)
+    ends = [
+        simulate(*inputs, layout, chosen, is_strong=is_strong)
+        for pair in _perturbed(profile, machine)
+        for inputs in pair
+    ]
+    return replace(
+        best,
+        step_s=_spread(best.step_s, [end.step_s for end in ends]),
+        efficiency=_spread(best.efficiency, [end.efficiency for end in ends]),
+        exposed_s=_spread(best.exposed_s, [end.exposed_s for end in ends]),
+    )
+
+
+def simulate(
+    profile: Profile,
+    machine: Machine,
+    layout: Layout,
+    exchange: Exchange,
+    *,
+    is_strong: bool = False,
+) -> Prediction:
+    """One replay with the inputs as they are."""
+    costs = machine.costs_of(exchange.engine)
+    contended = machine.slowdown(layout.local_ranks)
+    slow = contended * slowest_of(layout.num_ranks, machine.jitter)
+    passes = exchange.accumulate
+    line = replay(
+        profile.layers,
+        exchange,
+        lambda size: allreduce_s(size, layout, costs),
+        slow=slow,
+        num_ranks=layout.num_ranks,
+    )
+    alone = layout.num_ranks == 1
+    exposed = 0.0 if alone else line.exposed_s
+    divided = exchange.divided_update and profile.divides_update
+    sharing = layout.local_ranks if divided else 1
+    update = profile.update_s / sharing * (machine.slowdown(layout.local_ranks))
+    compute = passes * profile.compute_s
+    step = passes * (profile.input_s + slow * profile.compute_s) + exposed + update
+    # What one rank does in a step is divided; its update is not.
+    shares = layout.num_ranks if is_strong else 1
+    single = passes * (profile.input_s + profile.compute_s) + profile.update_s / shares
+    samples = passes * profile.batch
+    return Prediction(
+        num_ranks=layout.num_ranks,
+        num_nodes=layout.num_nodes,
+        batch=profile.batch,
+        global_batch=samples * layout.num_ranks,
+        step_s=_exact(step),
+        efficiency=_exact(single / step),
+        is_strong=is_strong,
+        exposed_s=_exact(exposed),
+        input_s=passes * profile.input_s,
+        compute_s=compute,
+        contention_s=(contended - 1.0) * compute,
+        straggling_s=(slow - contended) * compute,
+        update_s=update,
+        sending_s=0.0 if alone else line.sending_s,
+        num_messages=0 if alone else len(line.messages),
+        samples_per_s=samples * layout.num_ranks / step,
+        exchange=exchange,
+    )
+
+
+def _spread(best: Range, others: list[Range]) -> Range:
+    """Effects of independent inputs add up in squares, those that raise and those that lower."""
+    changes = [other.value - best.value for other in others]
+    down = sqrt(sum(change**2 for change in changes if change < 0))
+    up = sqrt(sum(change**2 for change in changes if change > 0))
+    return Range(best.value, max(0.0, best.value - down), best.value + up)
+
+
+def _exact(value: float) -> Range:
+    return Range(value, value, value)
+
+
+def _perturbed(
+    profile: Profile, machine: Machine
+) -> Iterator[tuple[tuple[Profile, Machine], tuple[Profile, Machine]]]:
+    """Each uncertain input alone, a standard deviation down and up.
+
+    They are taken to be independent, so their effects add up in squares.
+    """
+    if profile.error:
+        # A profile of a loaded machine may be uncertain by more than all of it; times stay times.
+        scaled = [_scale_times(profile, max(0.05, 1 + sign * profile.error)) for sign in (-1, 1)]
+        yield (scaled[0], machine), (scaled[1], machine)
+    if machine.jitter_error:
+        ends = [
+            replace(machine, jitter=machine.jitter * max(0.0, 1 + sign * machine.jitter_error))
+            for sign in (-1, 1)
+        ]
+        yield (profile, ends[0]), (profile, ends[1])
+    if machine.contention_error and len(machine.contention) > 1:
+        ends = [_contend(machine, 1 + sign * machine.contention_error) for sign in (-1, 1)]
+        yield (profile, ends[0]), (profile, ends[1])
+    for where in ("intra", "inter"):
+        for what in ("latency", "bandwidth"):
+            ends = [_link(machine, where, what, sign) for sign in (-1, 1)]
+            if ends[0] != ends[1]:
+                yield (profile, ends[0]), (profile, ends[1])
+
+
+def _scale_times(profile: Profile, factor: float) -> Profile:
+    layers = tuple(replace(layer, backward_s=layer.backward_s * factor) for layer in profile.layers)
+    return replace(profile, forward_s=profile.forward_s * factor, layers=layers)
+
+
+def _contend(machine: Machine, factor: float) -> Machine:
+    points = tuple((n, 1 + max(0.0, factor) * (slow - 1)) for n, slow in machine.contention)
+    return replace(machine, contention=points)
+
+
+def _link(machine: Machine, where: str, what: str, sign: int) -> Machine:
+    """The machine with one kind of link changed, for all engines together."""
+
+    def change(link: Link) -> Link:
+        if what == "latency":
+            return replace(link, latency_s=link.latency_s * max(0.0, 1 + sign * link.latency_error))
+        # An error of the bandwidth is one of the time that a byte takes.
+        return replace(link, bytes_per_s=link.bytes_per_s * (1 + link.bandwidth_error) ** -sign)
+
+    def change_in(costs: Costs) -> Costs:
+        if where == "intra":
+            return replace(costs, intra=change(costs.intra))
+        return replace(costs, inter=change(costs.inter))
+
+    engines = {name: change_in(costs) for name, costs in machine.engines.items()}
+    return replace(machine, costs=change_in(machine.costs), engines=engines)

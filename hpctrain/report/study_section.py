@@ -1,0 +1,286 @@
+"""What a report says of a scaling study. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpctrain.report.advice import advise, describe_scaling
+from hpctrain.report.asking import Ask, Wish, hours_text, price
+from hpctrain.report.axes import bytes_text, number_text
+from hpctrain.report.document import Section, Table
+from hpctrain.report.points import PARTS, Estimate, Point, Study
+from hpctrain.report.study_charts import (
+    breakdown_chart,
+    layout_chart,
+    scaling_charts,
+    side_by_side,
+)
+
+__all__ = ["study_sections"]
+
+_MILLION = 1e6
+
+
+def study_sections(study: Study, key: str, wish: Wish | None) -> list[Section]:
+    """Curves, breakdown, what limits it, and what it costs."""
+    is_layout = study.mode == "layout"
+    charts = (
+        [layout_chart(study, key)]
+        if is_layout
+        else [*scaling_charts(study, key), breakdown_chart(study, key), side_by_side(study, key)]
+    )
+    findings = tuple((f.what, f.attempt) for f in advise(study))
+    words = [_best_layout(study) if is_layout else describe_scaling(study), *_gaps(study)]
+    words += list(study.fits)
+    if not findings and not is_layout:
+        words.append("None of the report's rules finds anything that costs much time.")
+    section = Section(
+        title=study.title if is_layout else f"{study.title}: {study.mode} scaling",
+        paragraphs=tuple(words),
+        charts=tuple(chart for chart in charts if chart is not None),
+        tables=_tables(study, key),
+        findings=findings,
+    )
+    costs = None if is_layout else _cost_section(study, key, wish)
+    return [section, costs] if costs else [section]
+
+
+def _gaps(study: Study) -> list[str]:
+    """What the report cannot show, said instead of left out."""
+    said = []
+    if study.mode != "layout":
+        without = [p for p in study.measured if not p.split_s]
+        if without and len(without) == len(study.measured):
+            said.append("The parts of a step were not timed in this result: there is no breakdown.")
+        elif without:
+            names = ", ".join(f"{p.engine} on {p.num_ranks}" for p in without)
+            said.append(f"No breakdown of {names}: the parts of a step were not timed there.")
+        if not study.baselines:
+            said.append(
+                "There is no undistributed baseline: efficiency is relative to each engine's "
+                "fewest ranks, and hides what distributing costs at all."
+            )
+    return [*said, *study.doubts, *study.notes]
+
+
+def _best_layout(study: Study) -> str:
+    timed = [(p.step_s.median, p) for p in study.measured if p.step_s]
+    if not timed:
+        return "No layout was measured."
+    seconds, best = min(timed, key=lambda pair: pair[0])
+    one = study.node_of(best)
+    text = (
+        f"The fastest layout is {best.engine} with {best.layout} (ranks x threads): "
+        f"{1000 * seconds:.1f} ms a step"
+    )
+    if one is None or one.step_s is None:
+        return f"{text}."
+    if not one.step_s.is_repeated:
+        return f"{text}; one process with all cores took {1000 * one.step_s.median:.1f} ms."
+    ratio = one.step_s.median / seconds
+    verdict = (
+        f"{ratio:.2f} times as fast as one process with all cores"
+        if ratio >= 1
+        else f"slower than one process with all cores ({1000 * one.step_s.median:.1f} ms): on this "
+        "node, distributing does not pay"
+    )
+    return f"{text}, {verdict}."
+
+
+def _tables(study: Study, key: str) -> tuple[Table, ...]:
+    """Speed in one table, what follows and what it needs in another: neither is too wide."""
+    every = [*study.asides, *study.points]
+    names = [
+        ("engine", [p.engine for p in every]),
+        ("ranks x threads", [p.layout for p in every]),
+    ]
+    speed = [
+        ("nodes", [str(p.num_nodes) for p in every]),
+        ("global batch", [str(p.global_batch or "") for p in every]),
+        (f"ms a {study.unit}", [_milliseconds(p) for p in every]),
+        ("samples/s", [f"{p.samples_per_s:.0f}" if p.samples_per_s else "" for p in every]),
+    ]
+    ratios = [
+        ("speed-up", [_plain(study, p) for p in every]),
+        ("efficiency", [_percents(study, p) for p in every]),
+    ]
+    more = [
+        ("over one process, all cores", [_over_node(study, p) for p in every]),
+        ("Karp-Flatt", [_fraction(study, p) for p in every]),
+        ("S / sequential s", [_number(p.per_sequential_s) for p in every]),
+        ("S / M parameters", [_number(p.per_million_parameters) for p in every]),
+    ]
+    needs = [
+        ("bytes sent", [bytes_text(p.bytes_sent) if p.bytes_sent else "" for p in every]),
+        ("memory a rank", [bytes_text(p.memory_bytes) if p.memory_bytes else "" for p in every]),
+    ]
+    is_layout = study.mode == "layout"
+    points = _table(
+        f"{key}-points",
+        f"{study.title}: all points",
+        names + speed + ([] if is_layout else ratios),
+        _numbers(study, every),
+    )
+    rest = _table(
+        f"{key}-needs",
+        f"{study.title}: ratios, and what it needs",
+        names + ([] if is_layout else more) + needs,
+    )
+    kept = (points, rest) if len(rest.headers) > len(names) else (points,)
+    return tuple(replace(table, doubts=study.doubts) for table in kept)
+
+
+def _table(
+    key: str,
+    title: str,
+    columns: list[tuple[str, list[str]]],
+    data: tuple[tuple[str, ...], ...] = (),
+) -> Table:
+    """A table without columns that have nothing in them."""
+    kept = [column for column in columns if any(column[1])]
+    return Table(
+        key=key,
+        title=title,
+        headers=tuple(name for name, _ in kept),
+        rows=tuple(zip(*(values for _, values in kept), strict=True)),
+        data=data,
+    )
+
+
+def _numbers(study: Study, points: list[Point]) -> tuple[tuple[str, ...], ...]:
+    """The same in bare numbers, with intervals and parts in columns of their own."""
+    headers = ["engine", "num_ranks", "num_threads", "num_nodes", "global_batch"]
+    headers += [f"{study.unit}_s{tail}" for tail in ("", "_low", "_high")]
+    headers += ["samples_per_s"]
+    headers += [f"efficiency{tail}" for tail in ("", "_low", "_high")]
+    headers += [f"over_node{tail}" for tail in ("", "_low", "_high")]
+    headers += [f"{part}_s" for part in PARTS]
+    headers += ["bytes_sent", "memory_bytes", "failure"]
+    rows = []
+    for point in points:
+        found = None if _is_aside(study, point) else study.efficiency(point)
+        numbers: list[object] = [point.global_batch, *_three(point.step_s), point.samples_per_s]
+        numbers += [*_three(found), *_three(point.over_node)]
+        numbers += [*(point.split_s.get(part) for part in PARTS)]
+        numbers += [point.bytes_sent, point.memory_bytes, point.failure]
+        place = [point.engine, point.num_ranks, point.num_threads, point.num_nodes]
+        rows.append(tuple("" if v is None else str(v) for v in [*place, *numbers]))
+    return (tuple(headers), *rows)
+
+
+def _three(value: Estimate | None) -> tuple[float | None, ...]:
+    if value is None or not value.is_repeated:
+        return (None if value is None else value.median, None, None)
+    return (value.median, value.low, value.high)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else number_text(value)
+
+
+def _in_full(value: float) -> str:
+    """A table has one unit: thousands stay thousands."""
+    return number_text(value) if value < 1000 else f"{value:.0f}"
+
+
+def _milliseconds(point: Point) -> str:
+    if point.step_s is None:
+        return "failed"
+    step = point.step_s.scaled(1000)
+    low, middle, high = (_in_full(value) for value in (step.low, step.median, step.high))
+    return f"{middle} [{low}, {high}]" if step.is_repeated else middle
+
+
+def _plain(study: Study, point: Point) -> str:
+    found = None if _is_aside(study, point) else study.speed_up(point)
+    return f"{found.median:.2f}" if found else ""
+
+
+def _percents(study: Study, point: Point) -> str:
+    found = None if _is_aside(study, point) else study.efficiency(point)
+    if found is None:
+        return ""
+    text = f"{100 * found.median:.1f} %"
+    interval = f" [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+    return text + interval * found.is_repeated
+
+
+def _over_node(study: Study, point: Point) -> str:
+    found = None if _is_aside(study, point) else point.over_node
+    if found is None:
+        return ""
+    return f"{found.median:.2f}" + f" [{found.low:.2f}, {found.high:.2f}]" * found.is_repeated
+
+
+def _fraction(study: Study, point: Point) -> str:
+    found = None if _is_aside(study, point) else study.serial_fraction(point)
+    return "" if found is None else f"{found:.3f}"
+
+
+def _is_aside(study: Study, point: Point) -> bool:
+    return any(point is one for one in study.asides)
+
+
+def _cost_section(study: Study, key: str, wish: Wish | None) -> Section | None:
+    """Time to solution and node-hours; for a million samples where nobody said how many."""
+    asks = price(study, wish or Wish(num_samples=_MILLION, reserve=0.0))
+    if not asks:
+        return None
+    headers = ["ask for", "engine", "ranks x threads", "nodes", "time to solution"]
+    headers += ["node-hours", "core-hours"]
+    rows = [
+        (
+            "this" if ask.is_proposed else "",
+            ask.point.engine,
+            ask.point.layout,
+            str(ask.point.num_nodes),
+            hours_text(ask.hours),
+            f"{ask.node_hours:.3g}",
+            f"{ask.core_hours:.3g}",
+        )
+        for ask in asks
+    ]
+    table = Table(
+        key=f"{key}-cost",
+        title=f"{study.title}: time and node-hours",
+        headers=tuple(headers),
+        rows=tuple(rows),
+        doubts=study.doubts,
+    )
+    chosen = next((ask for ask in asks if ask.is_proposed), None)
+    words = []
+    if wish is None:
+        words.append(
+            "Times and node-hours are for one million samples: pass --samples N (samples x epochs) "
+            "for the whole training, and --runs for as many of them."
+        )
+    elif chosen is not None:
+        words.append(_ask_words(study, chosen, wish))
+        others = sum(ask.hours < chosen.hours for ask in asks)
+        words.append(
+            "It is the fastest of all measured points, and its node-hours are within 1.25 times "
+            "the fewest."
+            if not others
+            else f"It is the fastest point within 1.25 times the fewest node-hours: {others} "
+            f"point{'s' * (others > 1)} would be faster and cost more than that."
+        )
+    words.append(
+        "Only what was measured is priced; for numbers of ranks beyond, `hpctrain plan` predicts."
+    )
+    return Section(
+        title=f"{study.title}: time to solution", paragraphs=tuple(words), tables=(table,)
+    )
+
+
+def _ask_words(study: Study, chosen: Ask, wish: Wish) -> str:
+    point = chosen.point
+    nodes = f"{point.num_nodes} node{'s' * (point.num_nodes > 1)}"
+    ranks = f"{point.num_ranks} rank{'s' * (point.num_ranks > 1)} of {point.engine}"
+    if _is_aside(study, point):
+        ranks = f"one process with {point.num_threads} thread{'s' * (point.num_threads > 1)}"
+    return (
+        f"Ask for {chosen.node_hours:.3g} node-hours: {wish.runs} training"
+        f"{'s' * (wish.runs > 1)} of {number_text(wish.num_samples)} samples, "
+        f"{hours_text(chosen.hours)} each on {nodes} ({ranks}), and {100 * wish.reserve:.0f} % in "
+        "reserve for queues, restarts and mistakes."
+    )

@@ -1,1 +1,0 @@
-"""Floor 7: how a training scales, why, and how many nodes to ask for."""
