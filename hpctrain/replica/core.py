@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,6 +30,12 @@ from hpctrain.replica.habits import (
 )
 from hpctrain.replica.hints import check_state, explain_missing, own_statistics
 from hpctrain.replica.joining import Joining
+from hpctrain.replica.learning import (
+    check_closure,
+    check_learning,
+    count_samples,
+    needs_closure,
+)
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import identity, load_model, named_parameters
 from hpctrain.replica.outcome import Step
@@ -107,6 +114,7 @@ class Replica:
         self._is_let_go = False
         self._forwarded = False
         self._stepping = 0
+        self._needs_closure = needs_closure(optimizer)
         self._finite = FiniteCheck(
             world,
             num_ranks=engine.size,
@@ -217,6 +225,79 @@ class Replica:
         self._window.add(weight, weighted=num_samples is not None)
         if closing:
             self._exchange()
+
+    def learn(
+        self,
+        loss_fn: Callable[..., Tensor],
+        /,
+        *batch: Any,
+        num_samples: int | None = None,
+        **named: Any,
+    ) -> Step:
+        """Collective when it completes a window: learn from one batch, and step when it is time.
+
+        The same as `loss = loss_fn(replica(*inputs), target)`, `replica.backward(loss,
+        num_samples=...)` and `replica.step()`, bit for bit. An optimizer that evaluates the loss
+        several times a step (LBFGS) is given a closure that does so.
+
+        Args:
+            loss_fn: Called with what the model returns and the target; returns a scalar, the mean
+                over this rank's samples.
+            batch: The model's inputs, and the target as the last of them.
+            num_samples: How many samples that mean is over; see `backward`. Left out, it is the
+                length of the target's first dimension; where the target has none, every rank counts
+                the same.
+            named: Inputs that the model takes by name.
+
+        Returns:
+            What `step()` returns, with this rank's loss as `loss`.
+
+        Raises:
+            ConfigError: the call does not fit the arguments of `distribute` or what came before.
+            NonFiniteError: as `step` does.
+        """
+        check_learning(loss_fn, batch, named)
+        *inputs, target = batch
+        if num_samples is None and self._mode.weighs_samples:
+            num_samples = count_samples(target)
+        if self._needs_closure:
+            return self._learn_by_closure(loss_fn, inputs, target, num_samples, named)
+        loss = loss_fn(self(*inputs, **named), target)
+        self.backward(loss, num_samples=num_samples)
+        return replace(self.step(), loss=loss.detach())
+
+    def _learn_by_closure(
+        self,
+        loss_fn: Callable[..., Tensor],
+        inputs: list[Any],
+        target: Any,
+        num_samples: int | None,
+        named: dict[str, Any],
+    ) -> Step:
+        """Collective: let the optimizer evaluate the batch as often as it wants to."""
+        check_closure(
+            label_of(self.optimizer),
+            accumulate=self._window.accumulate,
+            no_sync=self._no_sync,
+            treats=self._treatment.owns_step,
+        )
+        first: Tensor | None = None
+
+        def evaluate() -> Tensor:
+            nonlocal first
+            self.zero_grad()
+            loss = loss_fn(self(*inputs, **named), target)
+            self.backward(loss, num_samples=num_samples)
+            loss = loss.detach()
+            first = loss if first is None else first
+            return loss
+
+        rates = self._learning_rates()
+        self.optimizer.step(evaluate)  # type: ignore[arg-type]
+        return Step(due=True, note="stepped", learning_rates=rates, loss=first)
+
+    def _learning_rates(self) -> tuple[float | Tensor, ...]:
+        return tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
 
     def _begin_anew(self) -> None:
         self._window.clear()
@@ -523,7 +604,7 @@ class Replica:
             self._window.clear()
             return Step(due=False, note="no samples")
         self._stop_at_nonfinite()
-        rates = tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
+        rates = self._learning_rates()
         self._stepping += 1
         try:
             done = self._precision.step(self.optimizer.step)

@@ -68,6 +68,7 @@ class HorovodMode(OnParameters):
                 "fusion='arena', which works on every engine"
             )
         self._adasum = settings.op == "adasum"
+        self.weighs_samples = not self._adasum
         _check_engine(engine, settings)
         check_parameters(names, parameters, adasum=self._adasum)
         self.engine = engine

@@ -19,6 +19,8 @@ class Mode(Gradients, Protocol):
     """How gradients travel, between the calls of a replica; see `ArenaMode`."""
 
     parameters: tuple[torch.nn.Parameter, ...]
+    weighs_samples: bool
+    """Whether ranks count by their samples; Adasum knows no weights."""
 
     def fits(self) -> bool:
         """Whether the parameters are still what they were laid out as."""

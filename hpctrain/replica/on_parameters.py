@@ -18,6 +18,7 @@ class OnParameters:
     """Gradients of a list of parameters, wherever they are kept."""
 
     parameters: tuple[torch.nn.Parameter, ...]
+    weighs_samples = True
 
     def hide_unused(self, used: frozenset[int] | None) -> None:
         """Give parameters that no rank used no gradient at all: None is not zero."""

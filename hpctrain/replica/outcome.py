@@ -1,4 +1,4 @@
-"""What a call of `step()` did, read from a GPU only when somebody asks. Pure."""
+"""What a call of `step()` or `learn()` did, read from a GPU only when somebody asks. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Step"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:
-    """What a call of `step()` did. True when the weights moved.
+    """What a call of `step()` or `learn()` did. True when the weights moved.
 
     With `precision="fp16"` on a GPU and a fused optimizer, reading `moved`, `skipped`, `reason` or
     the truth of this object waits for the GPU, and so do `scale` and `norm` on any GPU.
@@ -25,6 +25,8 @@ class Step:
     """`stepped`, `accumulating`, `no gradients` or `no samples`, before overflow is looked at."""
     learning_rates: tuple[float | Tensor, ...] = ()
     """Of each parameter group, for this step."""
+    loss: Tensor | None = field(default=None, repr=False)
+    """Of `learn()`: this rank's loss, without its graph; None after `step()`."""
     done: Treated = field(default=Treated(), repr=False)
     """The same as it is on the device; the properties below read it."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["Computed", "compute", "prediction_of", "split_batch"]
+__all__ = ["Computed", "arrange", "compute", "prediction_of", "split_batch"]
 
 _LABELS = "labels"
 """What transformers call what is wanted, wherever it stands in a batch."""
@@ -49,16 +49,26 @@ def compute(
     Raises:
         ConfigError: the batch cannot be split or passed, or the model returns no loss.
     """
+    inputs, named, wanted, compare = arrange(batch, model, loss)
+    out = forward(*inputs, **named)
+    return Computed(loss=compare(out, wanted), out=out, wanted=wanted)
+
+
+def arrange(
+    batch: Any, model: nn.Module, loss: Callable[..., Tensor] | None
+) -> tuple[tuple[Any, ...], dict[str, Any], Any, Callable[[Any, Any], Tensor]]:
+    """Inputs by position and by name, what is wanted, and what makes the loss of these. Pure.
+
+    Raises:
+        ConfigError: the batch cannot be split or passed.
+    """
     if loss is not None:
-        inputs, named, wanted = split_batch(batch, model)
-        out = forward(*inputs, **named)
-        return Computed(loss=loss(out, wanted), out=out, wanted=wanted)
+        return *split_batch(batch, model), loss
+    wanted = _wanted_of(batch)
     if isinstance(batch, Mapping):
         _check_names(model, batch)
-        out = forward(**batch)
-    else:
-        out = forward(*batch) if isinstance(batch, tuple | list) else forward(batch)
-    return Computed(loss=_loss_in(out), out=out, wanted=_wanted_of(batch))
+        return (), dict(batch), wanted, _loss_in
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, wanted, _loss_in
 
 
 def split_batch(
@@ -116,7 +126,7 @@ def _entry(out: Any, name: str) -> Any:
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
 
 
-def _loss_in(out: Any) -> Tensor:
+def _loss_in(out: Any, _wanted: Any) -> Tensor:
     found = out if isinstance(out, Tensor) else _entry(out, "loss")
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ConfigError(

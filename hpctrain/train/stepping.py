@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
-from hpctrain.train.computing import Computed, compute
+from hpctrain.train.computing import arrange
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
@@ -16,27 +17,38 @@ if TYPE_CHECKING:
 __all__ = ["supervised"]
 
 
-def supervised(trainer: Trainer, batch: Any) -> Tensor:
+def supervised(trainer: Trainer, batch: Any) -> Tensor | None:
     """Collective: one step of a model on a batch, with the trainer's loss or the model's own."""
-    replica, num_samples = trainer.replica, trainer.loader.num_samples
-    if trainer.has_stepped:
-        made = compute(replica, replica.model, batch, trainer.loss)
-    else:
-        made = _compute_first(trainer, batch)
-    replica.backward(made.loss, num_samples=num_samples)
-    trainer.update(next(iter(trainer.replicas)))
-    return made.loss.detach()
+    prepare = arrange if trainer.has_stepped else _on_first(trainer, arrange)
+    inputs, named, target, loss = prepare(batch, trainer.replica.model, trainer.loss)
+    step = trainer.replica.learn(
+        loss if trainer.has_stepped else _on_first(trainer, loss, last=True),
+        *inputs,
+        target,
+        num_samples=trainer.loader.num_samples,
+        **named,
+    )
+    trainer.advance(next(iter(trainer.replicas)), step)
+    return step.loss
 
 
-def _compute_first(trainer: Trainer, batch: Any) -> Computed:
-    """Collective: the first batch of a job shows whether model, data and loss fit together."""
-    made, trouble = None, None
-    try:
-        made = compute(trainer.replica, trainer.replica.model, batch, trainer.loss)
-    except ConfigError as error:
-        trouble = str(error)
-    with trainer.refusing():
-        agree(trainer.world.comm, trouble, error=ConfigError)
-    if made is None:
-        raise ConfigError("the first batch was refused")  # agree has raised what is wrong
-    return made
+def _on_first(
+    trainer: Trainer, call: Callable[..., Any], *, last: bool = False
+) -> Callable[..., Any]:
+    """The same call on the first batch of a job, which shows whether model, data and loss fit.
+
+    Collective where it fails on some rank, and where it is the last one: all ranks refuse together.
+    """
+
+    def checked(*arguments: Any) -> Any:
+        made, trouble = None, None
+        try:
+            made = call(*arguments)
+        except ConfigError as error:
+            trouble = str(error)
+        if last or trouble is not None:
+            with trainer.refusing():
+                agree(trainer.world.comm, trouble, error=ConfigError)
+        return made
+
+    return checked

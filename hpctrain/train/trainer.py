@@ -212,9 +212,10 @@ class Trainer:
         """Step a replica, and its schedule if the weights moved."""
         if name not in self.replicas:
             raise ConfigError(f"there is no replica {name!r}; there are {', '.join(self.replicas)}")
-        return self._advance(name, self.replicas[name].step())
+        return self.advance(name, self.replicas[name].step())
 
-    def _advance(self, name: str, done: Step) -> Step:
+    def advance(self, name: str, done: Step) -> Step:
+        """Step the schedule and the average of a replica if a step of it moved the weights."""
         self._due = self._due or done.due
         if done.due:
             self._steps[name] = done
@@ -383,7 +384,7 @@ class Trainer:
     def _flush(self) -> None:
         """Collective: step what is left of an accumulation window at the end of an epoch."""
         for name, replica in self.replicas.items():
-            self._advance(name, replica.step(flush=True))
+            self.advance(name, replica.step(flush=True))
 
     def _is_logged(self, step: int) -> bool:
         return step == 1 or step % self._logging.every_steps == 0
