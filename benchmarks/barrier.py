@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from hpctrain.bench import command
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import Case, Plan, Variant, command, run_plan
 
 __all__ = ["CASES", "KINDS", "main", "make_variants"]
 
@@ -42,7 +41,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         from benchmarks.barrier_subjects import make
-        from hpctrain.bench.worker import serve
+        from hpctrain.bench import serve
 
         serve(args.worker, args.variants.split(","), make)
         return 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.barrier import CASES
-from hpctrain.bench.worker import Subject
+from hpctrain.bench import Subject
 from hpctrain.world import World
 from hpctrain.world.barrier import make_barrier
 

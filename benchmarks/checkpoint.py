@@ -10,8 +10,7 @@ import sys
 from statistics import median
 from typing import Any
 
-from hpctrain.bench import command
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import Case, Plan, Variant, command, run_plan
 
 __all__ = ["BLOCKED", "CHECKSUMS", "COMPARISONS", "TRAINING", "WRITING", "add_arguments", "main"]
 
@@ -59,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure, or be a rank that is measured."""
     if args.worker:
         from benchmarks.checkpoint_subjects import make
-        from hpctrain.bench.worker import serve
+        from hpctrain.bench import serve
 
         serve(args.worker, args.variants.split(","), make)
         return 0

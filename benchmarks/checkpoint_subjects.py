@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hpctrain as hpc
 from benchmarks.step_subjects import Distributed
-from hpctrain.bench.worker import Subject
+from hpctrain.bench import Subject
 from hpctrain.checkpoint.flattening import flatten
 from hpctrain.world import World
 

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import sys
 
+from hpctrain.bench import run_program
 from hpctrain.bench.collectives import (
     SIZES,
     VARIANTS,
     add_arguments,
     bandwidths,
     main,
-    parse_size,
     repeats_for,
 )
-from hpctrain.bench.command import run_program
 
-__all__ = ["SIZES", "VARIANTS", "add_arguments", "bandwidths", "main", "parse_size", "repeats_for"]
+__all__ = ["SIZES", "VARIANTS", "add_arguments", "bandwidths", "main", "repeats_for"]
 
 if __name__ == "__main__":
     sys.exit(run_program("benchmarks.collectives", __doc__, add_arguments, main))

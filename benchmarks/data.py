@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import data_movement
-from hpctrain.bench import command
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import Case, Plan, Variant, command, run_plan
 
 __all__ = ["PARTS", "Part", "add_arguments", "main", "part_of"]
 
@@ -94,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure, or be a rank that is measured."""
     if args.worker:
-        from hpctrain.bench.worker import serve
+        from hpctrain.bench import serve
 
         variants = args.variants.split(",")
         serve(args.worker, variants, import_module(part_of(variants).subjects).make_maker())

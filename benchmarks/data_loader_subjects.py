@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import hpctrain as hpc
-from hpctrain.bench.worker import Subject
+from hpctrain.bench import Subject
 from hpctrain.world import World
 
 __all__ = ["make_maker"]

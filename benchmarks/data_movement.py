@@ -10,9 +10,7 @@ import sys
 from statistics import median
 from typing import Any
 
-from hpctrain.bench import command
-from hpctrain.bench.collectives import parse_size
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import Case, Plan, Variant, command, parse_size, run_plan
 
 __all__ = ["CASES", "COMPARISONS", "VARIANTS", "add_arguments", "main", "make_plan", "measure"]
 
@@ -67,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure, or be a rank that is measured."""
     if args.worker:
         from benchmarks.data_movement_subjects import make
-        from hpctrain.bench.worker import serve
+        from hpctrain.bench import serve
 
         serve(args.worker, args.variants.split(","), make)
         return 0

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import hpctrain as hpc
-from hpctrain.bench.collectives import parse_size
-from hpctrain.bench.worker import Subject
+from hpctrain.bench import Subject, parse_size
 from hpctrain.data import CHUNK_BYTES, split_bytes
 from hpctrain.errors import CollectiveError
 from hpctrain.world import World

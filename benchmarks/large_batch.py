@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hpctrain.bench import command
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import Case, Plan, Variant, command, run_plan
 from hpctrain.errors import ConfigError
 
 __all__ = ["BASELINE", "VARIANTS", "add_accuracies", "main", "plot"]
@@ -78,7 +77,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         from benchmarks.large_batch_subjects import make
-        from hpctrain.bench.worker import serve
+        from hpctrain.bench import serve
 
         serve(args.worker, args.variants.split(","), make)
         return 0

@@ -6,7 +6,7 @@ import re
 
 import hpctrain as hpc
 from benchmarks.large_batch_training import SETTINGS, Setting, load_digits, num_steps, train
-from hpctrain.bench.worker import Subject
+from hpctrain.bench import Subject
 from hpctrain.world import World
 
 __all__ = ["make"]

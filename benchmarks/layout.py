@@ -15,9 +15,7 @@ from statistics import median
 from typing import Any
 
 from hpctrain import freed_memory, log
-from hpctrain.bench import command
-from hpctrain.bench.ratios import paired_ratio
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import Case, Plan, Variant, command, paired_ratio, run_plan
 from hpctrain.errors import ConfigError
 
 __all__ = [
@@ -103,7 +101,7 @@ def main() -> int:
     args = _parse()
     if args.worker:
         from benchmarks.step_subjects import make_maker
-        from hpctrain.bench.worker import serve
+        from hpctrain.bench import serve
 
         make = make_maker()
         names = args.variants.split(",")

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.bench import command
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import Case, Plan, Variant, command, run_plan
 
 __all__ = ["FORMULAS", "formula", "main", "make_variants"]
 
@@ -70,7 +69,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         from benchmarks.memory_subjects import make_maker
-        from hpctrain.bench.worker import serve
+        from hpctrain.bench import serve
 
         serve(args.worker, args.variants.split(","), make_maker())
         return 0

@@ -13,7 +13,7 @@ from benchmarks import step_subjects
 from benchmarks.memory import MODELS
 from benchmarks.memory_parts import data_kib
 from benchmarks.workloads import Workload
-from hpctrain.bench.worker import Subject
+from hpctrain.bench import Subject
 from hpctrain.world import World
 
 __all__ = ["make_maker"]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hpctrain.bench import command
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import Case, Plan, Variant, command, run_plan
 from hpctrain.errors import ConfigError
 
 __all__ = ["COMPARISONS", "VARIANTS", "main"]
@@ -51,7 +50,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         from benchmarks.precision_subjects import make_maker
-        from hpctrain.bench.worker import serve
+        from hpctrain.bench import serve
 
         serve(args.worker, args.variants.split(","), make_maker(), device="auto")
         return 0

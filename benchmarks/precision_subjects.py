@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
-from hpctrain.bench.worker import Subject
+from hpctrain.bench import Subject
 from hpctrain.replica import Replica
 from hpctrain.world import World
 

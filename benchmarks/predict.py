@@ -22,12 +22,9 @@ from statistics import median
 from typing import Any
 
 from hpctrain import log
-from hpctrain.bench.command import run_main
+from hpctrain.bench import run_main
 from hpctrain.errors import ConfigError, LaunchError
-from hpctrain.predict import Machine, Profile, predict
-from hpctrain.predict.fit import fit_machine
-from hpctrain.predict.profile import parse_profile
-from hpctrain.predict.samples import Measurement
+from hpctrain.predict import Machine, Measurement, Profile, fit_machine, parse_profile, predict
 
 __all__ = ["Launched", "main", "predict_here", "predict_hosts", "row"]
 

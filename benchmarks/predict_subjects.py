@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hpctrain as hpc
-from hpctrain.predict.measuring import SIZES, measure
-from hpctrain.predict.profile import Profile
-from hpctrain.predict.profiling import Subject, measure_profile
+from hpctrain.predict import SIZES, Profile, Subject, measure, measure_profile
 from hpctrain.world import World
 
 __all__ = ["WORKLOADS", "main"]

@@ -9,8 +9,7 @@ import argparse
 import sys
 
 from hpctrain import log
-from hpctrain.bench import command
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench import Case, Plan, Variant, command, run_plan
 from hpctrain.engines.horovod_state import probe_horovod
 
 __all__ = ["COMPARISONS", "VARIANTS", "add_arguments", "main"]
@@ -65,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure, or be a rank that is measured."""
     if args.worker:
         from benchmarks.step_subjects import make_maker
-        from hpctrain.bench.worker import serve
+        from hpctrain.bench import serve
 
         serve(args.worker, args.variants.split(","), make_maker())
         return 0

@@ -16,9 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import log
-from hpctrain.bench import command, render
-from hpctrain.bench.machine import ROOT
-from hpctrain.bench.schema import file_name, parse_file_name, upgrade, validate
+from hpctrain.bench import (
+    ROOT,
+    caption,
+    command,
+    file_name,
+    markdown,
+    parse_file_name,
+    tables,
+    upgrade,
+    validate,
+)
 from hpctrain.errors import ConfigError
 
 __all__ = ["fill", "main", "newest", "read_results"]
@@ -78,8 +86,8 @@ def fill(page: str, results: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def _text(result: Mapping[str, Any]) -> str:
-    parts = [render.markdown(table) for table in render.tables(result)]
-    return "\n\n".join([render.caption(result), *parts]) + "\n"
+    parts = [markdown(table) for table in tables(result)]
+    return "\n\n".join([caption(result), *parts]) + "\n"
 
 
 def main() -> int:

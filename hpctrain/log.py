@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 
-__all__ = ["format_bytes", "format_ranges", "notice", "table", "warn"]
+__all__ = ["format_bytes", "format_hours", "format_ranges", "notice", "table", "warn"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
@@ -30,6 +30,18 @@ def format_bytes(number: float) -> str:
         return f"{number:.0f} B"
     power = min(int(math.log(number, 1024)), len(_UNITS))
     return f"{number / 1024**power:.1f} {_UNITS[power - 1]}"
+
+
+def format_hours(hours: float) -> str:
+    """Write a time in the unit that people would choose. Pure."""
+    seconds = 3600 * hours
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.3g} min"
+    if hours < 100:
+        return f"{hours:.3g} h"
+    return f"{hours / 24:.3g} days"
 
 
 def format_ranges(numbers: Iterable[int], *, limit: int | None = None) -> str:

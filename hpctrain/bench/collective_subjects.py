@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import hpctrain as hpc
-from hpctrain.bench.collectives import parse_size
+from hpctrain.bench.command import parse_size
 from hpctrain.bench.worker import Subject
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import CollectiveError

@@ -15,7 +15,7 @@ from hpctrain.bench import command
 from hpctrain.bench.session import Case, Plan, Variant, run_plan
 from hpctrain.engines.horovod_state import probe_horovod
 
-__all__ = ["SIZES", "VARIANTS", "add_arguments", "bandwidths", "main", "parse_size", "repeats_for"]
+__all__ = ["SIZES", "VARIANTS", "add_arguments", "bandwidths", "main", "repeats_for"]
 
 SIZES = (*(f"{4**i} KiB" for i in range(5)), *(f"{n} MiB" for n in (1, 4, 16, 64, 100, 256)))
 VARIANTS = (
@@ -26,16 +26,9 @@ VARIANTS = (
     Variant(name="horovod", launch="horovod"),
 )
 """`mpi-allocated` is a buffer that the engine itself has allocated, the others are torch's own."""
-_UNITS = {"KiB": 2**10, "MiB": 2**20}
 # A block lasts about half a second, or the load, which is told in ticks of 10 ms, is a guess.
 _BYTES_A_BLOCK = 256 << 20
 _MOST_REPEATS = 300
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as `4 KiB`. Pure."""
-    number, unit = text.split()
-    return int(number) * _UNITS[unit]
 
 
 def repeats_for(size: int) -> int:
@@ -80,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
     plan = Plan(
         name="collectives",
         module="hpctrain.bench.collectives",
-        cases=[Case(name=s, warmup=1, repeats=repeats_for(parse_size(s))) for s in sizes],
+        cases=[Case(name=s, warmup=1, repeats=repeats_for(command.parse_size(s))) for s in sizes],
         variants=[variant for variant in VARIANTS if variant.name in names],
         comparisons=[(name, "memcpy") for name in known[1:]],
         rules=rules,
@@ -102,7 +95,7 @@ def _built(known: list[str]) -> list[str]:
 def _add_metrics(result: dict[str, Any]) -> None:
     copies = {s["case"]: median(s["seconds"]) for s in result["series"] if s["variant"] == "memcpy"}
     for item in result["series"]:
-        size, seconds = parse_size(item["case"]), median(item["seconds"])
+        size, seconds = command.parse_size(item["case"]), median(item["seconds"])
         if item["variant"] == "memcpy":
             item["metrics"] = {"algbw GB/s": size / seconds / 1e9}
             continue

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import log
-from hpctrain.bench import render
-from hpctrain.bench.machine import ROOT
-from hpctrain.bench.schema import file_name, validate
+from hpctrain.bench.results import ROOT, caption, file_name, tables, validate
 from hpctrain.bench.session import Rules
 from hpctrain.errors import ConfigError, HpcTrainError
 
@@ -21,12 +19,14 @@ __all__ = [
     "add_arguments",
     "choose",
     "numbers",
+    "parse_size",
     "report",
     "rules_of",
     "run_main",
     "run_program",
 ]
 
+_UNITS = {"KiB": 2**10, "MiB": 2**20}
 RESULTS = ROOT / "benchmarks" / "results"
 EXIT_NOISY = 3
 """The result was not saved, because the machine was not quiet."""
@@ -115,13 +115,19 @@ def choose(what: str, text: str, known: Sequence[str]) -> list[str]:
     return [name for name in known if name in asked]
 
 
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `4 KiB`. Pure."""
+    number, unit = text.split()
+    return int(number) * _UNITS[unit]
+
+
 def report(args: argparse.Namespace, result: dict[str, Any]) -> int:
     """Check a result, print its tables, and write it where it was asked for."""
     wrong = validate(result)
     if wrong:
         raise ConfigError("the result is not as the schema says: " + "; ".join(wrong))
-    print(render.caption(result), end="\n\n")
-    for headers, rows in render.tables(result):
+    print(caption(result), end="\n\n")
+    for headers, rows in tables(result):
         print(log.table(headers, rows), end="\n\n")
     text = json.dumps(result, indent=1) + "\n"
     if args.json is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from hpctrain.bench.ratios import interval_ranks
+from hpctrain.bench.paired import interval_ranks
 from hpctrain.errors import ConfigError
 
 __all__ = [

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from hpctrain.bench.machine import ROOT
+from hpctrain.bench.results import ROOT
 from hpctrain.errors import LaunchError
 
 __all__ = ["Launch", "Message"]

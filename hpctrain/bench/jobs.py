@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.bench.folder import Folder, Measured, Sweep
 from hpctrain.bench.local import tell_end
+from hpctrain.bench.sweep import Folder, Measured, Sweep
 from hpctrain.errors import ConfigError, JobError
 from hpctrain.submit.batch import JobState, find_system
 from hpctrain.submit.batch.system import Ask, ask_program

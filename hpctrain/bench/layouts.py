@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.bench.machine import cpu_name, machine_id
+from hpctrain.bench.results import cpu_name, machine_id
 from hpctrain.errors import ConfigError, InstallError
 from hpctrain.install.lock import held
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.bench.folder import Folder, Measured, Sweep, fill_arguments
 from hpctrain.bench.load import foreign_load, read_clocks
-from hpctrain.bench.points import RANKS, Point
+from hpctrain.bench.sweep import RANKS, Folder, Measured, Point, Sweep, fill_arguments
 from hpctrain.errors import ConfigError
 from hpctrain.world import BENCH_VARIABLE, Asked
 

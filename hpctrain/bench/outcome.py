@@ -1,6 +1,6 @@
 """A result from the launches of a sweep. Pure.
 
-The result is one of `hpctrain.bench.schema`; `scale` in it has one row for every point,
+The result is one of `hpctrain.bench.results`; `scale` in it has one row for every point,
 those that failed among them, the fitted laws, and what a reader must know of how it was measured.
 """
 
@@ -11,11 +11,10 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from hpctrain.bench.curves import conclude_curves, find_baseline, make_ratios
-from hpctrain.bench.folder import Measured, Sweep, fill_arguments
-from hpctrain.bench.points import ALONE, NODE, Point
-from hpctrain.bench.ratios import interval_ranks
-from hpctrain.bench.schema import SCHEMA
+from hpctrain.bench.laws import conclude_curves, find_baseline, make_ratios
+from hpctrain.bench.paired import interval_ranks
+from hpctrain.bench.results import SCHEMA
+from hpctrain.bench.sweep import ALONE, NODE, Measured, Point, Sweep, fill_arguments
 
 __all__ = ["make_result"]
 

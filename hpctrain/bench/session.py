@@ -11,12 +11,10 @@ from pathlib import Path
 from statistics import median
 
 from hpctrain import log
-from hpctrain.bench.blocks import Kept, choose_blocks, more_are_needed, shuffled_order
 from hpctrain.bench.control import Launch, Message
 from hpctrain.bench.load import LoadMeter
-from hpctrain.bench.machine import describe_machine
-from hpctrain.bench.ratios import paired_ratio
-from hpctrain.bench.schema import SCHEMA
+from hpctrain.bench.paired import Kept, choose_blocks, more_are_needed, paired_ratio, shuffled_order
+from hpctrain.bench.results import SCHEMA, describe_machine
 from hpctrain.errors import ConfigError
 
 __all__ = ["Block", "Case", "Plan", "Rules", "Variant", "describe_case", "run_plan"]

@@ -30,12 +30,7 @@ def choose_layout(
     Raises:
         ConfigError: nothing was measured here, or the number of threads is fixed.
     """
-    from hpctrain.bench.layouts import (
-        LayoutBook,
-        digest_script,
-        find_layout,
-        this_machine,
-    )
+    from hpctrain.bench import LayoutBook, digest_script, find_layout, this_machine
     from hpctrain.submit.places import state_home
 
     if environ.get("OMP_NUM_THREADS"):

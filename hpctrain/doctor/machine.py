@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 from hpctrain.doctor.verdict import Check
-from hpctrain.log import format_ranges
+from hpctrain.log import format_bytes, format_ranges
 from hpctrain.world import CoreMap
 
 __all__ = [
@@ -118,7 +118,7 @@ def judge_shm(size: tuple[int, int] | None) -> Check:
     if size is None:
         return Check(name=name, status="broken", text="it does not exist", cure=cure)
     total, free = size
-    text = f"{_size(free)} free of {_size(total)}"
+    text = f"{format_bytes(free)} free of {format_bytes(total)}"
     details = {"total_bytes": total, "free_bytes": free}
     if free < 8 * _MIB:
         return Check(
@@ -151,7 +151,7 @@ def read_shm() -> tuple[int, int] | None:
 def judge_memlock(limit_bytes: int | None, infiniband: tuple[str, ...]) -> Check:
     """May MPI pin memory for InfiniBand? `limit_bytes` None is unlimited."""
     name = "locked memory"
-    words = "unlimited" if limit_bytes is None else _size(limit_bytes)
+    words = "unlimited" if limit_bytes is None else format_bytes(limit_bytes)
     details = {"limit_bytes": limit_bytes, "infiniband": list(infiniband)}
     if not infiniband:
         text = f"limit {words}; no InfiniBand device needs it"
@@ -197,9 +197,3 @@ def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
         if key.strip().lower() in {"flags", "features"}:
             return frozenset(value.split())
     return frozenset()
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 1 << 30:
-        return f"{num_bytes / (1 << 30):.1f} GiB"
-    return f"{num_bytes / _MIB:.0f} MiB" if num_bytes >= _MIB else f"{num_bytes / 1024:.0f} KiB"

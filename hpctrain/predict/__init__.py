@@ -1,33 +1,157 @@
-"""What happens at N ranks: a step replayed from a profile and a machine file, without torch or MPI.
+"""Floor 9: what happens at N ranks: a step replayed from a profile and a machine file.
 
-`Profile` says what one rank computes and what it has to send, `Machine` how ranks are connected,
-`Exchange` how gradients travel; `predict` replays the step. Everything it says is simulated.
+| module | what |
+| --- | --- |
+| profile, profiling | what one rank computes and has to send; measured by one process |
+| machine | how ranks are connected, from TOML; `machines/` has ten |
+| exchange, costs | how gradients travel; what an allreduce and the slowest rank cost (pure) |
+| model | `predict`: the step replayed, with error bars (pure) |
+| advice | what to change, and how many nodes to ask for (pure) |
+| rehearsal | a job on virtual ranks: what would break before it is queued (pure) |
+| measuring, fit | measure this machine, and fit a machine file |
+| configured | a configuration of `hpctrain train` as the predictor sees it |
+
+Everything it says is simulated. Names are loaded on first use: predicting needs neither torch nor
+MPI; profiling and measuring do.
 """
 
-from hpctrain.predict.advice import Advice, advise
-from hpctrain.predict.collectives import Layout
-from hpctrain.predict.exchange import Exchange, default_exchange
-from hpctrain.predict.machine import Costs, Link, Machine
-from hpctrain.predict.machine_files import find_machine, machine_names, write_machine
-from hpctrain.predict.prediction import Prediction, predict
-from hpctrain.predict.profile import Layer, Profile, read_profile, write_profile
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.doors import lazy
+
+if TYPE_CHECKING:
+    from hpctrain.predict.advice import Advice, advise
+    from hpctrain.predict.configured import Asked, measure_configured, read_asked, state_copies_of
+    from hpctrain.predict.costs import Layout
+    from hpctrain.predict.exchange import Exchange, default_exchange
+    from hpctrain.predict.fit import Measurement, fit_machine
+    from hpctrain.predict.machine import (
+        ENGINES,
+        LOAD_LIMIT,
+        TOPOLOGIES,
+        Costs,
+        Link,
+        Machine,
+        find_machine,
+        machine_names,
+        render_machine,
+        write_machine,
+    )
+    from hpctrain.predict.measuring import SIZES, fit_here, measure
+    from hpctrain.predict.model import Prediction, Range, predict
+    from hpctrain.predict.profile import Layer, Profile, parse_profile, read_profile, write_profile
+    from hpctrain.predict.profiling import Subject, load_subject, measure_profile
+    from hpctrain.predict.rehearsal import Finding, Rehearsed, Room, State, Training, rehearse
 
 __all__ = [
+    "ENGINES",
+    "LOAD_LIMIT",
+    "SIZES",
+    "TOPOLOGIES",
     "Advice",
+    "Asked",
     "Costs",
     "Exchange",
+    "Finding",
     "Layer",
     "Layout",
     "Link",
     "Machine",
+    "Measurement",
     "Prediction",
     "Profile",
+    "Range",
+    "Rehearsed",
+    "Room",
+    "State",
+    "Subject",
+    "Training",
     "advise",
     "default_exchange",
     "find_machine",
+    "fit_here",
+    "fit_machine",
+    "load_subject",
     "machine_names",
+    "measure",
+    "measure_configured",
+    "measure_profile",
+    "parse_profile",
     "predict",
+    "read_asked",
     "read_profile",
+    "rehearse",
+    "render_machine",
+    "state_copies_of",
     "write_machine",
     "write_profile",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        ".advice": (
+            "Advice",
+            "advise",
+        ),
+        ".configured": (
+            "Asked",
+            "measure_configured",
+            "read_asked",
+            "state_copies_of",
+        ),
+        ".costs": ("Layout",),
+        ".exchange": (
+            "Exchange",
+            "default_exchange",
+        ),
+        ".fit": (
+            "Measurement",
+            "fit_machine",
+        ),
+        ".machine": (
+            "Costs",
+            "ENGINES",
+            "LOAD_LIMIT",
+            "Link",
+            "Machine",
+            "TOPOLOGIES",
+            "find_machine",
+            "machine_names",
+            "render_machine",
+            "write_machine",
+        ),
+        ".measuring": (
+            "SIZES",
+            "fit_here",
+            "measure",
+        ),
+        ".model": (
+            "Prediction",
+            "Range",
+            "predict",
+        ),
+        ".profile": (
+            "Layer",
+            "Profile",
+            "parse_profile",
+            "read_profile",
+            "write_profile",
+        ),
+        ".profiling": (
+            "Subject",
+            "load_subject",
+            "measure_profile",
+        ),
+        ".rehearsal": (
+            "Finding",
+            "Rehearsed",
+            "Room",
+            "State",
+            "Training",
+            "rehearse",
+        ),
+    },
+)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from hpctrain.errors import ConfigError
+from hpctrain.log import format_bytes
 from hpctrain.predict.checks import count_of
 from hpctrain.predict.machine import Machine
-from hpctrain.predict.prediction import Prediction, predict
+from hpctrain.predict.model import Prediction, predict
 from hpctrain.predict.profile import Profile
 
 __all__ = ["Advice", "Cost", "advise", "cost_of"]
@@ -57,7 +58,7 @@ class Advice:
         at = f"at {self.num_ranks} ranks"
         lines = [f"{at} {self.limit}"]
         if self.bucket_bytes is not None:
-            size = f"{self.bucket_bytes / 2**20:g} MiB"
+            size = format_bytes(self.bucket_bytes)
             lines.append(
                 f"fusion: bucket_bytes of {size} shortens a step by {self.bucket_gain:.0%}"
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ConfigError
-from hpctrain.predict.exchange import ENGINES
+from hpctrain.predict.machine import ENGINES
 from hpctrain.train.config import Config, load_config
 
 if TYPE_CHECKING:

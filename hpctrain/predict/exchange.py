@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
 from hpctrain.predict.checks import count_of, number_of, positive
-from hpctrain.predict.collectives import Layout
+from hpctrain.predict.costs import Layout
+from hpctrain.predict.machine import ENGINES
 
-__all__ = ["ENGINES", "Exchange", "default_exchange", "horovod_fusion"]
+__all__ = ["Exchange", "default_exchange", "horovod_fusion"]
 
-ENGINES = ("mpi", "torch", "horovod")
 _SMALLEST_BYTES = 4 << 20
 _LARGEST_BYTES = 25 << 20
 _PIECES = 8

@@ -1,27 +1,134 @@
-"""A machine file from measurements, by least squares. Pure."""
+"""A machine from measurements, by least squares. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hpctrain.errors import ConfigError
-from hpctrain.predict.collectives import allreduce_s, doublings, shares_of
+from hpctrain.predict.checks import check_keys, count_of, number_of, positive, text_of
+from hpctrain.predict.costs import Layout, allreduce_s, doublings, shares_of, slowest_of
 from hpctrain.predict.machine import NO_LATENCY_S, NO_LIMIT, Costs, Link, Machine
-from hpctrain.predict.samples import (
-    CollectiveSample,
-    ComputeSample,
-    Measurement,
-    TrainingSample,
-)
-from hpctrain.predict.stragglers import slowest_of
 
-__all__ = ["TOPOLOGY_OF", "fit_contention", "fit_costs", "fit_machine", "fit_training"]
+__all__ = [
+    "SCHEMA",
+    "TOPOLOGY_OF",
+    "CollectiveSample",
+    "ComputeSample",
+    "Measurement",
+    "TrainingSample",
+    "fit_contention",
+    "fit_costs",
+    "fit_machine",
+    "fit_training",
+]
+
+SCHEMA = "hpctrain.samples/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveSample:
+    """One size of an allreduce on one engine: the median of the slowest rank's times."""
+
+    engine: str
+    num_ranks: int
+    ranks_per_node: int
+    num_bytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        text_of(self.engine, "engine")
+        count_of(self.num_bytes, "num_bytes")
+        positive(self.seconds, "seconds")
+
+    @property
+    def layout(self) -> Layout:
+        """Where its ranks are."""
+        return Layout(num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeSample:
+    """The same computing step on so many ranks of a node at once, with no communication."""
+
+    ranks_on_node: int
+    seconds: float
+    """The median over steps and ranks."""
+    jitter: float
+    """Of a rank's time from step to step, relative, as a standard deviation."""
+
+    def __post_init__(self) -> None:
+        count_of(self.ranks_on_node, "ranks_on_node")
+        positive(self.seconds, "seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSample:
+    """A step that ranks take together, beside the same step without each other."""
+
+    engine: str
+    num_ranks: int
+    ranks_per_node: int
+    gradient_bytes: int
+    compute_s: float
+    """Forward, backward and update on as many ranks at once, with no communication."""
+    seconds: float
+    """The slowest rank's, median over steps."""
+
+    def __post_init__(self) -> None:
+        text_of(self.engine, "engine")
+        count_of(self.gradient_bytes, "gradient_bytes")
+        positive(self.compute_s, "compute_s")
+        positive(self.seconds, "seconds")
+
+    @property
+    def layout(self) -> Layout:
+        """Where its ranks are."""
+        return Layout(num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """All that one launch has measured."""
+
+    collectives: tuple[CollectiveSample, ...]
+    compute: ComputeSample
+    memory_bytes_per_node: int
+    training: tuple[TrainingSample, ...] = ()
+    foreign_load: float = 0.0
+    """The share of all cores that others used meanwhile, where somebody watched."""
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
+        """What `as_json` gave.
+
+        Raises:
+            ConfigError: it did not.
+        """
+        keys = {"schema", "collectives", "compute", "memory_bytes_per_node"}
+        table = check_keys(
+            data, "the measurement", needed=keys, known=keys | {"training", "foreign_load"}
+        )
+        if table["schema"] != SCHEMA:
+            raise ConfigError(f"schema {table['schema']!r}; this version reads {SCHEMA!r}")
+        return cls(
+            collectives=tuple(CollectiveSample(**each) for each in table["collectives"]),
+            compute=ComputeSample(**table["compute"]),
+            memory_bytes_per_node=table["memory_bytes_per_node"],
+            training=tuple(TrainingSample(**each) for each in table.get("training", ())),
+            foreign_load=number_of(table.get("foreign_load", 0.0), "foreign_load"),
+        )
+
 
 TOPOLOGY_OF = {"mpi": "hierarchical", "torch": "ring", "horovod": "halving"}
 """How each engine of hpctrain adds up on CPUs: shared memory; Gloo's ring; MPI's own allreduce."""

@@ -1,16 +1,43 @@
-"""How ranks are connected: the predictor's second input. Pure."""
+"""How ranks are connected: the predictor's second input, and its TOML files. Pure.
+
+A machine file has a source for each number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import resources
 from math import log2
+from pathlib import Path
+from typing import Any
 
 from hpctrain.errors import ConfigError
-from hpctrain.predict.checks import count_of, number_of, positive
+from hpctrain.predict.checks import check_keys, count_of, number_of, positive, text_of
 
-__all__ = ["LOAD_LIMIT", "NO_LATENCY_S", "NO_LIMIT", "TOPOLOGIES", "Costs", "Link", "Machine"]
+__all__ = [
+    "ENGINES",
+    "LOAD_LIMIT",
+    "NO_LATENCY_S",
+    "NO_LIMIT",
+    "SCHEMA",
+    "TOPOLOGIES",
+    "Costs",
+    "Link",
+    "Machine",
+    "find_machine",
+    "machine_names",
+    "parse_machine",
+    "render_machine",
+    "sourced_keys",
+    "write_machine",
+]
 
+ENGINES = ("mpi", "torch", "horovod")
+"""Whose costs a machine file may name."""
 TOPOLOGIES = ("ring", "halving", "tree", "hierarchical")
 LOAD_LIMIT = 0.05
 """The share of all cores that others may use while a machine is measured, as in benchmarks."""
@@ -134,3 +161,235 @@ class Machine:
         """The slope over all points: two noisy ones at the end alone would say too much."""
         pairs = [(log2(n), slow - 1.0) for n, slow in self.contention]
         return sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs)
+
+
+SCHEMA = "hpctrain.machine/1"
+
+
+def machine_names() -> list[str]:
+    """The machines that come with the package."""
+    folder = resources.files("hpctrain.predict") / "machines"
+    names = (entry.name for entry in folder.iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+
+
+def find_machine(name: str | Path) -> Machine:
+    """A machine by its name, or from a file that ends in `.toml`.
+
+    Raises:
+        ConfigError: there is none, or it is not as the schema says.
+    """
+    if str(name).endswith(".toml"):
+        path = Path(name)
+        try:
+            return parse_machine(path.read_text(encoding="utf-8"), path.stem, where=str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+    if name not in (names := machine_names()):
+        raise ConfigError(
+            f"no machine {str(name)!r}; there are {', '.join(names)}, or give a file that ends in "
+            ".toml (`hpctrain bench fit` writes one)"
+        )
+    entry = resources.files("hpctrain.predict") / "machines" / f"{name}.toml"
+    return parse_machine(entry.read_text(encoding="utf-8"), str(name))
+
+
+_CONTENTION = ("ranks", "slowdown", "error")
+_COSTS = {"topology", "reduce_s_per_byte", "crowding", "intra", "inter"}
+_LINK = ("latency_s", "bytes_per_s", "latency_error", "bandwidth_error")
+_TOP = {
+    *("schema", "title", "ranks_per_node", "jitter", "jitter_error", "contention", "measured"),
+    *(
+        "foreign_load",
+        "memory_bytes_per_node",
+        "memory_bytes_per_device",
+        "as_of",
+        "sources",
+        "engines",
+    ),
+    *_COSTS,
+}
+
+
+def parse_machine(text: str, name: str, *, where: str = "") -> Machine:
+    """Read a machine from TOML.
+
+    Args:
+        text: The file's.
+        name: What the machine is called.
+        where: What errors call the file; empty: by the machine's name.
+
+    Raises:
+        ConfigError: it is not as the schema says; with the file and the section.
+    """
+    where = where or f"machine {name}"
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is no TOML: {error}") from error
+    needed = {"schema", "title", "ranks_per_node", "topology", "intra", "inter"}
+    table = dict(check_keys(data, where, needed=needed, known=_TOP))
+    if (schema := table.pop("schema")) != SCHEMA:
+        raise ConfigError(f"{where} has schema {schema!r}; this version reads {SCHEMA!r}")
+    costs = _costs({key: table.pop(key) for key in _COSTS & set(table)}, where)
+    parts = table.pop("engines", {})
+    check_keys(parts, f"{where}, [engines]", needed=(), known=ENGINES)
+    engines = {
+        engine: _costs(part, where, base=costs, section=f"engines.{engine}")
+        for engine, part in parts.items()
+    }
+    points, doubt = _contention(table.pop("contention", {}), where)
+    sources = check_keys(
+        table.pop("sources", {}), f"{where}, [sources]", needed=(), known=sourced_keys(data)
+    )
+    with _naming(where):
+        return Machine(
+            name=name,
+            title=text_of(table.pop("title"), "title"),
+            costs=costs,
+            engines=engines,
+            contention=points,
+            contention_error=doubt,
+            sources={key: text_of(value, f"sources.{key}") for key, value in sources.items()},
+            **table,
+        )
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Put the place before what is wrong there."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def sourced_keys(data: Mapping[str, Any], before: str = "") -> set[str]:
+    """The dotted keys of all numbers and the topology: what a source can be given for."""
+    keys: set[str] = set()
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            if key != "sources":
+                keys |= sourced_keys(value, f"{before}{key}.")
+        elif key not in ("schema", "title", "as_of", "measured", "foreign_load"):
+            keys.add(f"{before}{key}")
+    return keys
+
+
+def _costs(part: object, file: str, *, base: Costs | None = None, section: str = "") -> Costs:
+    where = f"{file}, [{section}]" if section else file
+    needed = () if base else ("topology", "intra", "inter")
+    table = check_keys(part, where, needed=needed, known=_COSTS)
+    links = {
+        key: _link(
+            table,
+            key,
+            f"{file}, [{section}{'.' * bool(section)}{key}]",
+            getattr(base, key, None),
+        )
+        for key in ("intra", "inter")
+    }
+    with _naming(where):
+        return Costs(
+            topology=table.get("topology") or (base.topology if base else ""),
+            reduce_s_per_byte=table.get(
+                "reduce_s_per_byte", base.reduce_s_per_byte if base else 0.0
+            ),
+            crowding=table.get("crowding", base.crowding if base else 0.0),
+            **links,
+        )
+
+
+def _link(table: Mapping[str, Any], key: str, where: str, base: Link | None) -> Link:
+    if base is not None and key not in table:
+        return base
+    found = check_keys(table[key], where, needed=("latency_s", "bytes_per_s"), known=_LINK)
+    with _naming(where):
+        return Link(**found)
+
+
+def _contention(part: object, where: str) -> tuple[tuple[tuple[int, float], ...], float]:
+    where = f"{where}, [contention]"
+    table = check_keys(part, where, needed=(), known=_CONTENTION)
+    ranks, slow = table.get("ranks", [1]), table.get("slowdown", [1.0])
+    if not isinstance(ranks, list) or not isinstance(slow, list) or len(ranks) != len(slow):
+        raise ConfigError(f"{where} needs lists ranks and slowdown of one length")
+    with _naming(where):
+        pairs = tuple(
+            (count_of(n, "ranks"), number_of(s, "slowdown"))
+            for n, s in zip(ranks, slow, strict=True)
+        )
+        return pairs, number_of(table.get("error", 0.0), "error")
+
+
+def render_machine(machine: Machine) -> str:
+    """The machine as TOML, for `parse_machine` to give back the same."""
+    lines = [
+        *_warnings(machine),
+        f"schema = {_quoted(SCHEMA)}",
+        f"title = {_quoted(machine.title)}",
+        f"as_of = {_quoted(machine.as_of)}",
+        f"measured = {'true' if machine.measured else 'false'}",
+        f"foreign_load = {_number(machine.foreign_load)}",
+        f"ranks_per_node = {machine.ranks_per_node}",
+        f"memory_bytes_per_node = {machine.memory_bytes_per_node}",
+        f"memory_bytes_per_device = {machine.memory_bytes_per_device}",
+        f"jitter = {_number(machine.jitter)}",
+        f"jitter_error = {_number(machine.jitter_error)}",
+        *_render_costs(machine.costs, ""),
+        "",
+        "[contention]",
+        f"ranks = {[n for n, _ in machine.contention]}",
+        f"slowdown = [{', '.join(_number(slow) for _, slow in machine.contention)}]",
+        f"error = {_number(machine.contention_error)}",
+    ]
+    for engine, costs in machine.engines.items():
+        lines += ["", f"[engines.{_quoted(engine)}]", *_render_costs(costs, f"engines.{engine}.")]
+    if machine.sources:
+        lines += ["", "[sources]"]
+        lines += [f"{_quoted(key)} = {_quoted(text)}" for key, text in machine.sources.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _warnings(machine: Machine) -> list[str]:
+    if not machine.is_disturbed:
+        return []
+    return [
+        f"# Others used {machine.foreign_load:.0%} of the cores while this was measured: do not",
+        "# trust these numbers; measure again on a quiet machine.",
+    ]
+
+
+def write_machine(machine: Machine, path: str | Path) -> None:
+    """Write a machine file.
+
+    Raises:
+        ConfigError: it cannot be written, or would not be found again by its name.
+    """
+    if not str(path).endswith(".toml"):
+        raise ConfigError(f"{path} must end in .toml: that is how `hpctrain plan` knows a file")
+    try:
+        Path(path).write_text(render_machine(machine), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
+def _render_costs(costs: Costs, before: str) -> list[str]:
+    lines = [
+        f"topology = {_quoted(costs.topology)}",
+        f"reduce_s_per_byte = {_number(costs.reduce_s_per_byte)}",
+        f"crowding = {_number(costs.crowding)}",
+    ]
+    for key, link in (("intra", costs.intra), ("inter", costs.inter)):
+        lines += ["", f"[{before}{key}]"]
+        lines += [f"{name} = {_number(getattr(link, name))}" for name in _LINK]
+    return lines
+
+
+def _quoted(text: str) -> str:
+    """A basic string of TOML, which JSON's strings are but for DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _number(value: float) -> str:
+    return repr(float(value))

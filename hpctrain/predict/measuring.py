@@ -21,20 +21,20 @@ import psutil
 import torch
 
 import hpctrain as hpc
-from hpctrain.bench.load import foreign_load, read_clocks
+from hpctrain.bench import foreign_load, read_clocks
 from hpctrain.engines.base import Engine, Op
 from hpctrain.errors import CollectiveError, ConfigError, LaunchError
 from hpctrain.predict.checks import count_of
-from hpctrain.predict.fit import fit_machine
-from hpctrain.predict.machine import Machine
-from hpctrain.predict.profiling import Subject
-from hpctrain.predict.samples import (
+from hpctrain.predict.costs import expected_maximum
+from hpctrain.predict.fit import (
     CollectiveSample,
     ComputeSample,
     Measurement,
     TrainingSample,
+    fit_machine,
 )
-from hpctrain.predict.stragglers import expected_maximum
+from hpctrain.predict.machine import Machine
+from hpctrain.predict.profiling import Subject
 from hpctrain.world import World, keep_freed_memory
 
 __all__ = [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, pstdev
 from typing import NamedTuple
 
@@ -18,7 +21,7 @@ from hpctrain.predict.profile import Layer, Profile
 from hpctrain.replica.sharing_work import choose_update
 from hpctrain.world import keep_freed_memory
 
-__all__ = ["Subject", "measure_profile"]
+__all__ = ["Subject", "load_subject", "measure_profile"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,3 +178,35 @@ def _uncertainty(passes: Sequence[_Pass]) -> float:
         return 0.0
     # 1.25 standard errors of a mean are one of a median.
     return float(1.25 * pstdev(totals) / len(totals) ** 0.5 / median(totals))
+
+
+def load_subject(where: str) -> Subject:
+    """Call `NAME()` of `FILE.py:NAME`.
+
+    Raises:
+        ConfigError: there is no such file or function, or it returns something else.
+    """
+    path, _, name = where.rpartition(":")
+    if not path or not name.isidentifier():
+        raise ConfigError(f"--subject {where}: write FILE.py:NAME, NAME a function in the file")
+    file = Path(path)
+    spec = importlib.util.spec_from_file_location("hpctrain_subject", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"--subject {where}: there is no Python file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickles of the file look there
+    sys.path.insert(0, str(file.parent.absolute()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"--subject {where}: {path} has no function {name}")
+    subject = function()
+    if not isinstance(subject, Subject):
+        raise ConfigError(
+            f"--subject {where}: {name}() returned a {type(subject).__name__}, and must return a "
+            "hpctrain.predict.Subject"
+        )
+    return subject

@@ -1,21 +1,39 @@
-"""Reports on benchmark results and runs, as a page, pictures and tables.
+"""Floor 9: reports on benchmark results and runs, as a page, pictures and tables.
 
 | module | what |
 | --- | --- |
-| results, runs | read result files, run directories and traces |
-| points | a scaling study: efficiency, speed-up, serial fraction (pure) |
-| advice | what limits scaling, and what to try (pure) |
-| asking | time to solution and node-hours (pure) |
-| composing, study_section, run_section | from those to a document (pure) |
-| charts, study_charts, run_charts | what pictures show (pure) |
-| axes, shapes, svg | charts as SVG (pure) |
-| pictures | charts as PNG and PDF |
-| page, plain | documents as HTML, Markdown, CSV and LaTeX (pure) |
+| results | result files, and the scaling studies in them |
+| runs | run directories and traces, read, drawn and described |
+| advice | what limits scaling and what to try; time to solution and node-hours (pure) |
+| study | a study as sections, tables and charts (pure) |
+| charts, svg, pictures | what a picture shows; drawn as SVG, PNG and PDF |
+| document, page | a report before it has a format; as Markdown, CSV, LaTeX and HTML (pure) |
+| writing | from inputs to a document, and to files |
 """
 
 from __future__ import annotations
 
-from hpctrain.report.asking import Wish
-from hpctrain.report.writing import FORMATS, write_report
+from typing import TYPE_CHECKING
 
-__all__ = ["FORMATS", "Wish", "write_report"]
+from hpctrain.doors import lazy
+
+if TYPE_CHECKING:
+    from hpctrain.report.advice import Wish
+    from hpctrain.report.writing import FORMATS, write_report
+
+__all__ = [
+    "FORMATS",
+    "Wish",
+    "write_report",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        ".advice": ("Wish",),
+        ".writing": (
+            "FORMATS",
+            "write_report",
+        ),
+    },
+)

@@ -1,4 +1,4 @@
-"""A document as one HTML file: no script, nothing from elsewhere, made for paper as well. Pure."""
+"""A document as one HTML file: no script, nothing from elsewhere, made for paper too. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from html import escape
 
 from hpctrain.report.document import Document, Section, Table
-from hpctrain.report.page_style import STYLE
 from hpctrain.report.svg import draw
 
-__all__ = ["render_page"]
+__all__ = ["STYLE", "render_page"]
 
 _NUMBER = re.compile(r"[-+\d.,\s\[\]%xXkMGTiBshmin]*\d[-+\d.,\s\[\]%xXkMGTiBshmin]*")
 _GAPS = ("", "failed")
@@ -111,3 +110,88 @@ def _table(table: Table) -> str:
 
 def _chosen(table: Table, cells: tuple[str, ...]) -> str:
     return ' class="chosen"' if table.headers[0] == "ask for" and cells[0] else ""
+
+
+STYLE = """
+:root { --ink: #1c2128; --soft: #57606a; --line: #d8dee4; --ground: #f6f8fa; --accent: #0b5fa5;
+  color-scheme: light; }
+* { box-sizing: border-box; }
+html { background: var(--ground); }
+body { margin: 0; color: var(--ink); font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto,
+  "Helvetica Neue", "DejaVu Sans", sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 40px 32px 64px; background: #fff;
+  min-height: 100vh; border-left: 1px solid var(--line); border-right: 1px solid var(--line); }
+h1 { font-size: 34px; line-height: 1.2; letter-spacing: -0.02em; margin: 0 0 4px; }
+h2 { font-size: 23px; line-height: 1.3; letter-spacing: -0.01em; margin: 56px 0 12px;
+  padding-top: 20px; border-top: 1px solid var(--line); }
+h3 { font-size: 16px; margin: 0 0 8px; }
+p { margin: 0 0 12px; max-width: 78ch; overflow-wrap: anywhere; }
+a { color: var(--accent); }
+.subtitle { color: var(--soft); margin-bottom: 24px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px;
+  margin: 0 0 24px; }
+.figures div { display: flex; flex-direction: column-reverse; justify-content: flex-end;
+  border: 1px solid var(--line); border-top: 4px solid var(--accent); border-radius: 6px;
+  padding: 12px 14px; }
+.figures dd { margin: 0; font-size: 26px; font-weight: 650; line-height: 1.25;
+  font-variant-numeric: tabular-nums; }
+.figures dt { color: var(--soft); font-size: 13.5px; line-height: 1.35; overflow-wrap: anywhere; }
+nav ol { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 20px; padding: 0; margin: 0;
+  font-size: 14.5px; }
+.findings { border: 1px solid var(--line); border-left: 5px solid #c44601; border-radius: 6px;
+  padding: 16px 20px 8px; margin: 16px 0 20px; }
+.findings ol { margin: 0; padding-left: 22px; }
+.findings li { margin-bottom: 12px; }
+.findings p { margin: 0 0 2px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr));
+  gap: 20px; margin: 16px 0 20px; }
+.charts figure:only-child { max-width: 660px; }
+figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: 14px 12px 10px;
+  background: #fff; min-width: 0; }
+figcaption { font-size: 14px; color: var(--soft); text-align: center; padding: 4px 8px 0; }
+svg.chart { display: block; width: 100%; height: auto; font: 12px system-ui, -apple-system,
+  "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+svg text { fill: #333; font-variant-numeric: tabular-nums; }
+svg text.name { fill: var(--soft); font-size: 13px; }
+svg .grid { stroke: #e6eaee; }
+svg .axis { stroke: #6a737d; }
+svg .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
+svg .ideal { fill: none; stroke: #6a737d; stroke-width: 1.6; stroke-dasharray: 5 5; }
+svg .whisker { fill: none; stroke-width: 1.3; }
+svg .point { stroke: #fff; stroke-width: 1; }
+svg .bar { stroke: #24292f; stroke-width: 0.8; }
+svg .mark { stroke: #57606a; stroke-width: 1.1; }
+svg .m0 { stroke-dasharray: 2 4; }
+svg .m1 { stroke: #c44601; stroke-width: 2; stroke-dasharray: 8 3; }
+svg .m2 { stroke: #1c2128; stroke-width: 2; }
+.scroll { overflow-x: auto; margin: 16px 0; }
+table { border-collapse: collapse; font-size: 14px; width: 100%;
+  font-variant-numeric: tabular-nums; }
+caption { text-align: left; font-weight: 600; padding: 4px 0 8px; }
+th, td { padding: 6px 12px 6px 0; text-align: left; border-bottom: 1px solid var(--line);
+  vertical-align: top; }
+th { border-bottom: 2px solid #8c959f; font-weight: 600; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+tr.chosen td { font-weight: 700; background: #eef5fc; }
+pre { background: var(--ground); border: 1px solid var(--line); border-radius: 6px; margin: 12px 0;
+  padding: 12px 16px; overflow-x: auto; font-size: 13.5px; line-height: 1.5; }
+code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  font-size: 0.93em; }
+details summary { cursor: pointer; color: var(--accent); margin-bottom: 8px; }
+footer { margin-top: 56px; color: var(--soft); font-size: 13.5px; }
+a:focus-visible, summary:focus-visible, .scroll:focus-visible, pre:focus-visible {
+  outline: 3px solid var(--accent); outline-offset: 2px; }
+@media (max-width: 640px) { main { padding: 24px 16px; border: 0; } h1 { font-size: 27px; } }
+@media print {
+  html, main { background: #fff; } main { max-width: none; padding: 0; border: 0; }
+  body { font-size: 10.5pt; } nav { display: none; }
+  h2 { break-after: avoid; margin-top: 24px; }
+  details summary { display: none; }
+  details::details-content { content-visibility: visible; }
+  figure, .findings, tr { break-inside: avoid; }
+  .charts { grid-template-columns: 1fr 1fr; }
+  .scroll, pre { overflow: visible; } pre { white-space: pre-wrap; }
+  table { font-size: 8pt; } th, td { padding: 3px 6px 3px 0; overflow-wrap: anywhere; }
+  td.number, th.number { white-space: normal; } a { color: inherit; text-decoration: none; }
+}
+"""

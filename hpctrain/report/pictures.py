@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ConfigError
-from hpctrain.report.axes import Axis, make_axis, number_text
 from hpctrain.report.charts import (
     COLOURS,
     DASHES,
     HATCHES,
     MARKERS,
+    Axis,
     Bars,
     Chart,
     LineChart,
+    make_axis,
+    number_text,
 )
 
 if TYPE_CHECKING:

@@ -110,12 +110,16 @@ class Plan:
             ("steps an epoch", _known(self.steps_per_epoch)),
             ("steps in all", _known(self.num_steps)),
             ("parameters", f"{self.num_parameters:,}, {self.num_trained:,} of them trained"),
-            ("weights", _size(self.memory.weights)),
-            ("gradients", _size(self.memory.gradients)),
-            ("optimizer state", _size(self.memory.optimizer_state)),
-            *([("averages", _size(self.memory.averages))] if self.memory.averages else []),
-            ("memory a rank", f"{_size(self.memory.per_rank)} and activations"),
-            ("memory a node", f"{_size(self.memory.per_node)} and activations"),
+            ("weights", log.format_bytes(self.memory.weights)),
+            ("gradients", log.format_bytes(self.memory.gradients)),
+            ("optimizer state", log.format_bytes(self.memory.optimizer_state)),
+            *(
+                [("averages", log.format_bytes(self.memory.averages))]
+                if self.memory.averages
+                else []
+            ),
+            ("memory a rank", f"{log.format_bytes(self.memory.per_rank)} and activations"),
+            ("memory a node", f"{log.format_bytes(self.memory.per_node)} and activations"),
             ("engine", f"{self.engine}: {self.engine_reason}"),
             ("update", f"{self.update}: {self.update_reason}"),
             ("precision", self.precision),
@@ -251,12 +255,3 @@ def _memory(
 
 def _known(number: int | None) -> str:
     return "unknown: a stream" if number is None else f"{number:,}"
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from hpctrain.bench.schema import validate
+from hpctrain.bench.results import validate
 from mpi_tests.launch.commands import ROOT, run
 
 __all__ = ["LIMIT_S", "PYTHON", "result_of"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpctrain.bench.schema import validate
+from hpctrain.bench.results import validate
 from hpctrain.install.mpi import loaded_mpi, matching_mpirun
 from hpctrain.launch.command import launch_command
 from mpi_tests.full import slow

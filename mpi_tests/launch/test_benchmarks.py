@@ -13,7 +13,7 @@ import pytest
 from hpctrain.bench.command import RESULTS
 from hpctrain.bench.comparing import compare_counts
 from hpctrain.bench.control import Launch
-from hpctrain.bench.schema import validate
+from hpctrain.bench.results import validate
 from hpctrain.errors import LaunchError
 from mpi_tests.built import BUILT
 from mpi_tests.full import FULL, slow

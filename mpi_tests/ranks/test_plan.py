@@ -13,11 +13,10 @@ from hpctrain.checkpoint import Store
 from hpctrain.checkpoint.layout import LEAST_PART_BYTES, Item
 from hpctrain.errors import ConfigError
 from hpctrain.predict import Layout
-from hpctrain.predict.findings import rehearse
 from hpctrain.predict.fit import fit_costs
 from hpctrain.predict.measuring import measure
 from hpctrain.predict.profiling import Subject
-from hpctrain.predict.rehearsal import Files, Loading, State, Training, samples_of
+from hpctrain.predict.rehearsal import Files, Loading, State, Training, rehearse, samples_of
 
 
 @pytest.mark.parametrize(

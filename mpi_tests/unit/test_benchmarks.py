@@ -14,11 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import step_overhead, tables
-from hpctrain.bench import collectives, command, render, schema
-from hpctrain.bench.blocks import choose_blocks, more_are_needed, shuffled_order
+from hpctrain.bench import collectives, command, results
 from hpctrain.bench.load import Reading, busy_ticks, foreign_load
-from hpctrain.bench.machine import describe_machine, machine_id
-from hpctrain.bench.ratios import interval_ranks, paired_ratio
+from hpctrain.bench.paired import (
+    choose_blocks,
+    interval_ranks,
+    more_are_needed,
+    paired_ratio,
+    shuffled_order,
+)
+from hpctrain.bench.results import describe_machine, machine_id
 from hpctrain.bench.session import Block, Case, Plan, Rules, Variant, describe_case
 from hpctrain.errors import ConfigError
 
@@ -179,7 +184,7 @@ def make_result(num_noisy: int = 0) -> dict[str, object]:
         plan, plan.cases[0], blocks, kept, facts, {name: {} for name in facts}
     )
     return {
-        "schema": schema.SCHEMA,
+        "schema": results.SCHEMA,
         "benchmark": plan.name,
         "date": "2026-01-02",
         "machine": machine(),
@@ -194,7 +199,7 @@ def make_result(num_noisy: int = 0) -> dict[str, object]:
 
 def test_a_case_is_described_by_its_quiet_blocks():
     result = make_result()
-    assert schema.validate(json.loads(json.dumps(result))) == []
+    assert results.validate(json.loads(json.dumps(result))) == []
     assert [block["kept"] for block in result["blocks"]] == [True, False, True, True]
     assert result["series"][1]["seconds"] == pytest.approx([0.011, 0.033, 0.044])
     assert result["series"][1]["counts"] == {"bytes": 12, "messages": 1.0}
@@ -226,16 +231,16 @@ def test_a_result_that_is_not_as_the_schema_says_is_refused(path, value):
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    assert schema.validate(result) != []
+    assert results.validate(result) != []
 
 
 def test_a_missing_part_is_named():
     result = make_result()
     for name in list(result):
-        assert schema.validate({k: v for k, v in result.items() if k != name}) == [
+        assert results.validate({k: v for k, v in result.items() if k != name}) == [
             f"result: {name} is missing"
         ]
-    assert schema.validate([]) == ["a result is an object"]
+    assert results.validate([]) == ["a result is an object"]
 
 
 def test_a_result_names_no_host_and_no_path(monkeypatch):
@@ -256,7 +261,7 @@ def test_file_names_are_read_back(arch, cores, day, ranks):
     result = {"benchmark": "step_overhead", "date": day.isoformat(), "machine": {"id": name}}
     result["series"] = [{"num_ranks": n} for n in ranks]
     tail = f"-{ranks[0]}ranks" if len(set(ranks)) == 1 and ranks[0] > 2 else ""
-    parsed = schema.parse_file_name(schema.file_name(result))
+    parsed = results.parse_file_name(results.file_name(result))
     assert parsed == ("step_overhead", day.isoformat(), name + tail)
 
 
@@ -264,11 +269,11 @@ def test_file_names_are_read_back(arch, cores, day, ranks):
 
 
 def test_tables_show_ratios_counts_and_intervals():
-    headers, rows = render.series_rows(make_result())
+    headers, rows = results.series_rows(make_result())
     assert headers == ["case", "variant", "ms", "ratio to compute", "bytes", "messages"]
     assert rows[1] == ["small", "mpi", "33.0", "1.100 [1.100, 1.100]", "12", "1"]
     assert rows[0][3:] == ["1", "", ""]
-    assert render.comparison_rows(make_result())[1] == [
+    assert results.comparison_rows(make_result())[1] == [
         ["small", "mpi / ddp", "0.786 [0.786, 0.786]"]
     ]
 
@@ -295,7 +300,7 @@ def test_the_newest_result_of_each_machine_is_shown():
 
 def test_disturbed_or_misnamed_results_are_not_shown(tmp_path):
     result = make_result(num_noisy=1)
-    path = tmp_path / schema.file_name(result)
+    path = tmp_path / results.file_name(result)
     path.write_text(json.dumps(result))
     with pytest.raises(ConfigError, match="disturbed"):
         tables.read_results(tmp_path)
@@ -322,7 +327,7 @@ def test_bandwidths_are_in_the_fields_terms(num_ranks):
 
 
 def test_sizes_go_from_1_kib_to_256_mib():
-    sizes = [collectives.parse_size(text) for text in collectives.SIZES]
+    sizes = [command.parse_size(text) for text in collectives.SIZES]
     assert sizes == sorted([*(1024 * 4**i for i in range(10)), 100 << 20])
     assert [collectives.repeats_for(size) for size in (1024, 4 << 20, 256 << 20)] == [300, 64, 2]
 

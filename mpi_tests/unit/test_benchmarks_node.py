@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks import barrier, layout, memory, step_overhead
 from benchmarks.memory_parts import data_kib
-from hpctrain.bench import command, render, schema
+from hpctrain.bench import command, results
 from hpctrain.bench.session import Case, Plan, Rules, Variant
 from hpctrain.errors import ConfigError
 
@@ -103,7 +103,7 @@ def test_a_table_tells_the_best_layout_of_each_kind():
             "num_blocks": 3,
         }
     ]
-    headers, rows = render.best_rows(result)
+    headers, rows = results.best_rows(result)
     assert headers[2:] == ["best: ranks x threads", "ms", "ratio to one-process-1x4"]
     assert [row[1:] for row in rows] == [
         ["one-process", "1 x 4", "10.0", "1"],
@@ -198,12 +198,12 @@ def test_results_of_the_first_schema_are_read_as_todays():
         "settings": {"num_ranks": 2, "threads_per_rank": 1, "blocks": 3},
         "series": [{"case": "c", "variant": "v"}],
     }
-    assert schema.upgrade(old) == {
-        "schema": schema.SCHEMA,
+    assert results.upgrade(old) == {
+        "schema": results.SCHEMA,
         "settings": {"blocks": 3},
         "series": [{"case": "c", "variant": "v", "kind": "v", "num_ranks": 2, "num_threads": 1}],
     }
-    assert schema.upgrade([]) == []
+    assert results.upgrade([]) == []
 
 
 def test_the_peers_of_the_sharded_update_are_compared():

@@ -29,11 +29,17 @@ from hpctrain.predict import (
     write_profile,
 )
 from hpctrain.predict.advice import cost_of
-from hpctrain.predict.collectives import allreduce_s
-from hpctrain.predict.fit import fit_contention, fit_costs, fit_machine
-from hpctrain.predict.machine_files import parse_machine, render_machine, sourced_keys
+from hpctrain.predict.costs import allreduce_s
+from hpctrain.predict.fit import (
+    CollectiveSample,
+    ComputeSample,
+    Measurement,
+    fit_contention,
+    fit_costs,
+    fit_machine,
+)
+from hpctrain.predict.machine import parse_machine, render_machine, sourced_keys
 from hpctrain.predict.profile import parse_profile
-from hpctrain.predict.samples import CollectiveSample, ComputeSample, Measurement
 
 LINK = Link(latency_s=1e-5, bytes_per_s=1e9)
 PROFILE = Profile(

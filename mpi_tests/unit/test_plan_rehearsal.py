@@ -13,9 +13,17 @@ from hpctrain.checkpoint.layout import LEAST_PART_BYTES, Item
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.predict import Layer, Layout, Profile, find_machine, write_profile
-from hpctrain.predict.findings import Room, rehearse
-from hpctrain.predict.prediction import Range
-from hpctrain.predict.rehearsal import Files, Holding, Loading, State, Training, samples_of
+from hpctrain.predict.model import Range
+from hpctrain.predict.rehearsal import (
+    Files,
+    Holding,
+    Loading,
+    Room,
+    State,
+    Training,
+    rehearse,
+    samples_of,
+)
 
 GPU = find_machine("perlmutter-gpu")
 CPU = find_machine("frontera")

@@ -23,11 +23,10 @@ from hpctrain.predict import (
     default_exchange,
     predict,
 )
-from hpctrain.predict.collectives import allreduce_s
+from hpctrain.predict.costs import allreduce_s, expected_maximum, slowest_of
 from hpctrain.predict.exchange import horovod_fusion
 from hpctrain.predict.machine import TOPOLOGIES
-from hpctrain.predict.replay import form_pieces, replay
-from hpctrain.predict.stragglers import expected_maximum, slowest_of
+from hpctrain.predict.model import form_pieces, replay
 
 few = settings(max_examples=30, deadline=None)
 layer_lists = st.lists(

@@ -9,10 +9,8 @@ import pytest
 
 from benchmarks.predict import ROOT, predict_again
 from hpctrain.predict import Costs, Layout, Link
-from hpctrain.predict.collectives import allreduce_s
-from hpctrain.predict.fit import fit_training
-from hpctrain.predict.samples import TrainingSample
-from hpctrain.predict.stragglers import slowest_of
+from hpctrain.predict.costs import allreduce_s, slowest_of
+from hpctrain.predict.fit import TrainingSample, fit_training
 
 LINK = Link(latency_s=1e-5, bytes_per_s=1e9)
 

@@ -16,9 +16,7 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.report import FORMATS, Wish, write_report
 from hpctrain.report.charts import Bars, Line, LineChart, Mark
-from hpctrain.report.run_charts import run_charts, thin
-from hpctrain.report.run_section import run_figures
-from hpctrain.report.runs import parse_metrics, read_run
+from hpctrain.report.runs import parse_metrics, read_run, run_charts, run_figures, thin
 from hpctrain.report.svg import draw
 from mpi_tests.report_kit import (
     collectives,

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from hpctrain.bench.laws import serial_fraction
 from hpctrain.errors import ConfigError
-from hpctrain.report.advice import advise, describe_scaling
-from hpctrain.report.asking import Wish, hours_text, price
-from hpctrain.report.axes import bytes_text, make_axis, number_text
-from hpctrain.report.points import Estimate, Point, Study
-from hpctrain.report.results import understand
+from hpctrain.log import format_bytes, format_hours
+from hpctrain.report.advice import Wish, advise, describe_scaling, price
+from hpctrain.report.charts import make_axis, number_text
+from hpctrain.report.results import Estimate, Point, Study, understand
 from mpi_tests.report_kit import failed_row, row, split, swept, weak_sweep
 
 
@@ -209,7 +208,7 @@ def test_time_and_node_hours():
     ):
         with pytest.raises(ConfigError):
             Wish(**wrong)
-    assert [hours_text(h) for h in (0.01, 0.5, 20, 240)] == ["36 s", "30 min", "20 h", "10 days"]
+    assert [format_hours(h) for h in (0.01, 0.5, 20, 240)] == ["36 s", "30 min", "20 h", "10 days"]
 
 
 @given(st.lists(st.floats(-1e9, 1e9).filter(lambda v: v == 0 or abs(v) > 1e-9), min_size=1))
@@ -246,4 +245,4 @@ def test_numbers_are_written_as_people_do():
     assert [number_text(v) for v in (0, 0.01234, 5.678, 123.4, 12345, 2.5e6)] == (
         ["0", "0.0123", "5.68", "123", "12.3 k", "2.5 M"]
     )
-    assert [bytes_text(v) for v in (1, 1536, 3 << 30)] == ["1 B", "1.5 KiB", "3 GiB"]
+    assert [format_bytes(v) for v in (1, 1536, 3 << 30)] == ["1 B", "1.5 KiB", "3.0 GiB"]

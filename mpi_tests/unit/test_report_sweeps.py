@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.bench.table import point_rows
+from hpctrain.bench.summary import point_rows
 from hpctrain.report import write_report
 from hpctrain.report.results import understand
-from hpctrain.report.study_section import study_sections
+from hpctrain.report.study import study_sections
 from mpi_tests.unit.test_scaling_sweeps import make_sweep, measure, result_of
 
 

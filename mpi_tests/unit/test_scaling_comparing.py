@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from hpctrain.bench.command import RESULTS
 from hpctrain.bench.comparing import compare_counts, compare_times, counts_of, read_counts
-from hpctrain.bench.folder import Folder, Measured, Sweep
 from hpctrain.bench.layouts import Layout, LayoutBook, best_layout, find_layout
-from hpctrain.bench.points import Settings, layouts
+from hpctrain.bench.sweep import Folder, Measured, Settings, Sweep, layout_points
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 
@@ -173,7 +172,7 @@ def test_a_layout_is_remembered_only_where_it_was_repeated(repeats, tmp_path, mo
         arguments=(),
         label="train.py",
         settings=Settings(mode="strong", repeats=repeats),
-        points=tuple(layouts(2, values={})),
+        points=tuple(layout_points(2, values={})),
         kind="layout",
     )
     folder = Folder(tmp_path / "sweep")

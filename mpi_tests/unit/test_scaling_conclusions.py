@@ -14,13 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.bench.folder import Sweep
-from hpctrain.bench.points import Settings, plan_points
-from hpctrain.bench.table import describe_laws, point_rows
-from hpctrain.report.advice import advise, describe_scaling
-from hpctrain.report.asking import Wish, choose_ask, price
+from hpctrain.bench.summary import describe_laws, point_rows
+from hpctrain.bench.sweep import Settings, Sweep, plan_points
+from hpctrain.report.advice import Wish, advise, choose_ask, describe_scaling, price
 from hpctrain.report.results import understand
-from hpctrain.report.study_section import study_sections
+from hpctrain.report.study import study_sections
 from mpi_tests.unit.test_scaling_sweeps import measure, result_of
 
 RANKS = (1, 2, 4, 8, 16)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.bench.folder import Folder, Measured, Sweep
 from hpctrain.bench.jobs import gather, group_launches, submit_sweep
 from hpctrain.bench.local import tell_end
-from hpctrain.bench.points import Settings, plan_points
+from hpctrain.bench.sweep import Folder, Measured, Settings, Sweep, plan_points
 from hpctrain.errors import ConfigError
 from hpctrain.submit.batch.system import Answer
 from hpctrain.submit.ledger import Ledger

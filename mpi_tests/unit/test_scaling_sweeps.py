@@ -9,13 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.bench.folder import Folder, Measured, Sweep, fill_arguments
 from hpctrain.bench.local import explain, tell_other_device
 from hpctrain.bench.outcome import make_result
-from hpctrain.bench.points import Settings, interleave, layouts, plan_points
-from hpctrain.bench.repeating import repeat_command
-from hpctrain.bench.schema import validate
-from hpctrain.bench.table import describe_laws, point_rows, split_rows
+from hpctrain.bench.results import validate
+from hpctrain.bench.summary import describe_laws, point_rows, repeat_command, split_rows
+from hpctrain.bench.sweep import (
+    Folder,
+    Measured,
+    Settings,
+    Sweep,
+    fill_arguments,
+    interleave,
+    layout_points,
+    plan_points,
+)
 from hpctrain.errors import ConfigError, LaunchError
 from hpctrain.train.building import build_models, build_optimizer
 from hpctrain.train.config import parse_config
@@ -118,7 +125,7 @@ def test_every_point_once_with_baselines_and_shares(ranks, cores, mode):
 
 @given(cores=st.integers(1, 64))
 def test_layouts_use_all_cores(cores):
-    found = layouts(cores, values={})
+    found = layout_points(cores, values={})
     assert all(point.num_ranks * point.num_threads == cores for point in found)
     assert [point.role for point in found].count("node") == 1
 
@@ -178,7 +185,7 @@ def test_the_command_that_repeats_a_sweep_makes_the_same_one():
     )
     own = ("/a/run.toml", "--set", "a=1", "--set", "train.global_batch={batch}")
     found = replace(sweep, kind="layout", label="run.toml", arguments=own, is_module=True)
-    found = replace(found, points=tuple(layouts(4, values={})))
+    found = replace(found, points=tuple(layout_points(4, values={})))
     said = repeat_command(found, directory=Path("d"), output=None)
     assert said == (
         "hpctrain bench layout --ranks 2,4 --cores 4 --repeats 3 --steps 20 --batch 8 --retries 3 "

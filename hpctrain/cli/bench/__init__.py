@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 
 from hpctrain import log
-from hpctrain.bench.machine import ROOT
+from hpctrain.bench import ROOT
 from hpctrain.errors import ConfigError
 
 __all__ = ["KINDS", "add_arguments", "main"]

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.bench.folder import Folder
-from hpctrain.bench.jobs import gather
+from hpctrain.bench import Folder, gather
 from hpctrain.cli.bench.options import add_output, conclude
 from hpctrain.errors import ConfigError
 

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import log
-from hpctrain.bench.comparing import (
+from hpctrain.bench import (
     COUNTS_SCHEMA,
     Compared,
     compare_counts,
     compare_times,
     counts_of,
+    upgrade,
+    validate,
 )
-from hpctrain.bench.schema import upgrade, validate
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "compare_files", "main"]

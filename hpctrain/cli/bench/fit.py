@@ -6,11 +6,9 @@ import argparse
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.bench.command import numbers
+from hpctrain.bench import numbers
 from hpctrain.errors import ConfigError
-from hpctrain.predict.exchange import ENGINES
-from hpctrain.predict.machine import LOAD_LIMIT
-from hpctrain.predict.machine_files import render_machine, write_machine
+from hpctrain.predict import ENGINES, LOAD_LIMIT, render_machine, write_machine
 
 __all__ = ["add_arguments", "main"]
 
@@ -51,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.output} must end in .toml, in a folder that is there")
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats} must be at least 1")
-    from hpctrain.predict.measuring import fit_here
+    from hpctrain.predict import fit_here
 
     machine = fit_here(ranks, engines, repeats=args.repeats, title=args.title)
     write_machine(machine, args.output)

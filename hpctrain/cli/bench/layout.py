@@ -7,16 +7,17 @@ import datetime
 import os
 
 from hpctrain import log
-from hpctrain.bench.command import numbers
-from hpctrain.bench.folder import Folder, Sweep
-from hpctrain.bench.layouts import (
+from hpctrain.bench import (
+    Folder,
     Layout,
     LayoutBook,
+    Sweep,
     best_layout,
     digest_script,
+    layout_points,
+    numbers,
     this_machine,
 )
-from hpctrain.bench.points import layouts
 from hpctrain.cli.bench.options import (
     add_output,
     add_settings,
@@ -58,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     num_cores = args.cores or len(os.sched_getaffinity(0))
     if num_cores < 1:
         raise ConfigError(f"--cores {num_cores} is not possible; give at least 1")
-    points = layouts(num_cores, values={})
+    points = layout_points(num_cores, values={})
     if args.ranks is not None:
         asked = numbers("--ranks", args.ranks)
         uneven = [n for n in asked if num_cores % n]

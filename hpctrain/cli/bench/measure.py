@@ -7,9 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from hpctrain.bench.folder import Folder, Measured, fill_arguments
-from hpctrain.bench.local import ask, explain
-from hpctrain.bench.machine import describe_machine
+from hpctrain.bench import Folder, Measured, ask, describe_machine, explain, fill_arguments
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import log
-from hpctrain.bench.folder import Folder, Sweep
-from hpctrain.bench.machine import describe_machine
-from hpctrain.bench.outcome import make_result
-from hpctrain.bench.points import Settings
-from hpctrain.bench.repeating import repeat_command
-from hpctrain.bench.schema import validate
-from hpctrain.bench.table import describe_laws, point_rows, split_rows
+from hpctrain.bench import (
+    Folder,
+    Settings,
+    Sweep,
+    describe_laws,
+    describe_machine,
+    make_result,
+    point_rows,
+    repeat_command,
+    split_rows,
+    validate,
+)
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_output", "add_settings", "conclude", "settings_of"]

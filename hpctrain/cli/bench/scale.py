@@ -6,11 +6,16 @@ import argparse
 import os
 
 from hpctrain import log
-from hpctrain.bench.command import choose, numbers
-from hpctrain.bench.folder import Folder, Sweep
-from hpctrain.bench.local import run_sweep
-from hpctrain.bench.machine import describe_machine
-from hpctrain.bench.points import MODES, plan_points
+from hpctrain.bench import (
+    MODES,
+    Folder,
+    Sweep,
+    choose,
+    describe_machine,
+    numbers,
+    plan_points,
+    run_sweep,
+)
 from hpctrain.cli.bench.options import (
     add_output,
     add_settings,

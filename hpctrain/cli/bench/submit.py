@@ -8,10 +8,7 @@ import sys
 from dataclasses import replace
 
 from hpctrain import log
-from hpctrain.bench.command import choose, numbers
-from hpctrain.bench.folder import Folder, Sweep
-from hpctrain.bench.jobs import submit_sweep
-from hpctrain.bench.points import plan_points
+from hpctrain.bench import Folder, Sweep, choose, numbers, plan_points, submit_sweep
 from hpctrain.cli.bench.options import add_settings, settings_of
 from hpctrain.cli.bench.program import subject_of
 from hpctrain.cli.bench.scale import ENGINES, add_scaling

@@ -16,16 +16,13 @@ from hpctrain.cli.plan.predicting import (
     print_plan,
 )
 from hpctrain.errors import ConfigError
-from hpctrain.predict.exchange import ENGINES
-from hpctrain.predict.machine import TOPOLOGIES
-from hpctrain.predict.profile import write_profile
-from hpctrain.predict.subject import load_subject
+from hpctrain.predict import ENGINES, TOPOLOGIES, write_profile
 
 __all__ = ["add_arguments", "main"]
 
 _EPILOG = """\
 A profile is what one rank does in a step. It is measured where you are, from CONFIG.toml or with a
-function that returns a hpctrain.predict.profiling.Subject; a machine is one of --machines, or
+function that returns a hpctrain.predict.Subject; a machine is one of --machines, or
 what `hpctrain bench fit` wrote. Everything that is predicted is simulated and says so.
 
 exit codes: 0 well; 1 a rehearsal found an error, or something failed; 2 the command line or a file
@@ -138,8 +135,9 @@ def _measure(args: argparse.Namespace) -> int:
     if not args.subject and not args.config:
         raise ConfigError("--measure-profile needs CONFIG.toml or --subject FILE.py:NAME")
     if args.subject:
+        from hpctrain.predict import load_subject, measure_profile
+
         subject = load_subject(args.subject)
-        from hpctrain.predict.profiling import measure_profile
 
         profile = measure_profile(subject, repeats=args.repeats)
     else:

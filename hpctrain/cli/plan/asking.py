@@ -7,7 +7,7 @@ import argparse
 from hpctrain import log
 from hpctrain.cli.plan.predicting import parse_ranks
 from hpctrain.errors import ConfigError
-from hpctrain.predict.profile import Profile, read_profile
+from hpctrain.predict import Profile, read_profile
 
 __all__ = ["check_given", "profile_from", "take_config"]
 
@@ -16,7 +16,7 @@ def take_config(args: argparse.Namespace) -> None:
     """Fill what no option says from the configuration, or with defaults."""
     args.steps, args.even_last, args.overlap = None, True, None
     if args.config is not None:
-        from hpctrain.predict.configured import read_asked
+        from hpctrain.predict import read_asked
 
         asked = read_asked(args.config)
         for name in ("global_batch", "accumulate", "engine", "warmup_steps"):
@@ -46,7 +46,7 @@ def profile_from(args: argparse.Namespace) -> Profile:
     check_given(args)
     if args.profile:
         return read_profile(args.profile)
-    from hpctrain.predict.configured import measure_configured
+    from hpctrain.predict import measure_configured
 
     # At the most ranks: small batches use a processor less well than their share says.
     most = max(parse_ranks(args.ranks)) if args.ranks else 1

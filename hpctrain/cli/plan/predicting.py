@@ -8,13 +8,18 @@ from dataclasses import replace
 
 from hpctrain import log
 from hpctrain.errors import ConfigError
-from hpctrain.predict.advice import advise
-from hpctrain.predict.collectives import Layout
-from hpctrain.predict.exchange import Exchange, default_exchange
-from hpctrain.predict.machine import Machine
-from hpctrain.predict.machine_files import find_machine, machine_names
-from hpctrain.predict.prediction import Prediction, predict
-from hpctrain.predict.profile import Profile
+from hpctrain.predict import (
+    Exchange,
+    Layout,
+    Machine,
+    Prediction,
+    Profile,
+    advise,
+    default_exchange,
+    find_machine,
+    machine_names,
+    predict,
+)
 
 __all__ = ["check_ranks", "machine_from", "parse_ranks", "predict_from", "print_list", "print_plan"]
 

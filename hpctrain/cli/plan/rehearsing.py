@@ -14,13 +14,18 @@ from hpctrain.cli.job.options import site_folders
 from hpctrain.cli.plan.asking import profile_from
 from hpctrain.cli.plan.predicting import machine_from, parse_ranks, predict_from
 from hpctrain.errors import ConfigError
-from hpctrain.predict.collectives import Layout
-from hpctrain.predict.findings import Finding, Rehearsed, Room, rehearse
-from hpctrain.predict.machine import Machine
-from hpctrain.predict.profile import Profile
-from hpctrain.predict.rehearsal import State, Training
-from hpctrain.report.asking import hours_text
-from hpctrain.report.axes import bytes_text
+from hpctrain.log import format_bytes, format_hours
+from hpctrain.predict import (
+    Finding,
+    Layout,
+    Machine,
+    Profile,
+    Rehearsed,
+    Room,
+    State,
+    Training,
+    rehearse,
+)
 from hpctrain.submit.render import render
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import load_site
@@ -42,7 +47,7 @@ def print_rehearsal(args: argparse.Namespace) -> int:
     if args.state_copies is None:
         args.state_copies = 2.0
         if args.config:
-            from hpctrain.predict.configured import state_copies_of
+            from hpctrain.predict import state_copies_of
 
             args.state_copies = state_copies_of(args.config)
     found = [_rehearse(args, profile, machine, count) for count in parse_ranks(args.ranks)]
@@ -158,13 +163,13 @@ def _describe(each: Rehearsed) -> str:
             f"{full.fewest} to {full.most}, in the last {last.fewest} to {last.most}",
         ),
         ("scattered share", "{} to {} samples".format(*each.loading.scattered)),
-        ("memory a rank", bytes_text(each.holding.per_rank)),
-        ("memory a node", bytes_text(each.holding.per_node)),
-        ("checkpoint", f"{bytes_text(each.files.num_bytes)} in {_count(parts, 'part')}"),
+        ("memory a rank", format_bytes(each.holding.per_rank)),
+        ("memory a node", format_bytes(each.holding.per_node)),
+        ("checkpoint", f"{format_bytes(each.files.num_bytes)} in {_count(parts, 'part')}"),
     ]
     if each.simulated_s is not None:
         ends = (each.simulated_s.low, each.simulated_s.high)
-        low, high = (hours_text(seconds / 3600) for seconds in ends)
+        low, high = (format_hours(seconds / 3600) for seconds in ends)
         rows.append(("steps take", f"{low} to {high} (SIMULATED)"))
     title = f"rehearsed: {_count(each.num_ranks, 'rank')} on {_count(each.num_nodes, 'node')}"
     lines = [log.table(["what", ""], rows, title=title)]

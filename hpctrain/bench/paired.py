@@ -1,7 +1,8 @@
-"""Medians of paired ratios with an interval. Pure."""
+"""Paired measuring: shuffled blocks, which of them count, medians of ratios. Pure."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
@@ -9,7 +10,15 @@ from statistics import median
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["Ratio", "interval_ranks", "paired_ratio"]
+__all__ = [
+    "Kept",
+    "Ratio",
+    "choose_blocks",
+    "interval_ranks",
+    "more_are_needed",
+    "paired_ratio",
+    "shuffled_order",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,3 +85,43 @@ def paired_ratio(
         coverage=coverage,
         num_blocks=len(ordered),
     )
+
+
+def shuffled_order(variants: Sequence[str], *, seed: int, case: str, block: int) -> list[str]:
+    """The order of the variants in a block: random, and the same whenever it is asked for.
+
+    No variant is always first or always after a certain other one, so what a neighbour leaves
+    behind (caches, clock rates) does not fall on the same variant each time.
+    """
+    order = list(variants)
+    random.Random(f"{seed}/{case}/{block}").shuffle(order)
+    return order
+
+
+def more_are_needed(loads: Sequence[float], *, wanted: int, retries: int, limit: float) -> bool:
+    """Whether to measure another block after those that had these foreign loads."""
+    quiet = sum(load <= limit for load in loads)
+    return quiet < wanted and len(loads) < wanted + retries
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Blocks that count."""
+
+    indices: tuple[int, ...]
+    num_noisy: int
+    """How many of them were measured under too much foreign load, for want of quiet ones."""
+
+
+def choose_blocks(loads: Sequence[float], *, wanted: int, limit: float) -> Kept:
+    """Choose the quiet blocks, and where they are too few, the least disturbed of the others.
+
+    The choice looks at the load alone, never at the times: leaving out slow blocks because they
+    are slow would be cheating.
+    """
+    if wanted < 1 or len(loads) < wanted:
+        raise ConfigError(f"{len(loads)} blocks were measured and {wanted} are wanted")
+    quiet = [index for index in range(len(loads)) if loads[index] <= limit][:wanted]
+    noisy = sorted(set(range(len(loads))) - set(quiet), key=lambda index: loads[index])
+    filled = noisy[: wanted - len(quiet)]
+    return Kept(indices=tuple(sorted([*quiet, *filled])), num_noisy=len(filled))
