@@ -11,12 +11,13 @@ ONLY ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks lint clean
+.PHONY: help setup demo test test-ci test-all test-ranks lint clean
 
 help:
 	@echo "make setup       a venv with torch, MPI, hpctrain and Horovod (quick when up to date)"
 	@echo "make demo        setup, then a two-rank training on handwritten digits"
-	@echo "make test        setup, then all tests"
+	@echo "make test        setup, then the tests that show in minutes that it works"
+	@echo "make test-ci     setup, then every test that CI runs: any number of ranks, launchers, Slurm, several nodes"
 	@echo "make test-all    setup, then what takes too long for every day: each engine with each model and optimizer"
 	@echo "make test-ranks  setup, then the tests that run under mpirun"
 	@echo "make lint        setup, then ruff, mypy and import-linter"
@@ -36,6 +37,9 @@ demo: setup
 	$(BIN)/hpctrain run -n 2 examples/digits.py
 
 test: setup
+	$(BIN)/python -m mpi_tests --quick
+
+test-ci: setup
 	$(BIN)/python -m mpi_tests
 
 test-all: setup

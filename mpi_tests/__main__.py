@@ -1,9 +1,12 @@
 """One runner for all tests: `python -m mpi_tests [unit|ranks|launch ...] [-n 1,2,3,4] [-- pytest]`.
 
+`--quick` runs what shows in minutes that everything works: all of `unit`, `ranks` at n = 2, and the
+files of `launch` that start, train and end as users do. Without it, everything runs.
+
 Each part runs in a process of its own with an outer time limit; the last line counts all of them.
-Where there are cores for it, parts run side by side: `unit` beside one rank, and of `launch`, which
-waits more than it computes, what makes nodes of its own beside the rest. Tests marked `alone` come
-after both.
+Where there are cores for it, parts run side by side: `unit` beside one rank or a few launches, and
+of `launch`, which waits more than it computes, what makes nodes of its own beside the rest. Tests
+marked `alone` come after both.
 """
 
 from __future__ import annotations
@@ -22,19 +25,23 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 _LONG = ("bench", "bench_slurm", "chaos", "jobs_restart_slurm", "plan", "stopped_ranks")
 PARTS = ("unit", "ranks", "launch")
+_QUICK = ("run", "plain_scripts", "deaths", "train")
 LIMIT_S = {"unit": 600, "ranks": 900, "launch": 2100, "nodes": 900, "benchmarks": 900, "long": 2400}
+LIMIT_S |= {"launch-quick": 600}
 MORE_PARTS = {
     "nodes": ["launch/test_several_nodes.py", "launch/test_between_nodes.py"],
     "benchmarks": ["launch/test_benchmarks.py", "launch/test_benchmarks_node.py"],
     "long": [f"launch/test_{name}.py" for name in _LONG],
+    "launch-quick": [f"launch/test_{name}.py" for name in _QUICK],
 }
+QUICK_PARTS = ("unit", "launch-quick", "ranks")
 LAUNCH = {
     "launch cluster": "cluster and not alone",
     "launch others": "not cluster and not alone",
     "launch alone": "alone",
 }
 """The pieces of `launch`, by their marks."""
-SIDE_BY_SIDE = [{"unit", "ranks n=1"}, {"launch cluster", "launch others"}]
+SIDE_BY_SIDE = [{"unit", "ranks n=1", "launch-quick"}, {"launch cluster", "launch others"}]
 
 
 def commands(parts: list[str], sizes: list[int], extra: list[str]) -> list[tuple[str, list[str]]]:
@@ -154,13 +161,15 @@ def main() -> int:
     parser.add_argument(
         "parts", nargs="*", choices=[*PARTS, *MORE_PARTS, []], help="default: unit ranks launch"
     )
-    parser.add_argument("-n", "--sizes", default="1,2,3,4", help="ranks to run `ranks` with")
+    parser.add_argument("--quick", action="store_true", help="what shows that it works; n = 2")
+    parser.add_argument("-n", "--sizes", help="ranks to run `ranks` with (default: 1,2,3,4)")
     parser.add_argument("--keep-result", action="store_true", help="write a dated summary")
     args = parser.parse_args(own)
-    sizes = [int(size) for size in args.sizes.split(",")]
+    sizes = [int(n) for n in (args.sizes or ("2" if args.quick else "1,2,3,4")).split(",")]
+    parts = args.parts or list(QUICK_PARTS if args.quick else PARTS)
     total: dict[str, int] = {}
     broken = []
-    for group in groups_of(commands(args.parts or list(PARTS), sizes, extra)):
+    for group in groups_of(commands(parts, sizes, extra)):
         for part in run_side_by_side(group):
             for key, number in counts(part.text).items():
                 total[key] = total.get(key, 0) + number
