@@ -169,12 +169,13 @@ class Governor:
         """Whether it is time for a save: waiting another step would be further from the moment."""
         return now_s - self._saved_at + self.step_s / 2 >= self.interval_s
 
-    def must_stop(self, time_left_s: float | None) -> bool:
+    def must_stop(self, time_left_s: float | None, *, save_due: bool = False) -> bool:
         """Whether this is the last boundary that is safe: another step might not leave the reserve.
 
-        None, for no limit, never stops. Nor does a training stop before its first step: a job that
-        is requeued without progress would be so for ever. The first time that is told here counts
-        as the job's: of a short one less is kept for its end.
+        A save that is due takes its time before the next boundary; stopping saves as well. None,
+        for no limit, never stops. Nor does a training stop before its first step: a job that is
+        requeued without progress would be so for ever. The first time that is told here counts as
+        the job's: of a short one less is kept for its end.
         """
         if time_left_s is None:
             return False
@@ -182,7 +183,8 @@ class Governor:
             self._span_s = time_left_s
         if not self._steps:
             return False
-        return time_left_s - _STEPS_AHEAD * self.slow_step_s < self.reserve_s
+        ahead_s = _STEPS_AHEAD * self.slow_step_s + (self.save_s if save_due else 0.0)
+        return time_left_s - ahead_s < self.reserve_s
 
     def describe(self, time_left_s: float | None = None) -> str:
         """What was measured, and what is done about it, in plain words."""

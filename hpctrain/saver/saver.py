@@ -341,10 +341,13 @@ class Saver:
         signal = None if self._preemption is None else self._preemption.requested
         first = self.world.rank == 0
         left_s = time_left_s() if first else None
+        is_due = first and self._is_due(now)
+        save_due = is_due or self._timing.is_due_by_count(self._step)
+        is_late = first and self._governor.must_stop(left_s, save_due=save_due)
         return Word(
             signal=signal,
-            save=first and self._is_due(now),
-            stop=self._stop_reason is not None or (first and self._governor.must_stop(left_s)),
+            save=is_due,
+            stop=self._stop_reason is not None or is_late,
             failure=self._store.failed is not None,
             left_s=left_s,
         )
