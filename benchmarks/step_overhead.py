@@ -11,7 +11,7 @@ import sys
 from hpctrain import log
 from hpctrain.bench import command
 from hpctrain.bench.session import Case, Plan, Variant, run_plan
-from hpctrain.engines.horovod_state import probe_horovod
+from hpctrain.engines import probe_horovod
 
 __all__ = ["COMPARISONS", "VARIANTS", "add_arguments", "main"]
 

@@ -10,6 +10,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
+from hpctrain.engines import AUTO, capabilities_of, choose
 from hpctrain.errors import ConfigError
 from hpctrain.predict.collectives import allreduce_s, doublings, shares_of
 from hpctrain.predict.machine import NO_LATENCY_S, NO_LIMIT, Costs, Link, Machine
@@ -21,10 +22,8 @@ from hpctrain.predict.samples import (
 )
 from hpctrain.predict.stragglers import slowest_of
 
-__all__ = ["TOPOLOGY_OF", "fit_contention", "fit_costs", "fit_machine", "fit_training"]
+__all__ = ["fit_contention", "fit_costs", "fit_machine", "fit_training"]
 
-TOPOLOGY_OF = {"mpi": "hierarchical", "torch": "ring", "horovod": "halving"}
-"""How each engine of hpctrain adds up on CPUs: shared memory; Gloo's ring; MPI's own allreduce."""
 _NAMES = ("intra.latency_s", "intra", "inter.latency_s", "inter", "reduce", "crowd")
 _MOST_ERROR = 1.0
 _ONCE_ERROR = 0.5
@@ -51,7 +50,9 @@ def fit_machine(
     compute = [measurement.compute for measurement in measurements]
     samples = _medians([sample for each in measurements for sample in each.collectives])
     engines = {
-        engine: fit_costs([s for s in samples if s.engine == engine], TOPOLOGY_OF[engine])
+        engine: fit_costs(
+            [s for s in samples if s.engine == engine], capabilities_of(engine).topology
+        )
         for engine in sorted({sample.engine for sample in samples})
     }
     if not engines:
@@ -63,7 +64,8 @@ def fit_machine(
         for engine, costs in engines.items()
     }
     points, error = fit_contention(compute)
-    first = engines.get("mpi") or next(iter(engines.values()))
+    usual = choose(AUTO, device_kind="cpu", size=2).name
+    first = engines.get(usual) or next(iter(engines.values()))
     most = max(each.ranks_on_node for each in compute)
     return Machine(
         name=name,

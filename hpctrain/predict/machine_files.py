@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
 from hpctrain.predict.checks import check_keys, count_of, number_of, text_of
-from hpctrain.predict.exchange import ENGINES
 from hpctrain.predict.machine import Costs, Link, Machine
 
 __all__ = [
@@ -95,7 +95,7 @@ def parse_machine(text: str, name: str, *, where: str = "") -> Machine:
         raise ConfigError(f"{where} has schema {schema!r}; this version reads {SCHEMA!r}")
     costs = _costs({key: table.pop(key) for key in _COSTS & set(table)}, where)
     parts = table.pop("engines", {})
-    check_keys(parts, f"{where}, [engines]", needed=(), known=ENGINES)
+    check_keys(parts, f"{where}, [engines]", needed=(), known=communicating_names())
     engines = {
         engine: _costs(part, where, base=costs, section=f"engines.{engine}")
         for engine, part in parts.items()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hpctrain import log
 from hpctrain.bench.command import numbers
+from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
-from hpctrain.predict.exchange import ENGINES
 from hpctrain.predict.machine import LOAD_LIMIT
 from hpctrain.predict.machine_files import render_machine, write_machine
 
@@ -45,8 +45,9 @@ def main(args: argparse.Namespace) -> int:
     """Measure, fit and write."""
     ranks = numbers("--ranks", args.ranks)
     engines = args.engines.split(",")
-    if unknown := sorted(set(engines) - set(ENGINES)):
-        raise ConfigError(f"--engines {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
+    known = communicating_names()
+    if unknown := sorted(set(engines) - set(known)):
+        raise ConfigError(f"--engines {', '.join(unknown)}; choose from {', '.join(known)}")
     if args.output.suffix != ".toml" or not args.output.absolute().parent.is_dir():
         raise ConfigError(f"{args.output} must end in .toml, in a folder that is there")
     if args.repeats < 1:

@@ -8,13 +8,13 @@ import sys
 from dataclasses import replace
 
 from hpctrain import log
-from hpctrain.bench.command import choose, numbers
+from hpctrain.bench.command import numbers
 from hpctrain.bench.folder import Folder, Sweep
 from hpctrain.bench.jobs import submit_sweep
 from hpctrain.bench.points import plan_points
 from hpctrain.cli.bench.options import add_settings, settings_of
 from hpctrain.cli.bench.program import subject_of
-from hpctrain.cli.bench.scale import ENGINES, add_scaling
+from hpctrain.cli.bench.scale import add_scaling, engines_of
 from hpctrain.cli.job.options import add_job_options, job_from
 from hpctrain.errors import ConfigError
 from hpctrain.submit.ledger import Ledger
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     points = plan_points(
         mode=args.mode,
         ranks=[count * per_node for count in nodes],
-        engines=choose("engine", args.engines, ENGINES),
+        engines=engines_of(args),
         num_cores=per_node * threads,
         num_threads=threads,
         vary=args.vary,
