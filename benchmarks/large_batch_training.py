@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
-from hpctrain.engines.base import Engine
+from hpctrain.engines import Engine
 from hpctrain.world import World
 
 __all__ = ["EPOCHS", "SETTINGS", "Digits", "Setting", "load_digits", "num_steps", "train"]

@@ -10,7 +10,7 @@ import sys
 
 from hpctrain import log
 from hpctrain.bench import Case, Plan, Variant, command, run_plan
-from hpctrain.engines.horovod_state import probe_horovod
+from hpctrain.engines import probe_horovod
 
 __all__ = ["COMPARISONS", "VARIANTS", "add_arguments", "main"]
 

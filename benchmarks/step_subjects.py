@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hpctrain as hpc
 from benchmarks.workloads import find
 from hpctrain.bench import Subject
-from hpctrain.engines.base import Engine
+from hpctrain.engines import Engine
 from hpctrain.replica import HorovodTraining, Replica
 from hpctrain.world import World
 

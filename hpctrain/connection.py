@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 from hpctrain import faults, timeline
 from hpctrain import world as worlds
-from hpctrain.engines import HorovodOptions, create
-from hpctrain.engines.base import Engine
+from hpctrain.engines import Engine, HorovodOptions, create
 from hpctrain.world import World, takes_timeout
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 import hpctrain as hpc
 from hpctrain.bench.command import parse_size
 from hpctrain.bench.worker import Subject
-from hpctrain.engines.base import Engine, Op
+from hpctrain.engines import Engine, Op
 from hpctrain.errors import CollectiveError
 from hpctrain.world import World
 

@@ -13,7 +13,7 @@ from typing import Any
 from hpctrain import log
 from hpctrain.bench import command
 from hpctrain.bench.session import Case, Plan, Variant, run_plan
-from hpctrain.engines.horovod_state import probe_horovod
+from hpctrain.engines import probe_horovod
 
 __all__ = ["SIZES", "VARIANTS", "add_arguments", "bandwidths", "main", "repeats_for"]
 

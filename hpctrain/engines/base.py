@@ -9,19 +9,164 @@ with primitives on flat, contiguous tensors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from hpctrain.engines import rows, wire
-from hpctrain.engines.meeting import Finish, Meeting, Pending, Watch, Work
-from hpctrain.engines.op import Op, as_op
-from hpctrain.errors import ConfigError
+from hpctrain.engines import encoding, rows
+from hpctrain.engines.encoding import Op, as_op
+from hpctrain.engines.registry import Capabilities
+from hpctrain.errors import CollectiveError, ConfigError
 
-__all__ = ["Engine", "Op", "Watch", "Work"]
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+    from hpctrain.engines.horovod_options import HorovodOptions
+    from hpctrain.engines.node import NodeGroup
+    from hpctrain.world import World
+
+__all__ = ["Engine", "Finish", "Op", "Pending", "Watch", "Watchdog", "Work"]
+
+T = TypeVar("T")
+Finish = Callable[[], None]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Block until the tensor holds the result."""
+
+
+class Watch(Protocol):
+    """Who is told about every collective, so that a rank that stays out of one can be named."""
+
+    def enter(self, call: str) -> None:
+        """A collective begins; `call` names it and is the same on all ranks."""
+
+    def leave(self) -> None:
+        """The collective has ended."""
+
+
+class Watchdog(Watch, Protocol):
+    """A watch over all ranks, which can give each part of them a watch of its own."""
+
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Watch:
+        """A watch for the collectives of some ranks only."""
+
+    @property
+    def all_waited_s(self) -> float:
+        """Seconds that this thread has spent in collectives, in all."""
+
+
+class Meeting:
+    """What engines share besides the collectives: ranks, device, checks, watch.
+
+    Args:
+        comm: The ranks; duplicated here. None for a rank alone.
+        device: Where this rank's tensors are, besides the CPU.
+        watch: Who is told when this rank waits in a collective.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    """What this engine can do beyond what every engine does."""
+    reason: str = "asked for"
+    """Why this engine was chosen."""
+
+    def __init__(self, comm: Comm | None, device: torch.device, *, watch: Watchdog | None) -> None:
+        self._control = rows.Control(comm)
+        self._watchdog = watch
+        self._watch: Watch | None = watch
+        self._closed = False
+        self._cure = ""
+        self.rank = self._control.rank
+        self.size = self._control.size
+        self.device = device
+        self.members: tuple[int, ...] = tuple(range(self.size))
+        """The ranks of the world that this engine is over, in the order of its own."""
+        self.on_post: Callable[[str], None] | None = None
+        """Who is told of collectives that are started now and waited for later."""
+
+    @property
+    def watchdog(self) -> Watchdog | None:
+        """Who watches over its collectives, for others who make calls of their own."""
+        return self._watchdog
+
+    def watch_among(self, watchdog: Watchdog | None, members: Sequence[int]) -> None:
+        """Collective over a part of the ranks: count its calls apart from everybody's."""
+        self.members = tuple(members)
+        self._watchdog = watchdog
+        self._watch = None if watchdog is None else watchdog.among(members)
+
+    def _check(
+        self,
+        call: str,
+        tensor: Tensor,
+        op: Op | None = None,
+        ops: frozenset[Op] = frozenset(),
+        *,
+        written: bool = True,
+    ) -> None:
+        self.check_open(call)
+        written = written and call != "reduce_scatter"
+        encoding.check_tensor(tensor, call=call, device=self.device, written=written)
+        if op is not None:
+            encoding.check_op(tensor, op, call=call, ops=ops, engine=self.name)
+
+    def check_open(self, call: str) -> None:
+        """Refuse a call of an engine that was closed.
+
+        Raises:
+            ConfigError: with what to do.
+        """
+        if self._closed:
+            raise ConfigError(f"{call}: this {self.name} engine is closed; {self._cure}")
+
+    def meet(
+        self,
+        exchange: Callable[[], T],
+        call: str,
+        what: str,
+        tensor: Tensor | None,
+        *,
+        rows_vary: bool = False,
+    ) -> T:
+        """Run what waits for other ranks, and let the watch know."""
+        if self._watch is None:
+            return self._run(exchange, call)
+        if tensor is None:
+            self._watch.enter(call)
+        else:
+            self._watch.enter(encoding.describe(call, what, tensor, rows_vary=rows_vary))
+        try:
+            return self._run(exchange, call)
+        finally:
+            self._watch.leave()
+
+    def _run(self, exchange: Callable[[], T], call: str) -> T:
+        try:
+            return exchange()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # MPI's, Horovod's and torch.distributed's errors all are
+            raise CollectiveError(f"{call} failed in the {self.name} engine: {error}") from error
+
+
+class Pending:
+    """A collective that `wait` finishes once."""
+
+    def __init__(self, finish: Finish | None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block until the tensor holds the result."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 class Engine(Meeting, ABC):
@@ -36,6 +181,33 @@ class Engine(Meeting, ABC):
     chunk: ClassVar[int] = 2**30
     """The most elements in one message: counts in Horovod, in MPI 3 and in NCCL have 32 bits."""
 
+    @classmethod
+    def make(
+        cls,
+        world: World,
+        *,
+        watch: Watchdog | None,
+        options: HorovodOptions | None,
+        timeout_s: float,
+    ) -> Self:
+        """Collective: an engine over all ranks of a world.
+
+        Args:
+            world: The ranks.
+            watch: Who is told about every collective.
+            options: Of the `horovod` engine; None for every other.
+            timeout_s: How long to wait for ranks that do not come.
+        """
+        return cls(world.comm, world.device, watch=watch)
+
+    def node_group(self) -> NodeGroup:
+        """Collective at the first call: this node's ranks and their counterparts elsewhere.
+
+        Raises:
+            ConfigError: this engine is without `capabilities.shares_memory`.
+        """
+        raise ConfigError(f"the {self.name} engine shares no memory; use engine='mpi'")
+
     @property
     def ops(self) -> frozenset[Op]:
         """What allreduce can do on this engine, here."""
@@ -43,7 +215,7 @@ class Engine(Meeting, ABC):
 
     def allocate(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Collective: a flat buffer of zeros that this engine combines with the fewest copies."""
-        wire.check_buffer(num_elements, dtype)
+        encoding.check_buffer(num_elements, dtype)
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
 
     def allreduce_(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:
@@ -55,34 +227,34 @@ class Engine(Meeting, ABC):
             what: What this is, for messages about ranks that stay out: a bucket, a parameter.
         """
         op = as_op(op)
-        parcel, on_wire = self._pack(tensor, op)
-        if parcel is None:
+        packed, on_wire = self._pack(tensor, op)
+        if packed is None:
             return tensor
 
         def exchange() -> None:
-            for piece in wire.pieces(parcel, self.chunk):
+            for piece in encoding.pieces(packed, self.chunk):
                 self._allreduce(piece, on_wire, what)
 
         self.meet(exchange, "allreduce", what, tensor)
-        wire.store(wire.decode(parcel, tensor.dtype, op, self.size), tensor)
+        encoding.store(encoding.decode(packed, tensor.dtype, op, self.size), tensor)
         return tensor
 
     def allreduce_async_(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Work:
         """Collective: start what `allreduce_` does; leave the tensor alone until `wait()`."""
         op = as_op(op)
-        parcel, on_wire = self._pack(tensor, op)
-        if parcel is None:
+        packed, on_wire = self._pack(tensor, op)
+        if packed is None:
             return Pending(None)
-        pieces = torch.split(parcel, self.chunk)
+        pieces = torch.split(packed, self.chunk)
         ends = self._run(
             lambda: [self._start_allreduce(piece, on_wire, what) for piece in pieces], "allreduce"
         )
         if self.on_post is not None:
-            self.on_post(wire.describe("allreduce", what, tensor))
+            self.on_post(encoding.describe("allreduce", what, tensor))
 
         def finish() -> None:
             self.meet(lambda: _end_all(ends), "allreduce", what, tensor)
-            wire.store(wire.decode(parcel, tensor.dtype, op, self.size), tensor)
+            encoding.store(encoding.decode(packed, tensor.dtype, op, self.size), tensor)
 
         return Pending(finish)
 
@@ -94,17 +266,19 @@ class Engine(Meeting, ABC):
             raise ConfigError(
                 "reduce_scatter: the tensor has no dimension to divide; use allreduce_"
             )
-        share = wire.shares(tensor.shape[0], self.size)[self.rank]
+        share = encoding.shares(tensor.shape[0], self.size)[self.rank]
         shape = (share, *tensor.shape[1:])
         if tensor.numel() == 0:
             return tensor.new_empty(shape)
         sends = partial(self._sends, device=tensor.device)
-        parcel, on_wire = wire.encode(wire.flatten(tensor), op, sends, self.size, owned=False)
-        lines = parcel.view(tensor.shape[0], -1)
-        fits = parcel.numel() <= self.chunk
+        packed, on_wire = encoding.encode(
+            encoding.flatten(tensor), op, sends, self.size, owned=False
+        )
+        lines = packed.view(tensor.shape[0], -1)
+        fits = packed.numel() <= self.chunk
         exchange = self._reduce_scatter if fits else self._reduce_and_cut
         part = self.meet(lambda: exchange(lines, on_wire, what), "reduce_scatter", what, tensor)
-        return wire.decode(part.reshape(-1), tensor.dtype, op, self.size).view(shape)
+        return encoding.decode(part.reshape(-1), tensor.dtype, op, self.size).view(shape)
 
     def broadcast_(self, tensor: Tensor, root: int = 0, *, what: str = "") -> Tensor:
         """Collective: overwrite `tensor` with the root's; shape, dtype and root must match."""
@@ -113,14 +287,14 @@ class Engine(Meeting, ABC):
             raise ConfigError(f"broadcast: root={root} is no rank; choose 0 <= root < {self.size}")
         if tensor.numel() == 0:
             return tensor
-        flat = wire.flatten(tensor)
+        flat = encoding.flatten(tensor)
 
         def exchange() -> None:
-            for piece in torch.split(wire.to_bytes(flat), self.chunk):
+            for piece in torch.split(encoding.to_bytes(flat), self.chunk):
                 self._broadcast(piece, root, what)
 
         self.meet(exchange, "broadcast", what, tensor)
-        wire.store(flat, tensor)
+        encoding.store(flat, tensor)
         return tensor
 
     def allgather(self, tensor: Tensor, *, what: str = "") -> Tensor:
@@ -256,7 +430,7 @@ class Engine(Meeting, ABC):
                 f"parts, so give it at most {self.chunk}"
             )
         sends = partial(self._sends, device=tensor.device)
-        return wire.encode(wire.flatten(tensor), op, sends, self.size, owned=True)
+        return encoding.encode(encoding.flatten(tensor), op, sends, self.size, owned=True)
 
 
 def _end_all(ends: list[Finish]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.engines import wire
+from hpctrain.engines import encoding
 from hpctrain.engines.base import Engine
-from hpctrain.engines.op import Op, as_op
+from hpctrain.engines.encoding import Op, as_op
 from hpctrain.errors import ConfigError
 
 __all__ = ["allgather", "allreduce", "alltoall", "reduce_scatter"]
@@ -129,7 +129,7 @@ class _Alltoall(torch.autograd.Function):
 
 def _sum_rows(engine: Engine, grad: Tensor, num_rows: list[int], what: str) -> Tensor:
     """Collective: sum over ranks, of which this rank keeps the rows it had given."""
-    if num_rows == wire.shares(grad.shape[0], engine.size):
+    if num_rows == encoding.shares(grad.shape[0], engine.size):
         return reduce_scatter(engine, grad, what=what)
     came, _ = alltoall(engine, grad, num_rows, what=what)
     return came.view(engine.size, num_rows[engine.rank], *grad.shape[1:]).sum(0)

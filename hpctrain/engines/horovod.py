@@ -6,25 +6,31 @@ Horovod's cache spares the negotiation. Sub-worlds are process sets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.engines.base import Engine, Op
-from hpctrain.engines.control import parts_of
-from hpctrain.engines.horovod_options import HorovodOptions
-from hpctrain.engines.horovod_start import Running, start
-from hpctrain.engines.meeting import Finish, Watchdog
+from hpctrain.engines.base import Engine, Finish, Op, Watchdog
+from hpctrain.engines.horovod_options import HorovodOptions, to_environment
+from hpctrain.engines.registry import BUILT_IN
+from hpctrain.engines.rows import parts_of
 from hpctrain.errors import ConfigError
+from hpctrain.world import agree
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["HorovodEngine", "create"]
+    from hpctrain.world import World
+
+__all__ = ["HorovodEngine", "Running", "start"]
 
 _SENDS = {torch.int32, torch.int64, torch.float32, torch.float64}
 _OPS = {Op.SUM: "Sum", Op.MIN: "Min", Op.MAX: "Max", Op.ADASUM: "Adasum"}
@@ -32,21 +38,92 @@ _SLOTS = 2
 _NAMELESS_SLOTS = 8
 
 
-def create(
-    comm: Comm,
-    device: torch.device,
-    *,
-    watch: Watchdog | None,
-    options: HorovodOptions | None,
-    timeout_s: float,
-) -> HorovodEngine:
-    """Collective: start Horovod if it does not run yet, and make an engine over all of its ranks.
+@dataclass
+class Running:
+    """The Horovod of this process."""
+
+    hvd: Any
+    """The module `horovod.torch`."""
+    comm: Comm
+    options: HorovodOptions
+    dynamic: bool
+    """Whether process sets can be added: not when someone else started it without."""
+    sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    """Process sets by their ranks; Horovod refuses a second one over the same ranks."""
+    num_engines: int = 0
+
+
+_running: Running | None = None
+
+
+def start(comm: Comm, options: HorovodOptions, *, timeout_s: float) -> Running:
+    """Collective: start Horovod over these ranks, or take the one that runs if it fits.
 
     Raises:
-        ConfigError: on all ranks; Horovod runs over other ranks or with other options.
+        ConfigError: on all ranks; it runs over other ranks, or with other options.
     """
-    running = start(comm, options or HorovodOptions(), timeout_s=timeout_s)
-    return HorovodEngine(running, comm, device, range(comm.Get_size()), watch=watch)
+    global _running  # a process has one Horovod, so this is where the process keeps it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own imports warn of what setuptools will drop
+        import horovod.torch as hvd
+    agree(comm, _why_not(hvd, comm, options), error=ConfigError, timeout_s=timeout_s)
+    if _running is None:
+        dynamic = not hvd.is_initialized()
+        kept = comm.Dup()  # Horovod keeps the object, so nobody may free it
+        if dynamic:
+            variables = {**to_environment(options), "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+            with _environment(variables):
+                hvd.init(comm=kept)
+        _running = Running(hvd=hvd, comm=kept, options=options, dynamic=dynamic)
+        everyone = tuple(range(comm.Get_size()))
+        _running.sets[everyone] = hvd.global_process_set
+    return _running
+
+
+def _why_not(hvd: Any, comm: Comm, options: HorovodOptions) -> str | None:
+    """Why the Horovod of this process cannot serve these ranks and options, or None."""
+    if _running is not None:
+        if MPI.Comm.Compare(_running.comm, comm) not in (MPI.IDENT, MPI.CONGRUENT):
+            return (
+                f"Horovod already runs over {_running.comm.Get_size()} ranks in this process and "
+                f"cannot start again over {comm.Get_size()} others; make the engine over the whole "
+                "world and use split(), or take the mpi or torch engine for the second world"
+            )
+        if options not in (_running.options, HorovodOptions()):
+            return (
+                f"Horovod already runs with {_changed(_running.options)} and cannot change to "
+                f"{_changed(options)}; give the options to the first engine of the process"
+            )
+        return None
+    if not hvd.is_initialized():
+        return None
+    if (hvd.rank(), hvd.size()) != (comm.Get_rank(), comm.Get_size()):
+        return (
+            f"Horovod was started elsewhere as rank {hvd.rank()} of {hvd.size()}, but here this is "
+            f"rank {comm.Get_rank()} of {comm.Get_size()}; do not call hvd.init() yourself"
+        )
+    if options != HorovodOptions():
+        return "Horovod was started elsewhere, so options come too late; do not call hvd.init()"
+    return None
+
+
+def _changed(options: HorovodOptions) -> str:
+    return str(to_environment(options)) if options != HorovodOptions() else "default options"
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for as long as Horovod reads them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class HorovodEngine(Engine):
@@ -61,6 +138,7 @@ class HorovodEngine(Engine):
     """
 
     name = "horovod"
+    capabilities = BUILT_IN["horovod"].capabilities
 
     def __init__(
         self,
@@ -88,6 +166,23 @@ class HorovodEngine(Engine):
         self._turns: dict[str, int] = {}
         self._in_flight: dict[str, int] = {}
         self._nccl = device.type == "cuda" and bool(self._hvd.nccl_built())
+
+    @classmethod
+    def make(
+        cls,
+        world: World,
+        *,
+        watch: Watchdog | None,
+        options: HorovodOptions | None,
+        timeout_s: float,
+    ) -> Self:
+        """Collective: start Horovod if it does not run yet, and make an engine over all its ranks.
+
+        Raises:
+            ConfigError: on all ranks; Horovod runs over other ranks or with other options.
+        """
+        running = start(world.comm, options or HorovodOptions(), timeout_s=timeout_s)
+        return cls(running, world.comm, world.device, range(world.size), watch=watch)
 
     @property
     def process_set(self) -> Any:

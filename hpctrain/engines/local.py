@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Self
+
 import torch
 from torch import Tensor
 
-from hpctrain.engines.base import Engine, Op
-from hpctrain.engines.meeting import Finish, Watchdog
+from hpctrain.engines.base import Engine, Finish, Op, Watchdog
+from hpctrain.engines.registry import BUILT_IN
+
+if TYPE_CHECKING:
+    from hpctrain.engines.horovod_options import HorovodOptions
+    from hpctrain.world import World
 
 __all__ = ["LocalEngine"]
 
@@ -15,9 +21,22 @@ class LocalEngine(Engine):
     """Collectives of a world of one rank; checks and refuses as the other engines do."""
 
     name = "local"
+    capabilities = BUILT_IN["local"].capabilities
 
     def __init__(self, device: torch.device, *, watch: Watchdog | None = None) -> None:
         super().__init__(None, device, watch=watch)
+
+    @classmethod
+    def make(
+        cls,
+        world: World,
+        *,
+        watch: Watchdog | None,
+        options: HorovodOptions | None,
+        timeout_s: float,
+    ) -> Self:
+        """One rank alone."""
+        return cls(world.device, watch=watch)
 
     @property
     def ops(self) -> frozenset[Op]:

@@ -7,6 +7,10 @@ the order that the MPI library chooses by count and size alone, so equal runs gi
 
 from __future__ import annotations
 
+import ctypes
+import os
+import queue
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,20 +20,17 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.engines import wire
-from hpctrain.engines.base import Engine, Op
-from hpctrain.engines.domains import domain_here
-from hpctrain.engines.gpu_aware import mpi_reads_device_memory
-from hpctrain.engines.meeting import Finish, Watchdog
-from hpctrain.engines.node import NodeGroup
+from hpctrain.engines import encoding
+from hpctrain.engines.base import Engine, Finish, Op, Watchdog
+from hpctrain.engines.node import NodeGroup, domain_here
 from hpctrain.engines.node_buffers import NodeBuffers, is_large
-from hpctrain.engines.worker import Worker
+from hpctrain.engines.registry import BUILT_IN
 from hpctrain.world import SharedBlock
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["MpiEngine"]
+__all__ = ["Job", "MpiEngine", "Worker", "mpi_reads_device_memory"]
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -41,6 +42,8 @@ _DATATYPES = {
     torch.int64: MPI.INT64_T,
 }
 _OPS = {Op.SUM: MPI.SUM, Op.MIN: MPI.MIN, Op.MAX: MPI.MAX}
+_QUERIES = {"cuda": "MPIX_Query_cuda_support", "rocm": "MPIX_Query_rocm_support"}
+_STOP_S = 30.0
 
 
 class MpiEngine(Engine):
@@ -53,6 +56,7 @@ class MpiEngine(Engine):
     """
 
     name = "mpi"
+    capabilities = BUILT_IN["mpi"].capabilities
 
     def __init__(self, comm: Comm, device: torch.device, *, watch: Watchdog | None = None) -> None:
         super().__init__(comm, device, watch=watch)
@@ -86,7 +90,7 @@ class MpiEngine(Engine):
         refused together, or, where they wait in different ways, named by the watchdog.
         """
         self.check_open("allocate")
-        wire.check_buffer(num_elements, dtype)
+        encoding.check_buffer(num_elements, dtype)
         if self.device.type != "cpu":
             return super().allocate(num_elements, dtype)
         return self.meet(
@@ -147,7 +151,7 @@ class MpiEngine(Engine):
     def _reduce_scatter(self, lines: Tensor, op: Op, what: str) -> Tensor:
         staged = self._stage(lines)
         num_rows, width = lines.shape
-        share = wire.shares(num_rows, self.size)
+        share = encoding.shares(num_rows, self.size)
         part = staged.memory.new_empty(share[self.rank], width)
         counts = [count * width for count in share]
         staged.ready()
@@ -238,3 +242,100 @@ def _buffer(tensor: Tensor, counts: list[int] | None = None) -> list[object]:
         return [memory, tensor.numel(), datatype]
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
     return [memory, (counts, starts), datatype]
+
+
+class Job:
+    """A call that the worker runs."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run the call and keep what it raised for whoever waits."""
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Block until the call has ended; raises what it raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Worker:
+    """A thread that is started by the first asynchronous call, and not before.
+
+    Args:
+        name: The thread's.
+        device: What the thread computes on, so that a library that looks at the current device sees
+            the right one.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name = name
+        self._device = device
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Job | None = None
+
+    def submit(self, call: Callable[[], None]) -> Job:
+        """Queue a call and return at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._last = job = Job(call)
+        self._jobs.put(job)
+        return job
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run a call behind those that are pending; on the caller's thread when there are none."""
+        if self._last is None or self._last.done:
+            call()
+        else:
+            self.submit(call).wait()
+
+    def stop(self) -> None:
+        """Let the pending calls end, then the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_STOP_S)
+            self._thread = None
+
+    def _work(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while (job := self._jobs.get()) is not None:
+            job.run()
+
+
+def mpi_reads_device_memory(kind: str) -> bool:
+    """Ask the MPI library that mpi4py has loaded.
+
+    Open MPI answers by a function. Cray MPICH has the function too, and needs
+    MPICH_GPU_SUPPORT_ENABLED=1 besides. An MPI without the function is taken not to.
+
+    Args:
+        kind: `cuda` (ROCm included, as in torch).
+    """
+    if kind != "cuda":
+        return False
+    name = _QUERIES["rocm" if torch.version.hip else "cuda"]
+    try:
+        query = getattr(ctypes.CDLL(MPI.__file__), name)
+    except (OSError, AttributeError):
+        return False
+    query.restype = ctypes.c_int
+    if "CRAY MPICH" in MPI.Get_library_version().upper():
+        return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
+    return bool(query())

@@ -4,12 +4,17 @@ Every rank of a node adds up its own slice of what all of them have written, alw
 the ranks, so equal inputs give equal bits; 16-bit values are added in float32. Between nodes, ranks
 that hold the same slice give each other the parts of it, add those up in the order of the nodes,
 and hand the sums round: 2(N-1)/N of the data leave each of N nodes, and all slices travel at once.
+
+Where a node has several NUMA domains and its ranks are bound to them, one memory for all would make
+every rank read most of what it adds up from another domain. Each domain is then a node of its own
+here: only sums go across.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,15 +22,22 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.engines import wire
-from hpctrain.engines.domains import divides_nodes
-from hpctrain.engines.op import Op
-from hpctrain.world import SharedBlock, allocate, make_barrier, must_sleep
+from hpctrain.engines import encoding
+from hpctrain.engines.encoding import Op
+from hpctrain.world import (
+    CoreMap,
+    SharedBlock,
+    allocate,
+    make_barrier,
+    must_sleep,
+    read_affinity,
+    read_core_map,
+)
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["NodeGroup", "combine", "slice_bounds"]
+__all__ = ["NodeGroup", "combine", "divides_nodes", "domain_here", "domain_of", "slice_bounds"]
 
 _ALIGN = 64
 """Slices begin at multiples of this many elements, so that no two ranks write to one cache line."""
@@ -189,7 +201,7 @@ class NodeGroup:
             self._combine_piece(total[start : min(start + most, bounds[1])], op)
 
     def _combine_piece(self, piece: Tensor, op: Op) -> None:
-        counts = wire.shares(piece.numel(), self.num_nodes)
+        counts = encoding.shares(piece.numel(), self.num_nodes)
         own = counts[self.lane.Get_rank()]
         arrived = piece.new_empty((self.num_nodes, own))
         self.lane.Alltoallv(_bytes(piece, counts), _bytes(arrived.view(-1), [own] * self.num_nodes))
@@ -216,3 +228,30 @@ def _bytes(tensor: Tensor, counts: Sequence[int] | None = None) -> list[object]:
     sizes = np.array(counts, dtype=np.int64) * item
     starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
     return [memory, (sizes, starts), MPI.BYTE]
+
+
+def domain_of(cpus: Iterable[int], core_map: CoreMap) -> int | None:
+    """The NUMA domain that has all of these CPUs; None: they are of several. Pure."""
+    domains = {core_map.domain_of.get(cpu) for cpu in cpus}
+    return domains.pop() if len(domains) == 1 else None
+
+
+def divides_nodes(places: Sequence[tuple[int, int | None]]) -> bool:
+    """Whether each NUMA domain gets memory of its own; the same on every rank. Pure.
+
+    Only where it can pay: every rank is bound to one domain, some node has several, and no rank
+    would be left without another one to share with.
+
+    Args:
+        places: Of every rank: which node it is on, by any number, and its domain.
+    """
+    if any(domain is None for _, domain in places):
+        return False
+    num_ranks = Counter(places)
+    num_nodes = len({node for node, _ in places})
+    return len(num_ranks) > num_nodes and min(num_ranks.values()) > 1
+
+
+def domain_here() -> int | None:
+    """The NUMA domain that this process is bound to; None: to none alone."""
+    return domain_of(read_affinity(), read_core_map())

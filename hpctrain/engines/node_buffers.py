@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hpctrain.engines import wire
+from hpctrain.engines import encoding
+from hpctrain.engines.encoding import Op
 from hpctrain.engines.node import NodeGroup, combine, slice_bounds
-from hpctrain.engines.op import Op
 from hpctrain.errors import CollectiveError
 from hpctrain.world import SharedBlock
 
@@ -68,7 +68,7 @@ class Buffer:
             if len(self.texts) >= _MOST_TEXTS:  # somebody names every step
                 self.texts.clear()
             call = "allreduce of an allocated buffer"
-            found = self.texts[what] = wire.describe(call, what, self.own)
+            found = self.texts[what] = encoding.describe(call, what, self.own)
         return found
 
 

@@ -1,21 +1,86 @@
-"""Collectives whose sizes differ by rank: sizes first, over MPI, then bytes through the engine."""
+"""Collectives whose sizes differ by rank: sizes first, over MPI, then bytes through the engine.
+
+`Control` carries what ranks tell each other besides the data: sizes, colors, errors; always by MPI.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.engines import wire
-from hpctrain.engines.control import Control
+from hpctrain.engines import encoding
 from hpctrain.errors import CollectiveError, ConfigError
 
-__all__ = ["allgather", "alltoall", "check_splits"]
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
 
+__all__ = ["Control", "allgather", "alltoall", "check_splits", "parts_of"]
+
+T = TypeVar("T")
 Gather = Callable[[Tensor, list[int]], Tensor]
 Exchange = Callable[[Tensor, list[int], list[int]], Tensor]
+
+
+class Control:
+    """A communicator of an engine's own for small messages; without one, a rank alone.
+
+    It is apart from the engine's data, so that a size travels while an asynchronous collective is
+    under way.
+    """
+
+    def __init__(self, comm: Comm | None) -> None:
+        self.comm = None if comm is None else comm.Dup()
+        self.rank = 0 if comm is None else comm.Get_rank()
+        self.size = 1 if comm is None else comm.Get_size()
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Collective: every rank's numbers, in rank order; all give equally many."""
+        mine = np.array(values, dtype=np.int64)
+        table = np.empty((self.size, len(values)), dtype=np.int64)
+        if self.comm is None:
+            table[0] = mine
+        else:
+            self.comm.Allgather(mine, table)
+        return [[int(value) for value in row] for row in table]
+
+    def swap(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Collective: give row r to rank r; returns what each rank gave this one."""
+        mine = np.array(rows, dtype=np.int64)
+        table = mine.copy()
+        if self.comm is not None:
+            self.comm.Alltoall(mine, table)
+        return [[int(value) for value in row] for row in table]
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Collective: every rank's value, in rank order, as a pickle; for rare things only."""
+        return [value] if self.comm is None else self.comm.allgather(value)
+
+    def barrier(self) -> None:
+        """Collective: wait for all ranks."""
+        if self.comm is not None:
+            self.comm.Barrier()
+
+    def free(self) -> None:
+        """Collective: give the communicator back."""
+        if self.comm is not None:
+            self.comm.Free()
+            self.comm = None
+
+
+def parts_of(table: list[tuple[int | None, int]]) -> dict[int, list[int]]:
+    """The ranks of each color, in the order of their keys, then of their ranks. Pure."""
+    parts: dict[int, list[int]] = {}
+    order = sorted(range(len(table)), key=lambda rank: (table[rank][1], rank))
+    for rank in order:
+        color = table[rank][0]
+        if color is not None:
+            parts.setdefault(color, []).append(rank)
+    return dict(sorted(parts.items()))
 
 
 def allgather(
@@ -32,15 +97,15 @@ def allgather(
     table = control.gather([tensor.shape[0], _kind(tensor)])
     _check_kinds(control, "allgather", tensor, [kind for _, kind in table])
     num_rows = [count for count, _ in table]
-    flat = wire.to_bytes(wire.flatten(tensor))
+    flat = encoding.to_bytes(encoding.flatten(tensor))
     counts = [count * _row_bytes(tensor) for count in num_rows]
     most = max(1, chunk // control.size)
     if max(counts) <= most:
         joined = gather(flat, counts) if any(counts) else flat.new_empty(0)
     else:
         joined = flat.new_empty(sum(counts))
-        for start, stop in wire.rounds(max(counts), most):
-            clipped = wire.clip(counts, start, stop)
+        for start, stop in encoding.rounds(max(counts), most):
+            clipped = encoding.clip(counts, start, stop)
             _spread(gather(flat[start:stop], clipped), clipped, joined, counts, start, stop)
     return _shaped(joined, tensor, sum(num_rows)), num_rows
 
@@ -64,16 +129,16 @@ def alltoall(
     rows_from = [row[0] for row in table]
     received = [count * _row_bytes(tensor) for count in rows_from]
     largest = max(row[2] for row in table)
-    flat = wire.to_bytes(wire.flatten(tensor))
+    flat = encoding.to_bytes(encoding.flatten(tensor))
     most = max(1, chunk // control.size)
     if largest <= most:
         came = exchange(flat, sent, received) if largest else flat.new_empty(0)
     else:
         came = flat.new_empty(sum(received))
-        for start, stop in wire.rounds(largest, most):
-            piece = torch.cat(wire.segments(flat, sent, start, stop))
-            clipped = wire.clip(received, start, stop)
-            got = exchange(piece, wire.clip(sent, start, stop), clipped)
+        for start, stop in encoding.rounds(largest, most):
+            piece = torch.cat(encoding.segments(flat, sent, start, stop))
+            clipped = encoding.clip(received, start, stop)
+            got = exchange(piece, encoding.clip(sent, start, stop), clipped)
             _spread(got, clipped, came, received, start, stop)
     return _shaped(came, tensor, sum(rows_from)), rows_from
 
@@ -128,7 +193,7 @@ def _spread(
 ) -> None:
     """Put what came in one round where it belongs in the whole."""
     parts = torch.split(got, clipped)
-    for target, part in zip(wire.segments(whole, counts, start, stop), parts, strict=True):
+    for target, part in zip(encoding.segments(whole, counts, start, stop), parts, strict=True):
         target.copy_(part)
 
 

@@ -6,27 +6,34 @@ variable is read, torch's global default group is left to the user, and several 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.distributed
+from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from hpctrain.engines import wire
-from hpctrain.engines.base import Engine, Op
-from hpctrain.engines.meeting import Finish, Watchdog
-from hpctrain.engines.torch_store import open_store
+from hpctrain.engines import encoding
+from hpctrain.engines.base import Engine, Finish, Op, Watchdog
+from hpctrain.engines.registry import BUILT_IN
 from hpctrain.errors import ConfigError
-from hpctrain.world import agree
+from hpctrain.world import agree, current_launch
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["BACKENDS", "TorchEngine"]
+    from hpctrain.engines.horovod_options import HorovodOptions
+    from hpctrain.world import World
+
+__all__ = ["BACKENDS", "MeetingPoint", "TorchEngine", "open_store"]
 
 dist: Any = distributed_c10d  # its names come from C++, and its stubs miss some
+torch_distributed: Any = torch.distributed
 
 BACKENDS = {"cpu": "Gloo", "cuda": "NCCL", "xpu": "XCCL"}
 """What carries tensors of each kind of device. `cuda` is also ROCm, by RCCL: never run here, nor
@@ -52,6 +59,9 @@ _FOLDS: dict[Op, Callable[[Tensor], Tensor]] = {
     Op.MAX: lambda parts: parts.amax(0),
 }
 
+_LOOPBACK = "127.0.0.1"
+_ANY_PORT = 9  # nothing is sent: connecting a datagram socket only asks the routing table
+
 
 class TorchEngine(Engine):
     """Collectives of torch.distributed: NCCL on GPUs, Gloo on CPUs.
@@ -71,6 +81,7 @@ class TorchEngine(Engine):
     """
 
     name = "torch"
+    capabilities = BUILT_IN["torch"].capabilities
 
     def __init__(
         self,
@@ -90,6 +101,18 @@ class TorchEngine(Engine):
         self._group(device)
         self._comm.Barrier()  # nobody is still connecting when the first collective begins
 
+    @classmethod
+    def make(
+        cls,
+        world: World,
+        *,
+        watch: Watchdog | None,
+        options: HorovodOptions | None,
+        timeout_s: float,
+    ) -> Self:
+        """Collective: over all ranks, with a time limit of its own."""
+        return cls(world.comm, world.device, watch=watch, timeout_s=timeout_s)
+
     def _sends(self, dtype: torch.dtype, op: Op, device: torch.device) -> bool:
         return dtype in _SENDS or (device.type != "cpu" and dtype in _SENDS_ON_DEVICE)
 
@@ -103,7 +126,7 @@ class TorchEngine(Engine):
     def _reduce_scatter(self, lines: Tensor, op: Op, what: str) -> Tensor:
         if lines.device.type == "cpu":
             return self._exchange_and_fold(lines, op, what)
-        share = wire.shares(lines.shape[0], self.size)
+        share = encoding.shares(lines.shape[0], self.size)
         if share[0] != share[-1]:  # equal shares only: fill the short ones up
             filled = lines.new_zeros(self.size, share[0], lines.shape[1])
             for target, part in zip(filled, lines.tensor_split(self.size), strict=True):
@@ -119,12 +142,12 @@ class TorchEngine(Engine):
     def _exchange_and_fold(self, lines: Tensor, op: Op, what: str) -> Tensor:
         """Gloo scatters equal parts only: exchange the parts, then combine them in rank order."""
         num_rows, width = lines.shape
-        share = wire.shares(num_rows, self.size)
+        share = encoding.shares(num_rows, self.size)
         line_bytes = width * lines.element_size()
         mine = share[self.rank]
         sent = [count * line_bytes for count in share]
         received = [mine * line_bytes] * self.size
-        came = self._alltoall(what, wire.to_bytes(lines.view(-1)), sent, received)
+        came = self._alltoall(what, encoding.to_bytes(lines.view(-1)), sent, received)
         return _FOLDS[op](came.view(lines.dtype).view(self.size, mine, width))
 
     def _broadcast(self, flat: Tensor, root: int, what: str) -> None:
@@ -160,8 +183,6 @@ class TorchEngine(Engine):
         return came
 
     def _split(self, table: list[tuple[int | None, int]]) -> Engine | None:
-        from mpi4py import MPI
-
         color, key = table[self.rank]
         part = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         if part == MPI.COMM_NULL:
@@ -232,3 +253,70 @@ def _why_not(device: torch.device) -> str | None:
             "mpi engine, or a torch that has it"
         )
     return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeetingPoint:
+    """The store, and the address under which other ranks reach this one."""
+
+    store: Any
+    address: str
+
+
+def open_store(comm: Comm, *, timeout_s: float) -> MeetingPoint:
+    """Collective: open a store on rank 0, on a port that is free there, and connect all ranks.
+
+    Raises:
+        CollectiveError: on all ranks, when one of them cannot open it or reach it.
+    """
+    limit = timedelta(seconds=timeout_s)
+    address, trouble = _own_address(comm)
+    agree(comm, trouble, timeout_s=timeout_s)
+    store: Any = None
+    if comm.Get_rank() == 0:
+        try:
+            store = torch_distributed.TCPStore(
+                address, 0, None, is_master=True, timeout=limit, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            trouble = f"no port can be opened on {address}: {error}"
+    agree(comm, trouble, timeout_s=timeout_s)
+    there = comm.bcast((address, store.port) if store is not None else None, root=0)
+    if store is None:
+        try:
+            store = torch_distributed.TCPStore(
+                *there, None, is_master=False, timeout=limit, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            trouble = f"{there[0]} port {there[1]} of rank 0 cannot be reached: {error}"
+    agree(comm, trouble, timeout_s=timeout_s)
+    return MeetingPoint(store=store, address=address)
+
+
+def _own_address(comm: Comm) -> tuple[str, str | None]:
+    """Collective: the address of this rank that ranks on other nodes reach, and what went wrong."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    one_node = comm.allreduce(node.Get_size() == comm.Get_size(), op=MPI.LAND)
+    lowest = comm.allgather(node.bcast(comm.Get_rank(), root=0))
+    node.Free()
+    hosts = comm.allgather(current_launch().network_name(socket.gethostname()))
+    if one_node:
+        return _LOOPBACK, None
+    # Rank 0's node asks for its way to another node, all others for their way to rank 0.
+    here = lowest[comm.Get_rank()]
+    there = 0 if here != lowest[0] else next(rank for rank in lowest if rank != here)
+    try:
+        return _address_towards(hosts[there]), None
+    except OSError as error:
+        return "", (
+            f"host {hosts[there]} of rank {there} is not known on {socket.gethostname()} "
+            f"({error}); the torch engine needs host names that resolve on all nodes"
+        )
+
+
+def _address_towards(host: str) -> str:
+    """The address of the network interface that leads to a host."""
+    family, kind, _, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as asking:
+        asking.connect(target)
+        return str(asking.getsockname()[0])

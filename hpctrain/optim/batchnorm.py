@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hpctrain.engines.base import Engine
+from hpctrain.engines import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.optim.statistics import normalise
 from hpctrain.world import World, roll_call

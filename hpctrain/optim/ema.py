@@ -13,7 +13,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.tensor_names import plain_keys
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine
+    from hpctrain.engines import Engine
 
 __all__ = ["EMA", "places_for"]
 

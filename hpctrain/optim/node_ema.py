@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hpctrain.engines.base import Engine
-from hpctrain.engines.mpi import MpiEngine
+from hpctrain.engines import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import is_dense, like_parameter
 from hpctrain.log import format_bytes
@@ -33,7 +32,7 @@ T = TypeVar("T")
 def make(engine: Engine, model: nn.Module, decay: float, *, warm_up: bool) -> EMA:
     """Collective: an average once a node, or each rank's own where nothing can be shared."""
     why = _why_not(engine, model)
-    if why is None and isinstance(engine, MpiEngine):
+    if why is None:
         return NodeEMA(engine, model, decay, warm_up=warm_up)
     own = EMA(model, decay, warm_up=warm_up)
     own.where = f"each rank's own: {why}"
@@ -44,7 +43,7 @@ def _why_not(engine: Engine, model: nn.Module) -> str | None:
     """Collective at an engine's first call: why the ranks share no averages; the same on all."""
     if engine.size == 1:
         return "there is one rank"
-    if not isinstance(engine, MpiEngine):
+    if not engine.capabilities.shares_memory:
         return f"the {engine.name} engine shares no memory"
     away = [p.device.type for p in model.parameters() if p.device.type != "cpu"]
     if away or engine.device.type != "cpu":
@@ -68,7 +67,7 @@ def divide(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
 class NodeEMA(EMA):
     """What `EMA.once_a_node` makes. Collective to make, to update and to load."""
 
-    def __init__(self, engine: MpiEngine, model: nn.Module, decay: float, *, warm_up: bool) -> None:
+    def __init__(self, engine: Engine, model: nn.Module, decay: float, *, warm_up: bool) -> None:
         self._engine = engine
         self._group = engine.node_group()
         parameters = plain_keys({name: p.detach() for name, p in model.named_parameters()})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpctrain.engines.base import Engine, Op
+from hpctrain.engines import Engine, Op
 from hpctrain.errors import ConfigError
 
 __all__ = ["normalise"]

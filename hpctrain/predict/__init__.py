@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from hpctrain.predict.exchange import Exchange, default_exchange
     from hpctrain.predict.fit import Measurement, fit_machine
     from hpctrain.predict.machine import (
-        ENGINES,
         LOAD_LIMIT,
         TOPOLOGIES,
         Costs,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from hpctrain.predict.rehearsal import Finding, Rehearsed, Room, State, Training, rehearse
 
 __all__ = [
-    "ENGINES",
     "LOAD_LIMIT",
     "SIZES",
     "TOPOLOGIES",
@@ -113,7 +111,6 @@ __getattr__ = lazy(
         ),
         ".machine": (
             "Costs",
-            "ENGINES",
             "LOAD_LIMIT",
             "Link",
             "Machine",

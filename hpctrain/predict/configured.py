@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.engines import AUTO, capabilities_of
 from hpctrain.errors import ConfigError
-from hpctrain.predict.machine import ENGINES
 from hpctrain.train.config import Config, load_config
 
 if TYPE_CHECKING:
@@ -40,12 +40,14 @@ def read_asked(path: Path) -> Asked:
     """
     config = load_config(path, [])
     engine = config.engine.name
-    if engine == "local":
-        raise ConfigError(f"{path}: engine.name='local' does not communicate; nothing to predict")
+    if engine != AUTO and capabilities_of(engine).topology == "none":
+        raise ConfigError(
+            f"{path}: engine.name={engine!r} does not communicate; nothing to predict"
+        )
     return Asked(
         global_batch=config.train.global_batch,
         accumulate=config.train.accumulate,
-        engine=engine if engine in ENGINES else None,
+        engine=None if engine == AUTO else engine,
         bucket_bytes=config.engine.bucket_bytes,
         overlap=config.engine.overlap,
         epochs=config.train.num_epochs or 1,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
 from hpctrain.predict.checks import count_of, number_of, positive
 from hpctrain.predict.costs import Layout
-from hpctrain.predict.machine import ENGINES
 
 __all__ = ["Exchange", "default_exchange", "horovod_fusion"]
 
@@ -62,8 +62,9 @@ def default_exchange(
     after backward and divides the update; elsewhere pieces of an eighth of the gradients, 4 to 25
     MiB, travel while backward runs (`hpctrain.replica.overlapping`).
     """
-    if engine is not None and engine not in ENGINES:
-        raise ConfigError(f"engine={engine!r}; choose one of {', '.join(ENGINES)}")
+    known = communicating_names()
+    if engine is not None and engine not in known:
+        raise ConfigError(f"engine={engine!r}; choose one of {', '.join(known)}")
     if engine in (None, "mpi") and not on_gpu and layout.local_ranks > 1:
         return Exchange(engine=engine, overlap=False, divided_update=True)
     hides = on_gpu or layout.num_nodes > 1 or engine in ("horovod", "torch")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hpctrain.engines import AUTO, capabilities_of, choose
 from hpctrain.errors import ConfigError
 from hpctrain.predict.checks import check_keys, count_of, number_of, positive, text_of
 from hpctrain.predict.costs import Layout, allreduce_s, doublings, shares_of, slowest_of
@@ -18,7 +19,6 @@ from hpctrain.predict.machine import NO_LATENCY_S, NO_LIMIT, Costs, Link, Machin
 
 __all__ = [
     "SCHEMA",
-    "TOPOLOGY_OF",
     "CollectiveSample",
     "ComputeSample",
     "Measurement",
@@ -130,8 +130,6 @@ class Measurement:
         )
 
 
-TOPOLOGY_OF = {"mpi": "hierarchical", "torch": "ring", "horovod": "halving"}
-"""How each engine of hpctrain adds up on CPUs: shared memory; Gloo's ring; MPI's own allreduce."""
 _NAMES = ("intra.latency_s", "intra", "inter.latency_s", "inter", "reduce", "crowd")
 _MOST_ERROR = 1.0
 _ONCE_ERROR = 0.5
@@ -158,7 +156,9 @@ def fit_machine(
     compute = [measurement.compute for measurement in measurements]
     samples = _medians([sample for each in measurements for sample in each.collectives])
     engines = {
-        engine: fit_costs([s for s in samples if s.engine == engine], TOPOLOGY_OF[engine])
+        engine: fit_costs(
+            [s for s in samples if s.engine == engine], capabilities_of(engine).topology
+        )
         for engine in sorted({sample.engine for sample in samples})
     }
     if not engines:
@@ -170,7 +170,8 @@ def fit_machine(
         for engine, costs in engines.items()
     }
     points, error = fit_contention(compute)
-    first = engines.get("mpi") or next(iter(engines.values()))
+    usual = choose(AUTO, device_kind="cpu", size=2).name
+    first = engines.get(usual) or next(iter(engines.values()))
     most = max(each.ranks_on_node for each in compute)
     return Machine(
         name=name,

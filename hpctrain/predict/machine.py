@@ -15,11 +15,11 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
+from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
 from hpctrain.predict.checks import check_keys, count_of, number_of, positive, text_of
 
 __all__ = [
-    "ENGINES",
     "LOAD_LIMIT",
     "NO_LATENCY_S",
     "NO_LIMIT",
@@ -36,8 +36,6 @@ __all__ = [
     "write_machine",
 ]
 
-ENGINES = ("mpi", "torch", "horovod")
-"""Whose costs a machine file may name."""
 TOPOLOGIES = ("ring", "halving", "tree", "hierarchical")
 LOAD_LIMIT = 0.05
 """The share of all cores that others may use while a machine is measured, as in benchmarks."""
@@ -233,7 +231,7 @@ def parse_machine(text: str, name: str, *, where: str = "") -> Machine:
         raise ConfigError(f"{where} has schema {schema!r}; this version reads {SCHEMA!r}")
     costs = _costs({key: table.pop(key) for key in _COSTS & set(table)}, where)
     parts = table.pop("engines", {})
-    check_keys(parts, f"{where}, [engines]", needed=(), known=ENGINES)
+    check_keys(parts, f"{where}, [engines]", needed=(), known=communicating_names())
     engines = {
         engine: _costs(part, where, base=costs, section=f"engines.{engine}")
         for engine, part in parts.items()

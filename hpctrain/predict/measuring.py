@@ -22,7 +22,7 @@ import torch
 
 import hpctrain as hpc
 from hpctrain.bench import foreign_load, read_clocks
-from hpctrain.engines.base import Engine, Op
+from hpctrain.engines import Engine, Op
 from hpctrain.errors import CollectiveError, ConfigError, LaunchError
 from hpctrain.predict.checks import count_of
 from hpctrain.predict.costs import expected_maximum

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain import log
 from hpctrain.connection import Connection, connect
-from hpctrain.engines.base import Engine
+from hpctrain.engines import Engine
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.optim import combine, spans_of
 from hpctrain.precision import LossScaling, PrecisionName

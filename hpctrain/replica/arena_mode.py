@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.engines.base import Op
+from hpctrain.engines import Op
 from hpctrain.fusion import Arena, Arrived, Watcher, complete
 from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.on_parameters import OnParameters
 from hpctrain.replica.words import Words
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine, Work
+    from hpctrain.engines import Engine, Work
 
 __all__ = ["ArenaMode"]
 

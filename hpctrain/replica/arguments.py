@@ -8,7 +8,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from hpctrain.engines.base import Engine
+from hpctrain.engines import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.optim import Several, members_of
 from hpctrain.world import World, agree

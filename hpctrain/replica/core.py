@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpctrain import log
-from hpctrain.engines.base import Engine, Op
+from hpctrain.engines import Engine, Op
 from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.fusion import Arrived
 from hpctrain.optim import label_of, members_of

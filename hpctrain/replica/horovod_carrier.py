@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.engines.base import Op
-from hpctrain.engines.horovod import HorovodEngine
+from hpctrain.engines import HorovodEngine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.replica.horovod_settings import HorovodTraining, cut_into_groups
 from hpctrain.replica.horovod_wire import Wire

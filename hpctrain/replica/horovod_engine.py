@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine
+    from hpctrain.engines import Engine
     from hpctrain.replica.horovod_settings import HorovodTraining
 
 __all__ = ["choose_engine"]

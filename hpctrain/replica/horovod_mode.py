@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.engines.base import Op
-from hpctrain.engines.horovod import HorovodEngine
+from hpctrain.engines import HorovodEngine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import CONTROL_WORDS, Arrived
 from hpctrain.precision import multiply, sum_of_squares
@@ -32,7 +31,7 @@ from hpctrain.replica.words import Words
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from hpctrain.engines.base import Engine
+    from hpctrain.engines import Engine
 
 __all__ = ["HorovodMode"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from hpctrain.engines.horovod_options import HorovodOptions
+from hpctrain.engines import HorovodOptions
 from hpctrain.errors import ConfigError
 
 __all__ = ["HorovodTraining", "cut_into_groups"]

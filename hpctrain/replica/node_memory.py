@@ -21,7 +21,7 @@ from hpctrain.fusion import CONTROL_WORDS, Bucket, is_dense, like_parameter
 from hpctrain.world import PrivateView, SharedBlock
 
 if TYPE_CHECKING:
-    from hpctrain.engines.node import NodeGroup
+    from hpctrain.engines import NodeGroup
 
 __all__ = ["NodeMemory", "Room"]
 

@@ -20,8 +20,7 @@ from hpctrain.replica.words import Words
 from hpctrain.update import some_names
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine
-    from hpctrain.engines.node import NodeGroup
+    from hpctrain.engines import Engine, NodeGroup
     from hpctrain.update import ShardedUpdate
 
 __all__ = ["NodeMode"]

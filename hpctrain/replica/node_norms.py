@@ -13,8 +13,7 @@ from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.node_memory import Room
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine
-    from hpctrain.engines.node import NodeGroup
+    from hpctrain.engines import Engine, NodeGroup
     from hpctrain.world import SharedBlock
 
 __all__ = ["NodeNorms"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.update import flat_memory
 
 if TYPE_CHECKING:
-    from hpctrain.engines.node import NodeGroup
+    from hpctrain.engines import NodeGroup
     from hpctrain.replica.node_memory import Room
 
 __all__ = ["NodeSums"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine
+    from hpctrain.engines import Engine
     from hpctrain.world import World
 
 __all__ = ["bucket_size", "can_hide"]
@@ -25,7 +25,7 @@ def can_hide(world: World, engine: Engine, total_bytes: int) -> bool:
     if engine.size == 1 or total_bytes < 2 * _SMALLEST_BYTES:
         return False
     elsewhere = world.device.type != "cpu" or world.num_nodes > 1
-    return elsewhere or engine.name in ("horovod", "torch") or world.num_spare_cores > 0
+    return elsewhere or engine.capabilities.own_threads or world.num_spare_cores > 0
 
 
 def bucket_size(total_bytes: int) -> int:

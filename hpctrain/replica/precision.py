@@ -20,7 +20,7 @@ from hpctrain.precision import (
 from hpctrain.replica.naming import named_parameters
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine
+    from hpctrain.engines import Engine
     from hpctrain.world import World
 
 __all__ = ["check_trained", "choose_precision"]

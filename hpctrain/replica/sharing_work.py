@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpctrain.engines.mpi import MpiEngine
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import is_dense
 from hpctrain.optim import spans_of
@@ -16,7 +15,7 @@ from hpctrain.replica.node_mode import NodeMode
 from hpctrain.update import ShardedUpdate, shards_by
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine
+    from hpctrain.engines import Engine
     from hpctrain.world import World
 
 __all__ = ["ChosenUpdate", "choose_update", "make_node_mode", "shares_memory"]
@@ -40,7 +39,8 @@ def shares_memory(
 
     The same on every rank. Asking for overlap or for buckets asks for messages.
     """
-    if not isinstance(engine, MpiEngine) or engine.device.type != "cpu" or engine.size == 1:
+    memory = engine.capabilities.shares_memory and engine.device.type == "cpu"
+    if not memory or engine.size == 1:
         return False
     if overlap or bucket_bytes is not None:
         return False
@@ -114,8 +114,6 @@ def make_node_mode(
     share_parameters: bool,
 ) -> NodeMode:
     """Collective: gradients in shared memory, and the updates divided that are so chosen."""
-    if not isinstance(engine, MpiEngine):
-        raise ConfigError(f"the {engine.name} engine shares no memory; use mpi")
     group = engine.node_group()
     mode = NodeMode(engine, group, names, parameters)
     for (member, span), one in zip(spans_of(optimizer), chosen, strict=True):

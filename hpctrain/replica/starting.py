@@ -15,7 +15,7 @@ from hpctrain.replica.naming import named_parameters
 from hpctrain.world import World, agree, roll_call
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine
+    from hpctrain.engines import Engine
 
 __all__ = [
     "broadcast_optimizer",

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain import log
 from hpctrain.data import Arguments, settle
-from hpctrain.engines.horovod_state import probe_horovod
+from hpctrain.engines import UNKNOWN_HOROVOD, needs_horovod_state, probe_horovod
 from hpctrain.errors import ConfigError
 from hpctrain.train.building import (
     build_data,
@@ -19,7 +19,7 @@ from hpctrain.train.building import (
     wants_world,
 )
 from hpctrain.train.config import Config
-from hpctrain.train.plan import UNKNOWN, Place, Plan, make_plan
+from hpctrain.train.plan import Place, Plan, make_plan
 from hpctrain.train.references import find_function
 
 __all__ = ["count_samples", "plan_ahead", "state_bytes_of"]
@@ -44,12 +44,12 @@ def plan_ahead(config: Config, folder: Path, *, num_ranks: int, ranks_per_node: 
     parts = {name: (model, build_optimizer(config, model)) for name, model in models.items()}
     kind = "cuda" if config.train.device != "cpu" and torch.cuda.is_available() else "cpu"
     name = config.engine.name
-    asks_horovod = name == "horovod" or (name == "auto" and kind != "cpu")
+    asks_horovod = needs_horovod_state(name, device_kind=kind, size=num_ranks)
     place = Place(
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         device_kind=kind,
-        horovod=probe_horovod() if asks_horovod else UNKNOWN,
+        horovod=probe_horovod() if asks_horovod else UNKNOWN_HOROVOD,
     )
     return make_plan(
         config,

@@ -10,14 +10,18 @@ import torch
 
 from hpctrain import log
 from hpctrain.data import Batching, part_of
-from hpctrain.engines import Choice, HorovodState, choose
+from hpctrain.engines import (
+    UNKNOWN_HOROVOD,
+    ChosenEngine,
+    HorovodState,
+    capabilities_of,
+    choose,
+)
 from hpctrain.errors import ConfigError
 from hpctrain.replica.sharing_work import ChosenUpdate, choose_update
 from hpctrain.train.config import Config
 
 __all__ = ["Memory", "Place", "Plan", "make_plan"]
-
-UNKNOWN = HorovodState(built=False, why="nobody looked for Horovod")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +32,7 @@ class Place:
     ranks_per_node: int
     """On the fullest node."""
     device_kind: str = "cpu"
-    horovod: HorovodState = UNKNOWN
+    horovod: HorovodState = UNKNOWN_HOROVOD
 
     def __post_init__(self) -> None:
         """Refuse what is no place."""
@@ -192,7 +196,7 @@ def make_plan(
 def _choose_update(
     config: Config,
     parts: Mapping[str, tuple[torch.nn.Module, torch.optim.Optimizer]],
-    choice: Choice,
+    choice: ChosenEngine,
     place: Place,
 ) -> ChosenUpdate:
     """Of the first part; the others have the same optimizer."""
@@ -209,9 +213,10 @@ def _choose_update(
     )
 
 
-def _shares_memory(config: Config, choice: Choice, place: Place) -> bool:
+def _shares_memory(config: Config, choice: ChosenEngine, place: Place) -> bool:
     messages = config.engine.overlap or config.engine.bucket_bytes is not None
-    on_cpus = choice.name == "mpi" and place.device_kind == "cpu"
+    shares = capabilities_of(choice.name).shares_memory
+    on_cpus = shares and place.device_kind == "cpu"
     return on_cpus and place.ranks_per_node > 1 and not messages
 
 
@@ -221,7 +226,7 @@ def _memory(
     trained: list[torch.nn.Parameter],
     state_bytes: int,
     update: ChosenUpdate,
-    choice: Choice,
+    choice: ChosenEngine,
     place: Place,
 ) -> Memory:
     """What docs/node.md says of shared memory, and one copy a rank of everything elsewhere."""

@@ -19,7 +19,7 @@ from hpctrain.update.state import Entry, Slot, lay_out
 from hpctrain.world import PrivateView, SharedBlock, agree
 
 if TYPE_CHECKING:
-    from hpctrain.engines.node import NodeGroup
+    from hpctrain.engines import NodeGroup
 
 __all__ = ["SharedState"]
 

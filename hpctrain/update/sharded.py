@@ -36,8 +36,7 @@ from hpctrain.update.summary import describe_shares, some_names
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from hpctrain.engines.base import Engine
-    from hpctrain.engines.node import NodeGroup
+    from hpctrain.engines import Engine, NodeGroup
 
 __all__ = ["ShardedUpdate"]
 

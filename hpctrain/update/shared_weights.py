@@ -20,7 +20,7 @@ from hpctrain.update.memory import flat_memory
 from hpctrain.update.sharing import Fragment
 
 if TYPE_CHECKING:
-    from hpctrain.engines.node import NodeGroup
+    from hpctrain.engines import NodeGroup
     from hpctrain.world import SharedBlock
 
 __all__ = ["SharedWeights"]

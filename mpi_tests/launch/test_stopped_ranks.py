@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.engines.horovod_state import probe_horovod
+from hpctrain.engines import probe_horovod
 from mpi_tests.full import slow
 from mpi_tests.launch import stopping
 from mpi_tests.launch.commands import HPCTRAIN, clean_environment, run

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 from mpi4py import MPI
 
 import hpctrain as hpc
-from hpctrain.engines.base import Engine
-from mpi_tests.built import BUILT
+from hpctrain.engines import Engine
+from mpi_tests.built import BUILT, OUTSIDE
+
+sys.path.append(str(OUTSIDE))  # as installing that package would do
 
 # `local` is for one rank; MPI is up already when this is imported.
-ALL = [*(["local"] if MPI.COMM_WORLD.Get_size() == 1 else []), *BUILT]
+ALL = [*(["local"] if MPI.COMM_WORLD.Get_size() == 1 else []), *BUILT, "outside"]
 
 
 @pytest.fixture(scope="session")

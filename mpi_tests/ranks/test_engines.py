@@ -9,8 +9,7 @@ import operator
 import pytest
 import torch
 
-from hpctrain.engines import Op
-from hpctrain.engines.base import Engine
+from hpctrain.engines import Engine, Op
 from hpctrain.errors import ConfigError
 from mpi_tests.ranks.engines_kit import DTYPES, OPS, allowed, close, expected, values
 

@@ -9,9 +9,8 @@ import torch
 from mpi4py import MPI
 
 import hpctrain as hpc
-from hpctrain.engines import Op, choose, create
+from hpctrain.engines import Op, choose, create, probe_horovod
 from hpctrain.engines import differentiable as diff
-from hpctrain.engines.horovod_state import probe_horovod
 from hpctrain.errors import ConfigError
 from mpi_tests.ranks.engines_kit import DTYPES, OPS, allowed, close, expected, values
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
-from hpctrain.engines.horovod_options import HorovodOptions
+from hpctrain.engines import HorovodOptions
 from hpctrain.replica import HorovodTraining
 from hpctrain.replica.starting import digest
 from mpi_tests.built import BUILT

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.engines.domains import divides_nodes, domain_of
+from hpctrain.engines.node import divides_nodes, domain_of
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_ranges
 from hpctrain.world.cores import CoreMap, choose_cores, parse_cpus, share_of_cores

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from dataclasses import fields
-from importlib import import_module
 
 import pytest
 import torch
 
-from hpctrain.engines import ENGINES, HorovodOptions, HorovodState, choose
-from hpctrain.engines.horovod_options import to_environment
-from hpctrain.engines.worker import Worker
+from hpctrain.engines import (
+    Engine,
+    HorovodOptions,
+    HorovodState,
+    capabilities_of,
+    choose,
+    communicating_names,
+    engine_names,
+)
+from hpctrain.engines.horovod_options import probe_horovod, to_environment
+from hpctrain.engines.mpi import Worker
+from hpctrain.engines.registry import BUILT_IN, GROUP, load_engine
 from hpctrain.errors import ConfigError
+from mpi_tests.built import OUTSIDE
 
 NCCL = HorovodState(built=True, nccl=True)
 PLAIN = HorovodState(built=True)
@@ -57,16 +67,72 @@ def test_refusals_name_the_cure(name, kind, horovod, shared, words):
     assert all(word in str(caught.value) for word in words)
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "local"])
+@pytest.mark.parametrize("name", communicating_names())
 def test_what_is_asked_for_is_taken(name):
     choice = choose(name, device_kind="cpu", size=4, horovod=PLAIN)
     assert (choice.name, choice.reason) == (name, "asked for")
 
 
-def test_every_engine_has_a_factory():
-    for place in ENGINES.values():
-        module, function = place.split(":")
-        assert callable(getattr(import_module(module), function))
+def test_every_engine_has_a_class_that_says_the_same_of_itself():
+    for name in BUILT_IN:
+        if name == "horovod" and not probe_horovod().built:
+            continue
+        cls = load_engine(name)
+        assert issubclass(cls, Engine)
+        assert (cls.name, cls.capabilities) == (name, capabilities_of(name))
+
+
+def test_an_engine_of_another_package_is_found_by_its_entry_point(monkeypatch):
+    assert "outside" not in engine_names()
+    monkeypatch.syspath_prepend(str(OUTSIDE))
+    assert engine_names()[-1] == communicating_names()[-1] == "outside"
+    choice = choose("outside", device_kind="cpu", size=4)
+    assert (choice.name, choice.reason) == ("outside", "asked for")
+    assert load_engine("outside").capabilities == capabilities_of("outside")
+    assert capabilities_of("outside").topology == "halving"
+    with pytest.raises(ConfigError, match="serves cpu, and the ranks compute on cuda"):
+        choose("outside", device_kind="cuda", size=4)
+    with pytest.raises(ConfigError, match=r"choose one of auto, local, mpi, .*, outside"):
+        choose("inside", device_kind="cpu", size=4)
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("no_such_module:Engine", "cannot be imported"),
+        ("math:pi", "must be a subclass of"),
+        ("outside_engine:OutsideEngine", "calls itself 'outside'"),
+    ],
+)
+def test_an_entry_point_that_is_no_engine_is_refused(tmp_path, monkeypatch, value, word):
+    info = tmp_path / "broken_engine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-engine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nbroken = {value}\nmpi = math:pi\n")
+    monkeypatch.syspath_prepend(str(OUTSIDE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "broken" in engine_names()  # naming it imports nothing
+    with pytest.raises(ConfigError, match=word):
+        choose("broken", device_kind="cpu", size=2)
+    assert choose("mpi", device_kind="cpu", size=2).name == "mpi"  # ours keeps its name
+
+
+def test_the_configuration_and_the_predictor_know_it(monkeypatch):
+    program = (
+        "from hpctrain.train.config.keys import keys_of;"
+        "from hpctrain.train.config.running import EngineChoice;"
+        "from hpctrain.predict import Layout, default_exchange;"
+        "words = {key.name: key.words for key in keys_of(EngineChoice)};"
+        "assert words['name'] == ('auto', 'local', 'mpi', 'horovod', 'torch', 'outside'), words;"
+        "layout = Layout(num_ranks=4, ranks_per_node=4);"
+        "print(default_exchange('outside', layout, gradient_bytes=1 << 26, on_gpu=False).overlap)"
+    )
+    paths = os.pathsep.join([str(OUTSIDE), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", paths)
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "False"
 
 
 def test_choosing_imports_neither_torch_nor_mpi():

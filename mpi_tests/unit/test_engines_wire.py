@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.engines import rows, wire
-from hpctrain.engines.control import parts_of
+from hpctrain.engines import Op, encoding, rows
 from hpctrain.engines.local import LocalEngine
-from hpctrain.engines.op import Op
+from hpctrain.engines.rows import parts_of
 from hpctrain.errors import ConfigError
 
 FLOATS = st.lists(st.floats(width=32), min_size=1, max_size=6)
@@ -26,7 +25,8 @@ def never(dtype, op):
 def combined(tensors, op, sends):
     """Send through the wire without one: encode each, combine, decode."""
     size = len(tensors)
-    packed = [wire.encode(wire.flatten(t).clone(), op, sends, size, owned=True) for t in tensors]
+    flats = [encoding.flatten(tensor).clone() for tensor in tensors]
+    packed = [encoding.encode(flat, op, sends, size, owned=True) for flat in flats]
     assert len({on_wire for _, on_wire in packed}) == 1
     stacked = torch.stack([flat for flat, _ in packed])
     on_wire = packed[0][1]
@@ -34,16 +34,16 @@ def combined(tensors, op, sends):
         total = stacked.sum(0, dtype=stacked.dtype)
     else:
         total = stacked.amin(0) if on_wire is Op.MIN else stacked.amax(0)
-    return wire.decode(total, tensors[0].dtype, op, size)
+    return encoding.decode(total, tensors[0].dtype, op, size)
 
 
 @pytest.mark.parametrize("sends", [never, lambda dtype, op: True])
-@pytest.mark.parametrize("dtype", wire.DTYPES)
+@pytest.mark.parametrize("dtype", encoding.DTYPES)
 def test_the_wire_changes_no_result(dtype, sends):
     tensors = [((torch.arange(12) * (r + 1)) % 7).to(dtype) for r in range(3)]
     for op in (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX):
         try:
-            wire.check_op(tensors[0], op, call="allreduce", ops=frozenset(Op), engine="any")
+            encoding.check_op(tensors[0], op, call="allreduce", ops=frozenset(Op), engine="any")
         except ConfigError:
             continue
         stacked = torch.stack(tensors)
@@ -76,7 +76,7 @@ def test_an_average_in_float16_does_not_overflow():
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_shares_are_tensor_splits(num_rows, size):
     lengths = [len(part) for part in torch.zeros(num_rows).tensor_split(size)]
-    assert wire.shares(num_rows, size) == lengths
+    assert encoding.shares(num_rows, size) == lengths
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=5), st.integers(1, 9))
@@ -84,10 +84,10 @@ def test_rounds_cover_everything_once(counts, most):
     seen = [0] * len(counts)
     flat = torch.arange(sum(counts))
     parts = [[] for _ in counts]
-    for start, stop in wire.rounds(max(counts), most):
-        clipped = wire.clip(counts, start, stop)
+    for start, stop in encoding.rounds(max(counts), most):
+        clipped = encoding.clip(counts, start, stop)
         assert max(clipped) <= most
-        for i, segment in enumerate(wire.segments(flat, counts, start, stop)):
+        for i, segment in enumerate(encoding.segments(flat, counts, start, stop)):
             assert len(segment) == clipped[i]
             parts[i] += segment.tolist()
             seen[i] += clipped[i]
@@ -117,8 +117,8 @@ def test_splits_are_checked():
 
 def test_descriptions_do_not_depend_on_the_rank():
     tensor = torch.zeros(3, 2)
-    assert wire.describe("allreduce", "bucket 1", tensor) == "allreduce bucket 1 float32 (3, 2)"
-    assert wire.describe("allgather", "", tensor, rows_vary=True) == "allgather float32 (*, 2)"
+    assert encoding.describe("allreduce", "bucket 1", tensor) == "allreduce bucket 1 float32 (3, 2)"
+    assert encoding.describe("allgather", "", tensor, rows_vary=True) == "allgather float32 (*, 2)"
 
 
 def test_adasum_is_not_cut(monkeypatch):

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.engines import Op
 from hpctrain.engines.node import combine, slice_bounds
-from hpctrain.engines.op import Op
 from hpctrain.log import format_bytes
 from hpctrain.update.sharing import Fragment, cut_elements, divide_parameters
 from hpctrain.update.state import Entry, lay_out

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from hpctrain import log
 from hpctrain.bench import numbers
+from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
-from hpctrain.predict import ENGINES, LOAD_LIMIT, render_machine, write_machine
+from hpctrain.predict import LOAD_LIMIT, render_machine, write_machine
 
 __all__ = ["add_arguments", "main"]
 
@@ -43,8 +44,9 @@ def main(args: argparse.Namespace) -> int:
     """Measure, fit and write."""
     ranks = numbers("--ranks", args.ranks)
     engines = args.engines.split(",")
-    if unknown := sorted(set(engines) - set(ENGINES)):
-        raise ConfigError(f"--engines {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
+    known = communicating_names()
+    if unknown := sorted(set(engines) - set(known)):
+        raise ConfigError(f"--engines {', '.join(unknown)}; choose from {', '.join(known)}")
     if args.output.suffix != ".toml" or not args.output.absolute().parent.is_dir():
         raise ConfigError(f"{args.output} must end in .toml, in a folder that is there")
     if args.repeats < 1:

@@ -23,10 +23,9 @@ from hpctrain.cli.bench.options import (
     settings_of,
 )
 from hpctrain.cli.bench.program import subject_of
+from hpctrain.engines import AUTO, communicating_names
 
-__all__ = ["ENGINES", "add_arguments", "main"]
-
-ENGINES = ("auto", "mpi", "horovod", "torch")
+__all__ = ["add_arguments", "add_scaling", "engines_of", "main"]
 
 _MORE = """\
 Every point is a launch of its own (`hpctrain run`), all of them interleaved and repeated. Two more
@@ -66,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_scaling(parser: argparse.ArgumentParser) -> None:
     """Declare what a curve is made of."""
+    known = (AUTO, *communicating_names())
     parser.add_argument(
         "--mode",
         choices=MODES,
@@ -76,7 +76,7 @@ def add_scaling(parser: argparse.ArgumentParser) -> None:
         "--engines",
         default="auto",
         metavar="A,B",
-        help=f"from {', '.join(ENGINES)} (default: auto, the script's own choice)",
+        help=f"from {', '.join(known)} (default: auto, the script's own choice)",
     )
     parser.add_argument(
         "--vary",
@@ -87,6 +87,15 @@ def add_scaling(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def engines_of(args: argparse.Namespace) -> list[str]:
+    """The engines that `--engines` names.
+
+    Raises:
+        ConfigError: there is no such engine.
+    """
+    return choose("engine", args.engines, (AUTO, *communicating_names()))
+
+
 def main(args: argparse.Namespace) -> int:
     """Measure what is missing, and show everything."""
     subject = subject_of(args)
@@ -95,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
     points = plan_points(
         mode=args.mode,
         ranks=numbers("--ranks", args.ranks),
-        engines=choose("engine", args.engines, ENGINES),
+        engines=engines_of(args),
         num_cores=len(os.sched_getaffinity(0)),
         num_threads=args.threads,
         vary=args.vary,

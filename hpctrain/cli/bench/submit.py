@@ -8,10 +8,10 @@ import sys
 from dataclasses import replace
 
 from hpctrain import log
-from hpctrain.bench import Folder, Sweep, choose, numbers, plan_points, submit_sweep
+from hpctrain.bench import Folder, Sweep, numbers, plan_points, submit_sweep
 from hpctrain.cli.bench.options import add_settings, settings_of
 from hpctrain.cli.bench.program import subject_of
-from hpctrain.cli.bench.scale import ENGINES, add_scaling
+from hpctrain.cli.bench.scale import add_scaling, engines_of
 from hpctrain.cli.job.options import add_job_options, job_from
 from hpctrain.errors import ConfigError
 from hpctrain.submit.ledger import Ledger
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     points = plan_points(
         mode=args.mode,
         ranks=[count * per_node for count in nodes],
-        engines=choose("engine", args.engines, ENGINES),
+        engines=engines_of(args),
         num_cores=per_node * threads,
         num_threads=threads,
         vary=args.vary,

@@ -15,8 +15,9 @@ from hpctrain.cli.plan.predicting import (
     print_list,
     print_plan,
 )
+from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
-from hpctrain.predict import ENGINES, TOPOLOGIES, write_profile
+from hpctrain.predict import TOPOLOGIES, write_profile
 
 __all__ = ["add_arguments", "main"]
 
@@ -50,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", metavar="A,B", help="numbers of ranks, such as 8,64,512")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     how = parser.add_argument_group("how gradients travel (default: as hpctrain.distribute does)")
-    how.add_argument("--engine", choices=ENGINES, help="whose costs of the machine count")
+    how.add_argument(
+        "--engine", choices=communicating_names(), help="whose costs of the machine count"
+    )
     how.add_argument("--topology", choices=TOPOLOGIES, help="how an allreduce goes")
     how.add_argument("--bucket-mib", type=float, metavar="M", help="fusion size; 0: all at once")
     how.add_argument("--cycle-ms", type=float, metavar="T", help="pieces leave every T ms")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -75,6 +75,7 @@ def key(
     high: float | None = None,
     below: float | None = None,
     form: tuple[str, str] | None = None,
+    words: Callable[[], Sequence[str]] | None = None,
 ) -> Any:
     """Declare a field of a section.
 
@@ -86,6 +87,8 @@ def key(
         high: The highest number allowed.
         below: Numbers must be below it.
         form: What a text must look like: a regular expression, and the same in words.
+        words: Gives the words that a text must be one of, where a type cannot list them: they are
+            known when the keys are first read.
     """
     metadata = {
         "meaning": meaning,
@@ -95,6 +98,7 @@ def key(
         "below": below,
         "form": form[0] if form else None,
         "form_in_words": form[1] if form else "",
+        "words": words,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -119,7 +123,10 @@ def _read_keys(section: type) -> Iterator[Key]:
     for field in dataclasses.fields(section):
         factory = field.default_factory
         default = field.default if factory is _MISSING else factory()
-        yield Key(name=field.name, kind=hints[field.name], default=default, **field.metadata)
+        metadata = dict(field.metadata)
+        words = metadata.pop("words", None)
+        kind = hints[field.name] if words is None else Literal[tuple(words())]
+        yield Key(name=field.name, kind=kind, default=default, **metadata)
 
 
 def trouble_with(key: Key, value: object) -> str | None:

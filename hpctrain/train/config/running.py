@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from hpctrain.engines import AUTO, engine_names
 from hpctrain.train.config.keys import key
 from hpctrain.train.config.parts import MONITOR
 from hpctrain.train.config.section import Section
@@ -46,8 +47,10 @@ class EngineChoice(Section):
 
     title: ClassVar[str] = "engine"
 
-    name: Literal["auto", "local", "mpi", "horovod", "torch"] = key(
-        "Which engine; `auto` takes the fastest that works here.", default="auto"
+    name: str = key(
+        "Which engine; `auto` takes the fastest that works here.",
+        default=AUTO,
+        words=lambda: (AUTO, *engine_names()),
     )
     overlap: bool | None = key(
         "Send gradients while backward still runs; left out, where there is something to hide.",

@@ -1,4 +1,6 @@
-"""What a tensor looks like while it travels: refusals, dtypes on the wire, and pieces. Pure.
+"""How values are combined, and what a tensor looks like while it travels. Pure.
+
+Refusals, the dtypes on the wire, and how large tensors are cut.
 
 Nothing here communicates, and what is refused depends on what must match across ranks anyway
 (dtype, layout, kind of device, op), so that all ranks refuse together before any of them has sent.
@@ -7,16 +9,18 @@ Nothing here communicates, and what is refused depends on what must match across
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from enum import StrEnum
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from hpctrain.engines.op import Op
 from hpctrain.errors import ConfigError
 
 __all__ = [
     "DTYPES",
+    "Op",
+    "as_op",
     "check_buffer",
     "check_op",
     "check_tensor",
@@ -32,6 +36,30 @@ __all__ = [
     "store",
     "to_bytes",
 ]
+
+
+class Op(StrEnum):
+    """How an allreduce or a reduce-scatter combines the ranks' values."""
+
+    SUM = "sum"
+    AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+    ADASUM = "adasum"
+
+
+def as_op(op: Op | str) -> Op:
+    """The op of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return Op(op)
+    except ValueError:
+        names = ", ".join(known.value for known in Op)
+        raise ConfigError(f"op={op!r} is unknown; choose one of {names}") from None
+
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
