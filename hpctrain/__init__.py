@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         TimedOutError,
     )
-    from hpctrain.faults.sentinel import Sentinel
+    from hpctrain.faults import Sentinel
     from hpctrain.inference import quantize_int8
     from hpctrain.optim import (
         EMA,
@@ -113,7 +113,7 @@ __getattr__ = lazy(
             "NonFiniteError",
             "TimedOutError",
         ),
-        ".faults.sentinel": ("Sentinel",),
+        ".faults": ("Sentinel",),
         ".inference": ("quantize_int8",),
         ".metrics": (),
         ".optim": (

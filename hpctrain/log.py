@@ -9,7 +9,15 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 
-__all__ = ["format_bytes", "format_hours", "format_ranges", "notice", "table", "warn"]
+__all__ = [
+    "format_bytes",
+    "format_hours",
+    "format_ranges",
+    "format_seconds",
+    "notice",
+    "table",
+    "warn",
+]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
@@ -56,6 +64,18 @@ def format_ranges(numbers: Iterable[int], *, limit: int | None = None) -> str:
     if limit is not None and len(parts) > limit:
         parts = [*parts[:limit], f"... ({len(parts) - limit} more ranges)"]
     return ",".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a time in the unit that suits it: `85 ms`, `12.3 s`, `7 min`, `3 h 20 min`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def table(

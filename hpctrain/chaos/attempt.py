@@ -15,7 +15,7 @@ from uuid import uuid4
 import psutil
 
 from hpctrain.doctor.leftovers import find_leftovers
-from hpctrain.faults.injection import Injection
+from hpctrain.faults import Injection
 from hpctrain.world import CHAOS_VARIABLE
 
 __all__ = ["Attempt"]

@@ -18,12 +18,17 @@ from hpctrain.chaos.shortened import EVERY_STEPS, write_config
 from hpctrain.chaos.weights import compare_ends
 from hpctrain.checkpoint.catalog import Entry
 from hpctrain.errors import CheckpointError, LaunchError
-from hpctrain.faults.injection import Injection, What
+from hpctrain.faults import FaultKind, Injection
 
 __all__ = ["Chain", "Row", "steps_for"]
 
 _PAUSE_S = 2.0
-_INSIDE: dict[str, What] = {"launcher-signal": "hold", "bit": "bit", "nan": "nan", "pause": "pause"}
+_INSIDE: dict[str, FaultKind] = {
+    "launcher-signal": "hold",
+    "bit": "bit",
+    "nan": "nan",
+    "pause": "pause",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from hpctrain.chaos.lineage import AttemptLog, check_samples, stitch
 from hpctrain.chaos.soak_subject import BATCH, NUM_SAMPLES, log_name
 from hpctrain.errors import LaunchError
 from hpctrain.exit_codes import DIED
-from hpctrain.faults.injection import Injection
+from hpctrain.faults import Injection
 
 __all__ = ["KINDS", "Outcome", "Round", "Soak"]
 

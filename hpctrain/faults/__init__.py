@@ -1,30 +1,51 @@
 """Floor 2: what goes wrong in a running job: hangs, deaths, signals, walltime, weights that drift.
 
-What needs torch is imported where it is used: `faults.sentinel`, `faults.nonfinite`.
+FaultKind needs torch (the sentinel, injected faults) is loaded on first use.
 """
 
 from __future__ import annotations
 
-from hpctrain.faults.allocation import time_left_s
-from hpctrain.faults.boundary import Agreed, Boundary, Said, Word
-from hpctrain.faults.calls import Lane
-from hpctrain.faults.ending import EXIT_CODE
+from typing import TYPE_CHECKING
+
+from hpctrain.doors import lazy
+from hpctrain.faults.allocation import ask_job, time_left_s
+from hpctrain.faults.boundary import Agreed, Boundary, BoundaryMessage, Source
+from hpctrain.faults.calls import CallLog
 from hpctrain.faults.governor import Governor, Pace
-from hpctrain.faults.preemption import Preemption
+from hpctrain.faults.monitor import EXIT_CODE
+from hpctrain.faults.preemption import SIGNALS, Preemption
 from hpctrain.faults.watchdog import Watchdog, start, watch_world
+
+if TYPE_CHECKING:
+    from hpctrain.faults.injection import FaultKind, Injection, injection_of
+    from hpctrain.faults.sentinel import Sentinel
 
 __all__ = [
     "EXIT_CODE",
+    "SIGNALS",
     "Agreed",
     "Boundary",
+    "BoundaryMessage",
+    "CallLog",
+    "FaultKind",
     "Governor",
-    "Lane",
+    "Injection",
     "Pace",
     "Preemption",
-    "Said",
+    "Sentinel",
+    "Source",
     "Watchdog",
-    "Word",
+    "ask_job",
+    "injection_of",
     "start",
     "time_left_s",
     "watch_world",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        ".injection": ("Injection", "FaultKind", "injection_of"),
+        ".sentinel": ("Sentinel",),
+    },
+)

@@ -1,7 +1,7 @@
 """How much time the allocation has left: from a variable, or the batch system's own command.
 
 One question a rank is too many for a batch system that serves a whole site: rank 0 asks, and tells
-the others at a step boundary (`Word.left_s`).
+the others at a step boundary (`BoundaryMessage.left_s`).
 """
 
 from __future__ import annotations

@@ -1,38 +1,152 @@
-"""The step boundary: where all ranks learn at the same step what any of them has to say.
+"""The step boundary: where all ranks learn at the same step what any of them reports.
 
 A signal reaches one rank, a disk fills up under another: all must act at the same step. One small
 non-blocking allreduce is posted at each boundary and completed at the next, when it has long
-arrived: nobody waits for it, and what was said is known one step later.
+arrived: nobody waits for it, and what was sent is known one step later.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from hpctrain.errors import ConfigError, TimedOutError
-from hpctrain.faults.stragglers import Finding, Stragglers, Tally, Work
+from hpctrain.faults.stragglers import StragglerReport, Stragglers, Tally, Work
 from hpctrain.faults.watchdog import Watchdog, start
-from hpctrain.faults.word import NUM_SLOTS, Agreed, Said, Word, decode, encode, merge
 from hpctrain.world import World
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Prequest, Request
 
-__all__ = ["Agreed", "Boundary", "Said", "Word"]
+__all__ = [
+    "NUM_SLOTS",
+    "Agreed",
+    "Boundary",
+    "BoundaryMessage",
+    "Source",
+    "decode",
+    "encode",
+    "merge",
+]
 
 _CALL = "the step boundary"
 _LOOKS = 200
 _YIELDS_S = 2e-3
 _NAP_S = 50e-6
 
+_VALUES = 256  # room for a value beside the rank
+_FLAGS = ("signal", "save", "stop", "failure")
+_NO_FLAGS = (0.0,) * len(_FLAGS)
+NUM_SLOTS = len(_FLAGS) + 1
+"""How many numbers a message takes."""
 
-_SILENT = Word()
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryMessage:
+    """What one rank says about itself at a step boundary."""
+
+    signal: str | None = None
+    """The name of a signal that came, as `Preemption.requested` has it."""
+    save: bool = False
+    """A checkpoint is due."""
+    stop: bool = False
+    """The training must stop."""
+    failure: bool = False
+    """Something failed that all must know of, such as a write in the background."""
+    left_s: float | None = None
+    """How much time the allocation has left, where this rank knows it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where a message came from: the lowest of the ranks that sent it."""
+
+    rank: int
+    value: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """What all ranks know after a step boundary; the same everywhere."""
+
+    signal: str | None = None
+    signal_by: Source | None = None
+    save: Source | None = None
+    stop: Source | None = None
+    failure: Source | None = None
+    left_s: float | None = None
+    """The least time left that a rank knew of."""
+
+
+def encode(message: BoundaryMessage, rank: int, size: int) -> list[float]:
+    """Write a rank's message as numbers of which the ranks take the maximum. Pure.
+
+    One small allreduce then carries it all. Who sent something travels in the same number: the
+    lowest rank wins.
+
+    Args:
+        message: What it says.
+        rank: Who says it.
+        size: Of how many.
+
+    Raises:
+        ConfigError: the signal is not the name of a signal.
+    """
+    flags = _NO_FLAGS
+    if message.signal is not None or message.save or message.stop or message.failure:
+        flags = _encode_flags(message, (size - rank) * _VALUES)
+    return [*flags, -math.inf if message.left_s is None else -message.left_s]
+
+
+def _encode_flags(message: BoundaryMessage, mine: int) -> tuple[float, ...]:
+    code = 0
+    if message.signal is not None:
+        try:
+            code = int(signal.Signals[message.signal])
+        except KeyError:
+            raise ConfigError(
+                f"signal={message.signal!r} is not the name of a signal; give e.g. SIGUSR2"
+            ) from None
+    return (
+        float(mine + code) if message.signal is not None else 0.0,
+        *(float(mine) if one else 0.0 for one in (message.save, message.stop, message.failure)),
+    )
+
+
+def decode(slots: Sequence[float], size: int) -> Agreed:
+    """Read the maximum over all ranks' messages. Pure."""
+    left = slots[-1]
+    found: dict[str, Source] = {}
+    if any(slots[: len(_FLAGS)]):
+        for name, slot in zip(_FLAGS, slots, strict=False):
+            if slot > 0:
+                high, value = divmod(int(slot), _VALUES)
+                found[name] = Source(rank=size - high, value=value)
+    by = found.get("signal")
+    return Agreed(
+        signal=None if by is None else signal.Signals(by.value).name,
+        signal_by=by,
+        save=found.get("save"),
+        stop=found.get("stop"),
+        failure=found.get("failure"),
+        left_s=None if math.isinf(left) and left < 0 else -left,
+    )
+
+
+def merge(messages: Sequence[Sequence[float]]) -> list[float]:
+    """What the ranks' allreduce does, slot by slot. Pure."""
+    return [max(column) for column in zip(*messages, strict=True)]
+
+
+_NOTHING = BoundaryMessage()
 
 
 class _Watch(Protocol):
@@ -52,7 +166,7 @@ class Boundary:
     Args:
         world: The ranks. One rank alone uses no MPI.
         timeout_s: How long a rank may be late before the watchdog names it and ends the job.
-        watchdog: Whose lanes to use; None starts one of the boundary's own.
+        watchdog: What watches its calls; None starts one of the boundary's own.
     """
 
     def __init__(
@@ -64,8 +178,7 @@ class Boundary:
         self._closed = False
         self._nothing = Agreed()
         self._tally = Tally()
-        self._hosts = [info.host for info in world.ranks]
-        self._judge = Stragglers(self._hosts)
+        self._stragglers = Stragglers([info.host for info in world.ranks])
         self._request: Request | None = None
         self._comm: Comm | None = None
         self._own: Watchdog | None = None
@@ -93,16 +206,15 @@ class Boundary:
         with contextlib.suppress(NotImplementedError):
             self._again = comm.Allreduce_init(self._send, self._came, op=self._largest)
 
-    def meet(self, said: Word = _SILENT, *, now: bool = False) -> Agreed:
-        """Collective: say something, and hear what was said; `now` must match.
+    def meet(self, message: BoundaryMessage = _NOTHING, *, now: bool = False) -> Agreed:
+        """Collective: send a message and learn what the others sent; `now` must match.
 
         Args:
-            said: What this rank has to say. Its `worked_s`, where it gives none, is the time since
-                the last boundary less the time in collectives that the watchdog knows of.
-            now: Wait until all have come, and hear also what they say at this boundary.
+            message: What this rank has to say.
+            now: Wait until all have come, and learn also what they send at this boundary.
 
         Returns:
-            What all ranks said at the boundary before; nothing at the first one.
+            What all ranks sent at the boundary before; nothing at the first one.
 
         Raises:
             TimedOutError: a rank did not come, and the watchdog could not end the job.
@@ -110,12 +222,12 @@ class Boundary:
         if self._closed:
             raise ConfigError("this step boundary is closed; make another one in the world's block")
         if self._comm is None:
-            return self._meet_alone(said, now)
-        worked_s = self._tally.passed(time.monotonic(), self._watchdog.all_waited_s)
+            return self._meet_alone(message, now)
+        self._tally.passed(time.monotonic(), self._watchdog.all_waited_s)
         self._watch.enter(_CALL)
         try:
             before = self._complete()
-            self._send[:] = encode(said, self._rank, self._size, worked_s)
+            self._send[:] = encode(message, self._rank, self._size)
             self._request = self._post(self._comm)
             if not now:
                 return self._nothing if before is None else decode(before, self._size)
@@ -125,22 +237,20 @@ class Boundary:
         both = [one for one in (before, at_once) if one is not None]
         return decode(merge(both), self._size)
 
-    def hear(self, said: Said, text: str) -> str:
-        """Collective: the text of the rank that said it; each rank gives its own, and `said`."""
+    def broadcast(self, source: Source, text: str) -> str:
+        """Collective: the text of the source's rank; each rank gives its own, `source` matches."""
         if self._comm is None:
             return text
-        self._watch.enter(f"what rank {said.rank} says at {_CALL}")
+        self._watch.enter(f"the text of rank {source.rank} at {_CALL}")
         try:
-            heard: str = self._comm.bcast(text if self._rank == said.rank else None, root=said.rank)
+            found: str = self._comm.bcast(
+                text if self._rank == source.rank else None, root=source.rank
+            )
         finally:
             self._watch.leave()
-        return heard
+        return found
 
-    def host_of(self, said: Said) -> str:
-        """The host of the rank that said it."""
-        return self._hosts[said.rank]
-
-    def compare_ranks(self, *, step: int) -> Finding:
+    def compare_ranks(self, *, step: int) -> StragglerReport:
         """Collective: which ranks work longest since the last time it was asked; `step` must match.
 
         What a rank waits for others in collectives does not count. Where collectives end on a GPU,
@@ -148,7 +258,7 @@ class Boundary:
         """
         mine = self._tally.take()
         if self._comm is None:
-            return self._judge.compare([mine], step=step)
+            return self._stragglers.compare([mine], step=step)
         table = np.empty((self._size, 3))
         self._watch.enter("comparison of step times")
         try:
@@ -159,7 +269,7 @@ class Boundary:
             Work(mean_s=mean_s, error_s=error_s, num_steps=int(num_steps))
             for mean_s, error_s, num_steps in table.tolist()
         ]
-        return self._judge.compare(works, step=step)
+        return self._stragglers.compare(works, step=step)
 
     def close(self) -> None:
         """Collective: complete what is under way and give everything back. May be called again."""
@@ -178,13 +288,13 @@ class Boundary:
         if self._own is not None:
             self._own.stop()
 
-    def _meet_alone(self, said: Word, now: bool) -> Agreed:
-        worked_s = self._tally.passed(time.monotonic(), 0.0)
-        before, self._pending = self._pending, encode(said, 0, 1, worked_s)
-        words = [before] if before is not None else []
+    def _meet_alone(self, message: BoundaryMessage, now: bool) -> Agreed:
+        self._tally.passed(time.monotonic(), 0.0)
+        before, self._pending = self._pending, encode(message, 0, 1)
+        messages = [before] if before is not None else []
         if now:
-            words, self._pending = [*words, self._pending], None
-        return decode(merge(words), 1) if words else self._nothing
+            messages, self._pending = [*messages, self._pending], None
+        return decode(merge(messages), 1) if messages else self._nothing
 
     def _post(self, comm: Comm) -> Request:
         if self._again is None:

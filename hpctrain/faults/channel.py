@@ -1,45 +1,67 @@
-"""Questions and answers between ranks beside MPI, over TCP: MPI is what hangs.
+"""Messages between ranks beside MPI, over TCP: MPI is what hangs.
 
-One line of JSON goes each way, then the connection is closed; who asks to stay is told when this
-rank leaves. Every rank has a token of its own that travels by MPI at the start; whoever does not
-know it gets no answer.
+One line of JSON goes each way, then the connection is closed (`Responder`, `ask_all`). A peer that
+asks to stay is told when this rank leaves; a connection that ends without that goodbye is a process
+that died (`PeerLink`). Every rank has a token of its own that travels by MPI at the start; a
+connection that does not present it gets no reply.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
 import selectors
 import socket
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hpctrain import log
-from hpctrain.faults.stacks import THREAD_PREFIX
+from hpctrain.faults.calls import THREAD_PREFIX
 
-__all__ = ["GOODBYE", "WELCOME", "Message", "Responder"]
+__all__ = ["GOODBYE", "UNREACHED", "WELCOME", "Message", "Peer", "PeerLink", "Responder", "ask_all"]
 
 Message = dict[str, Any]
 
 WELCOME = b"hello\n"
-"""What those hear who ask to stay."""
+"""The reply to a peer that asks to stay."""
 GOODBYE = b"bye\n"
-"""What those who stay hear when this rank leaves in order."""
+"""Sent to peers that stay when this rank leaves in order."""
+UNREACHED = "cannot be reached"
+"""How the reason begins when nobody listens there."""
 
 _LONGEST_QUESTION = 4096
 _BACKLOG = 1024
 _PIECE = 65536
-_MOST_GUESTS = 512
+_MOST_CLIENTS = 512
+_AT_ONCE = 256
+_MOST_BYTES = 16 << 20
+_CONNECT_S = 10.0
+# A node that is gone says nothing: the kernel asks after five silent seconds, five times.
+_KEEPALIVE = ("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """How to reach a rank, and which process it is."""
+
+    address: str
+    port: int
+    token: str
+    pid: int
+    birth: str
+    """When the process started, in the kernel's words: process ids are used again."""
 
 
 @dataclass(eq=False, slots=True)
-class _Guest:
-    """Someone who has connected: what is heard so far, then what is left to say."""
+class _Client:
+    """A connection: what was received so far, then what is left to send."""
 
     sock: socket.socket
     heard: bytes = b""
@@ -66,7 +88,7 @@ class Responder:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._guests: set[_Guest] = set()
+        self._clients: set[_Client] = set()
         self._thread = threading.Thread(
             target=self._serve, name=f"{THREAD_PREFIX}-channel", daemon=True
         )
@@ -82,15 +104,15 @@ class Responder:
         self._wake.close()
 
     def say_goodbye(self) -> None:
-        """Tell those who stay that this rank leaves."""
-        for guest in list(self._guests):
-            if guest.stays:
+        """Tell peers that stay connected that this rank leaves."""
+        for client in list(self._clients):
+            if client.stays:
                 with contextlib.suppress(OSError):
-                    guest.sock.send(GOODBYE)
+                    client.sock.send(GOODBYE)
 
     def forget(self) -> None:
         """Give up the sockets in a forked child, so that the parent's death can be seen."""
-        for sock in (self._server, self._wake, self._woken, *(g.sock for g in self._guests)):
+        for sock in (self._server, self._wake, self._woken, *(c.sock for c in self._clients)):
             sock.close()
 
     def _serve(self) -> None:
@@ -114,47 +136,47 @@ class Responder:
             sock, _ = self._server.accept()
         except OSError:
             return  # it has gone again
-        if len(self._guests) >= _MOST_GUESTS:
+        if len(self._clients) >= _MOST_CLIENTS:
             sock.close()
             return
         sock.setblocking(False)
-        guest = _Guest(sock)
-        self._guests.add(guest)
-        self._selector.register(sock, selectors.EVENT_READ, guest)
+        client = _Client(sock)
+        self._clients.add(client)
+        self._selector.register(sock, selectors.EVENT_READ, client)
 
-    def _attend(self, guest: _Guest) -> None:
+    def _attend(self, client: _Client) -> None:
         try:
-            if self._converse(guest):
+            if self._converse(client):
                 return
         except BlockingIOError:
             return
         except OSError:
             pass  # it has gone
-        self._selector.unregister(guest.sock)
-        self._guests.discard(guest)
-        guest.sock.close()
+        self._selector.unregister(client.sock)
+        self._clients.discard(client)
+        client.sock.close()
 
-    def _converse(self, guest: _Guest) -> bool:
-        """Go on with a conversation; False ends it."""
-        if guest.to_say:
-            guest.to_say = guest.to_say[guest.sock.send(guest.to_say[:_PIECE]) :]
-            if guest.stays and not guest.to_say:
-                self._selector.modify(guest.sock, selectors.EVENT_READ, guest)
-            return guest.stays or bool(guest.to_say)
-        data = guest.sock.recv(_LONGEST_QUESTION)
-        if guest.stays:
+    def _converse(self, client: _Client) -> bool:
+        """Read or write what is possible now; False ends the connection."""
+        if client.to_say:
+            client.to_say = client.to_say[client.sock.send(client.to_say[:_PIECE]) :]
+            if client.stays and not client.to_say:
+                self._selector.modify(client.sock, selectors.EVENT_READ, client)
+            return client.stays or bool(client.to_say)
+        data = client.sock.recv(_LONGEST_QUESTION)
+        if client.stays:
             return bool(data)
-        guest.heard += data
-        if b"\n" not in guest.heard:
-            return bool(data) and len(guest.heard) < _LONGEST_QUESTION
-        question = self._read(guest.heard.partition(b"\n")[0])
-        guest.stays = question is not None and question.get("ask") == "stay"
-        guest.to_say = WELCOME if guest.stays else self._reply(question)
-        self._selector.modify(guest.sock, selectors.EVENT_WRITE, guest)
-        return bool(guest.to_say)
+        client.heard += data
+        if b"\n" not in client.heard:
+            return bool(data) and len(client.heard) < _LONGEST_QUESTION
+        question = self._read(client.heard.partition(b"\n")[0])
+        client.stays = question is not None and question.get("ask") == "stay"
+        client.to_say = WELCOME if client.stays else self._reply(question)
+        self._selector.modify(client.sock, selectors.EVENT_WRITE, client)
+        return bool(client.to_say)
 
     def _read(self, line: bytes) -> Message | None:
-        """A question; None from a stranger."""
+        """A question; None where the token is missing or wrong."""
         try:
             question = json.loads(line)
             token = str(question["token"]).encode()
@@ -164,13 +186,13 @@ class Responder:
         return question if known and isinstance(question, dict) else None
 
     def _reply(self, question: Message | None) -> bytes:
-        """The answer to a question, or nothing for a stranger."""
+        """The reply to a question; nothing where the token was wrong."""
         if question is None:
             return b""
         try:
             reply = self._answer(question)
         except Exception as error:  # this thread must go on answering
-            log.warn(f"the watchdog cannot answer another rank: {error!r}")
+            log.warn(f"the watchdog failed to reply to another rank: {error!r}")
             return b""
         return json.dumps(reply).encode() + b"\n"
 
@@ -185,3 +207,164 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+@dataclass(eq=False, slots=True)
+class _Talk:
+    """One conversation under way."""
+
+    rank: int
+    sock: socket.socket
+    to_say: bytes
+    deadline: float
+    heard: bytes = b""
+
+
+def ask_all(
+    peers: Mapping[int, Peer], question: Message, *, timeout_s: float
+) -> dict[int, Message | str]:
+    """Put a question to ranks, many at a time.
+
+    Args:
+        peers: Whom to ask, by rank.
+        question: What to ask; each rank's token is added.
+        timeout_s: How long each rank may take.
+
+    Returns:
+        By rank the reply, or in words why there is none.
+    """
+    answers: dict[int, Message | str] = {}
+    queue = sorted(peers, reverse=True)
+    talks: set[_Talk] = set()
+    with selectors.DefaultSelector() as selector:
+        while queue or talks:
+            while queue and len(talks) < _AT_ONCE:
+                rank = queue.pop()
+                talk = _begin(rank, peers[rank], question, timeout_s)
+                if isinstance(talk, str):
+                    answers[rank] = talk
+                else:
+                    talks.add(talk)
+                    selector.register(talk.sock, selectors.EVENT_WRITE, talk)
+            if not talks:
+                continue
+            first = min(talk.deadline for talk in talks)
+            events = selector.select(max(0.0, first - time.monotonic()))
+            ready = {key.data for key, _ in events}
+            now = time.monotonic()
+            for talk in list(talks):
+                result = _advance(talk, selector) if talk in ready else None
+                if result is None and now >= talk.deadline:
+                    result = f"no reply within {timeout_s:g} s"
+                if result is not None:
+                    answers[talk.rank] = result
+                    talks.discard(talk)
+                    selector.unregister(talk.sock)
+                    talk.sock.close()
+    return answers
+
+
+def _begin(rank: int, peer: Peer, question: Message, timeout_s: float) -> _Talk | str:
+    try:
+        family = socket.AF_INET6 if ":" in peer.address else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        return f"cannot be asked ({error.strerror or error})"
+    sock.setblocking(False)
+    code = sock.connect_ex((peer.address, peer.port))
+    if code not in (0, errno.EINPROGRESS):
+        sock.close()
+        return _connection_trouble(code)
+    line = json.dumps({**question, "token": peer.token}).encode() + b"\n"
+    return _Talk(rank, sock, line, time.monotonic() + timeout_s)
+
+
+def _advance(talk: _Talk, selector: selectors.BaseSelector) -> Message | str | None:
+    """Read or write what is possible now; None while the reply is incomplete."""
+    try:
+        if talk.to_say:
+            code = talk.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                return _connection_trouble(code)
+            talk.to_say = talk.to_say[talk.sock.send(talk.to_say) :]
+            if not talk.to_say:
+                selector.modify(talk.sock, selectors.EVENT_READ, talk)
+            return None
+        data = talk.sock.recv(_PIECE)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        return _connection_trouble(error.errno or 0)
+    talk.heard += data
+    if data and b"\n" not in data and len(talk.heard) < _MOST_BYTES:
+        return None
+    try:
+        answer = json.loads(talk.heard)
+    except ValueError:
+        return "closed the connection without a reply"
+    return answer if isinstance(answer, dict) else "sent a malformed reply"
+
+
+def _connection_trouble(code: int) -> str:
+    return f"{UNREACHED} ({os.strerror(code)})"
+
+
+class PeerLink:
+    """A connection to one peer that tells at once when its process dies.
+
+    Most launchers end all ranks when one of them is killed, but not all do, and few say which one
+    it was. The kernel closes a dead process's sockets: a connection that ends without a goodbye
+    tells more than any timeout. Nothing is sent while both live.
+
+    Args:
+        peer: The process to watch.
+        died: Called in the thread that watches when it is gone without a goodbye.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+
+    def __init__(self, peer: Peer, died: Callable[[], None]) -> None:
+        self._died = died
+        self._leaving = threading.Event()
+        self._sock = socket.create_connection((peer.address, peer.port), timeout=_CONNECT_S)
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE:
+                if hasattr(socket, name):
+                    self._sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            self._sock.sendall(json.dumps({"ask": "stay", "token": peer.token}).encode() + b"\n")
+            # Its reply is not waited for: it may be in an MPI call that holds Python's lock until
+            # this rank comes, too.
+            self._sock.settimeout(None)
+        except OSError:
+            self._sock.close()
+            raise
+        self._thread = threading.Thread(
+            target=self._listen, name=f"{THREAD_PREFIX}-link", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Stop watching. May be called again."""
+        self._leaving.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        self._sock.close()
+
+    def _listen(self) -> None:
+        heard = b""
+        while True:
+            try:
+                data = self._sock.recv(64)
+            except OSError:
+                data = b""
+            heard += data
+            if GOODBYE in heard or self._leaving.is_set():
+                return
+            if not data:
+                if heard.startswith(WELCOME):  # else it turned us away, and is alive
+                    self._died()
+                return

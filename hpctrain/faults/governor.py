@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
+from hpctrain.log import format_seconds
 
-__all__ = ["Governor", "Pace", "daly_interval_s", "format_seconds", "quantile"]
+__all__ = ["Governor", "Pace", "daly_interval_s", "quantile"]
 
 _STEPS_KEPT = 128
 _SAVES_KEPT = 16
@@ -42,18 +43,6 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
 def quantile(ordered: Sequence[float], share: float) -> float:
     """The smallest of sorted values that at least this share of them does not exceed."""
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
-
-
-def format_seconds(seconds: float) -> str:
-    """`85 ms`, `12.3 s`, `7 min`, `3 h 20 min`."""
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,9 +23,9 @@ from hpctrain.errors import ConfigError
 if TYPE_CHECKING:
     from hpctrain.world import World
 
-__all__ = ["Injection", "What", "injection_of", "parse_injection"]
+__all__ = ["FaultKind", "Injection", "injection_of", "parse_injection"]
 
-What = Literal["signal", "pause", "hold", "bit", "nan", "disk"]
+FaultKind = Literal["signal", "pause", "hold", "bit", "nan", "disk"]
 _HOLD_S = 60.0
 _POLL_S = 0.02
 _MANTISSA_BIT = 20
@@ -36,7 +36,7 @@ _MANTISSA_BIT = 20
 class Injection:
     """What happens on one rank at one step boundary."""
 
-    what: What
+    what: FaultKind
     """`signal` to itself; `pause`: SIGSTOP, until somebody sends SIGCONT; `hold`: wait until the
     mark is removed; `bit`: flip one of a weight; `nan`: into a weight; `disk`: no file may grow
     beyond `num_bytes`."""
@@ -50,8 +50,8 @@ class Injection:
     def __post_init__(self) -> None:
         """Refuse an instruction that is not whole."""
         needs = {"signal": "signal", "pause": "mark", "hold": "mark", "disk": "num_bytes"}
-        if self.what not in get_args(What):
-            raise ConfigError(f"what={self.what!r} is none of {', '.join(get_args(What))}")
+        if self.what not in get_args(FaultKind):
+            raise ConfigError(f"what={self.what!r} is none of {', '.join(get_args(FaultKind))}")
         needed = needs.get(self.what)
         if needed is not None and getattr(self, needed) is None:
             raise ConfigError(f"what={self.what!r} needs {needed}")

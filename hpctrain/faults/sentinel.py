@@ -6,7 +6,8 @@ stays unseen in the loss for long; here it ends the job with the parameter, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,15 +17,164 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hpctrain.errors import ConfigError, DriftError
-from hpctrain.faults.digests import digest_all
-from hpctrain.faults.drift import Odd, describe_difference, find_odd, render
 from hpctrain.faults.watchdog import Watchdog, start
+from hpctrain.log import format_ranges
 from hpctrain.world import World, agree
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["Sentinel", "watched_names"]
+__all__ = [
+    "OddTensor",
+    "Sentinel",
+    "describe_difference",
+    "digest",
+    "digest_all",
+    "find_odd",
+    "render",
+    "watched_names",
+]
+
+_PIECE = 1 << 24
+_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Two int64 on the tensor's device. How it is computed depends on shape and dtype alone."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.numel() == 0:
+        return torch.zeros(2, dtype=torch.int64, device=flat.device)
+    if flat.numel() * flat.element_size() % 8 == 0:
+        if flat.storage_offset() * flat.element_size() % 8:
+            flat = flat.clone()  # words must begin where memory has them
+        words = flat.view(torch.uint8).view(torch.int64)
+    else:
+        words = flat.view(_BY_SIZE[flat.element_size()]).to(torch.int64)
+    return torch.stack([words.sum(), _sum_of_squares(words)])
+
+
+def _sum_of_squares(words: Tensor) -> Tensor:
+    if words.device.type == "cpu":
+        return torch.dot(words, words)
+    # No integer dot on GPUs; in pieces, because the squares take memory.
+    pieces = [piece.mul(piece).sum() for piece in torch.split(words, _PIECE)]
+    return torch.stack(pieces).sum()
+
+
+def digest_all(tensors: Sequence[Tensor | None]) -> list[int]:
+    """The digests of many tensors, one after the other; the host waits once for each device.
+
+    A tensor that is not there counts as -1, -1.
+    """
+    found = [None if tensor is None else digest(tensor) for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, one in enumerate(found):
+        if one is not None:
+            by_device.setdefault(one.device, []).append(index)
+    numbers = [-1] * (2 * len(found))
+    for indices in by_device.values():
+        values = torch.stack([one for i in indices if (one := found[i]) is not None]).tolist()
+        for index, (total, squares) in zip(indices, values, strict=True):
+            numbers[2 * index : 2 * index + 2] = [total, squares]
+    return numbers
+
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OddTensor:
+    """A tensor that is not the same on all ranks."""
+
+    name: str
+    reference: int
+    """The lowest rank of the most frequent version."""
+    ranks: tuple[int, ...]
+    """Those that have another version than most; where there is no majority, than the reference."""
+    majority: bool
+    """Whether most ranks have one version, so that the others are the odd ones."""
+
+
+def find_odd(name: str, digests: Sequence[Hashable]) -> OddTensor:
+    """Find the ranks whose digest is not what most ranks have.
+
+    Args:
+        name: Of the tensor.
+        digests: Of all ranks, in rank order.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for rank, one in enumerate(digests):
+        groups.setdefault(one, []).append(rank)
+    usual, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+    return OddTensor(
+        name=name,
+        reference=usual[0],
+        ranks=tuple(sorted(rank for ranks in others for rank in ranks)),
+        majority=2 * len(usual) > len(digests),
+    )
+
+
+def describe_difference(mine: Tensor | None, theirs: Tensor | None) -> str:
+    """How a tensor differs from the reference's; nothing where it does not."""
+    if mine is None or theirs is None:
+        return "" if mine is theirs else "is no longer there on one side"
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return f"is {_kind(mine)} instead of {_kind(theirs)}"
+    size = mine.element_size()
+    own, other = (t.reshape(-1).view(torch.uint8).view(-1, size) for t in (mine, theirs))
+    changed = (own != other).any(1).nonzero().view(-1)
+    if not len(changed):
+        return ""
+    first = int(changed[0])
+    flipped = sum(int(byte).bit_count() for byte in (own[first] ^ other[first]).tolist())
+    bits = f"{flipped} bit{'s' if flipped > 1 else ''}"
+    values = f"{mine.reshape(-1)[first].item()!r} instead of {theirs.reshape(-1)[first].item()!r}"
+    where = f"element {first} is {values}, {bits} apart"
+    return f"{len(changed)} of {mine.numel()} elements differ, {where}"
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def render(
+    odd: Sequence[OddTensor],
+    details: Sequence[str],
+    hosts: Sequence[str],
+    *,
+    step: int,
+    num_more: int = 0,
+) -> str:
+    """The message of the error, the same on all ranks.
+
+    Args:
+        odd: What differs, at least one.
+        details: Of all ranks, how the first of them differs from the reference's.
+        hosts: Of all ranks.
+        step: At which it was seen.
+        num_more: How many tensors differ besides.
+    """
+    first = odd[0]
+    names = [one.name for one in odd[1:_MOST_NAMED]]
+    more = len(odd) - 1 - len(names) + num_more
+    also = f"; also {', '.join(names)}" if names else ""
+    also += f" and {more} more" if more else ""
+    s = "s" if len(first.ranks) > 1 else ""
+    who = f"rank{s} {format_ranges(first.ranks, limit=16)} of {len(hosts)}"
+    whose = [f"rank {r} on {hosts[r]}: {details[r]}" for r in first.ranks[:_MOST_NAMED]]
+    against = "the others" if first.majority else f"rank {first.reference}"
+    doubt = "" if first.majority else " (no majority tells which of them is right)"
+    one_bit = all("1 bit apart" in details[r] and "1 of " in details[r] for r in first.ranks)
+    cause = (
+        "one flipped bit points to memory: have the node looked at"
+        if one_bit
+        else "look for updates, or changes of weights in the script, that not all ranks make alike"
+    )
+    return (
+        f"step {step}: {first.name} of {who} differs from that of {against}{doubt}; "
+        f"{'; '.join(whose)}{also}; {cause}, and go on from a checkpoint before this step"
+    )
+
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _MOST_COMPARED = 64
@@ -75,7 +225,7 @@ class Sentinel:
         model: Whose weights should be the same on all ranks.
         every: Steps between comparisons.
         exclude: Names that may differ, as patterns of a shell.
-        watchdog: Whose lanes to use for the comparison; None: those of the world.
+        watchdog: Whose logs to use for the comparison; None: those of the world.
         timeout_s: How long a rank may be late.
 
     Raises:
@@ -184,7 +334,7 @@ class Sentinel:
         hosts = [info.host for info in self._world.ranks]
         raise DriftError(render(odd, details, hosts, step=step, num_more=len(indices) - len(shown)))
 
-    def _look(self, comm: Comm, odd: Odd, tensor: Tensor | None) -> str:
+    def _look(self, comm: Comm, odd: OddTensor, tensor: Tensor | None) -> str:
         """Collective: how this rank's tensor differs from the reference's."""
         root = odd.reference
         value = None if tensor is None else tensor.detach().cpu().contiguous()

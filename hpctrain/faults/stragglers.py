@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
-from hpctrain.faults.governor import format_seconds
-from hpctrain.log import format_ranges
+from hpctrain.log import format_ranges, format_seconds
 
-__all__ = ["Finding", "Stragglers", "Tally", "Work"]
+__all__ = ["StragglerReport", "Stragglers", "Tally", "Work"]
 
 _SLOW = 1.2
 _DRIFT = 1.15
@@ -39,7 +38,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class StragglerReport:
     """What one comparison of all ranks showed; the same on all of them."""
 
     step: int
@@ -112,7 +111,7 @@ class Stragglers:
         self._first: tuple[int, list[float]] | None = None
         self._lost_s = [0.0] * len(self._hosts)
 
-    def compare(self, works: Sequence[Work], *, step: int) -> Finding:
+    def compare(self, works: Sequence[Work], *, step: int) -> StragglerReport:
         """Judge what steps cost each rank since the last comparison.
 
         Args:
@@ -144,7 +143,7 @@ class Stragglers:
             held_up = rank in slow or rank in drifting
             cost_s = (work.mean_s - median_s) * work.num_steps
             self._lost_s[rank] = self._lost_s[rank] + cost_s if held_up else 0.0
-        return Finding(
+        return StragglerReport(
             step=step,
             median_s=median_s,
             slowest=order[0],

@@ -2,7 +2,7 @@
 
 Each rank notes the collectives that it is in. A thread looks at the notes from time to time; when a
 call has lasted too long, it asks all other ranks where they are, over a channel beside MPI, prints
-one report and ends the job (`hpctrain.faults.lookout`).
+one report and ends the job (`hpctrain.faults.monitor`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 from hpctrain import log
 from hpctrain.errors import ConfigError
-from hpctrain.faults.calls import Lane
-from hpctrain.faults.lookout import Lookout
+from hpctrain.faults.calls import CallLog
+from hpctrain.faults.monitor import Monitor
 from hpctrain.world import World, agree
 
 __all__ = ["Watchdog", "start", "watch_world"]
@@ -39,8 +39,8 @@ def start(world: World, *, timeout_s: float) -> Watchdog:
         raise ConfigError(trouble)
     watching = world.watching
     found = watching.watchdog
-    if isinstance(found, Watchdog) and found.lookout is not None and found.lookout.is_running:
-        return Watchdog(world, timeout_s=timeout_s, lookout=found.lookout)
+    if isinstance(found, Watchdog) and found.monitor is not None and found.monitor.is_running:
+        return Watchdog(world, timeout_s=timeout_s, monitor=found.monitor)
     return Watchdog(world, timeout_s=timeout_s)
 
 
@@ -80,26 +80,26 @@ def watch_world(world: World) -> None:
     world.at_exit(leave)
 
 
-class Watchdog(Lane):
+class Watchdog(CallLog):
     """Notices collectives that do not end. Made by `start`; `stop` ends it.
 
-    It is itself a lane of the whole world: `enter` and `leave` go around each of its collectives.
+    It is itself the call log of the whole world: `enter` and `leave` surround each collective.
     """
 
-    def __init__(self, world: World, *, timeout_s: float, lookout: Lookout | None = None) -> None:
+    def __init__(self, world: World, *, timeout_s: float, monitor: Monitor | None = None) -> None:
         self._world = world
-        self._owns_lookout = lookout is None and world.size > 1
-        self.lookout = Lookout(world) if self._owns_lookout else lookout
-        """Who looks and answers: one for all watchdogs of a world; None for a rank alone."""
-        key = "world" if self.lookout is None else self.lookout.name_lane("world")
+        self._owns_monitor = monitor is None and world.size > 1
+        self.monitor = Monitor(world) if self._owns_monitor else monitor
+        """One for all watchdogs of a world; None for a rank alone."""
+        key = "world" if self.monitor is None else self.monitor.name_log("world")
         super().__init__(tuple(range(world.size)), key, timeout_s=timeout_s)
-        self._own: list[Lane] = []
+        self._own: list[CallLog] = []
         self._add(self)
 
-    def _add(self, lane: Lane) -> None:
-        self._own.append(lane)
-        if self.lookout is not None:
-            self.lookout.add(lane)
+    def _add(self, calls: CallLog) -> None:
+        self._own.append(calls)
+        if self.monitor is not None:
+            self.monitor.add(calls)
 
     def among(
         self,
@@ -107,36 +107,36 @@ class Watchdog(Lane):
         *,
         timeout_s: float | None = None,
         may_be_late: bool = False,
-    ) -> Lane:
+    ) -> CallLog:
         """A watch for the collectives of some ranks only, as of an engine that was split.
 
-        Not collective, but each of these ranks makes the same lanes in the same order.
+        Not collective, but each of these ranks makes the same logs in the same order.
 
         Args:
             ranks: Who takes part.
             timeout_s: How long their calls may last; None: as long as this watchdog's.
-            may_be_late: See `Lane`.
+            may_be_late: See `CallLog`.
         """
         members = tuple(sorted(ranks))
         if self._world.rank not in members:
             raise ConfigError(
                 f"among({list(members)}) does not contain this rank, {self._world.rank}; only the "
-                "ranks that take part make a lane"
+                "ranks that take part can watch its calls"
             )
         kind = f"ranks {log.format_ranges(members)}"
-        lane = Lane(
+        calls = CallLog(
             members,
-            f"{kind} ({len(self._own)})" if self.lookout is None else self.lookout.name_lane(kind),
+            f"{kind} ({len(self._own)})" if self.monitor is None else self.monitor.name_log(kind),
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             may_be_late=may_be_late,
         )
-        self._add(lane)
-        return lane
+        self._add(calls)
+        return calls
 
     @property
     def all_waited_s(self) -> float:
-        """Seconds that this thread has spent in the calls of all its lanes."""
-        return sum(lane.waited_s for lane in self._own)
+        """Seconds that this thread has spent in the calls of all its call logs."""
+        return sum(calls.waited_s for calls in self._own)
 
     @contextlib.contextmanager
     def patience(self, seconds: float, *, lingers_s: float | None = None) -> Iterator[None]:
@@ -151,26 +151,26 @@ class Watchdog(Lane):
         """
         if not seconds > 0:
             raise ConfigError(f"patience({seconds:g}): the seconds must be more than 0")
-        if self.lookout is None:
+        if self.monitor is None:
             yield
             return
-        self.lookout.begin_patience(seconds)
+        self.monitor.begin_patience(seconds)
         try:
             yield
         finally:
-            self.lookout.end_patience(
+            self.monitor.end_patience(
                 seconds, lingers_s=self.timeout_s if lingers_s is None else lingers_s
             )
 
     def stop(self) -> None:
-        """Stop watching over its lanes. May be called again.
+        """Stop watching over its logs. May be called again.
 
-        The first watchdog of a world stops answering, too: other ranks that still wait for this one
-        then hear only that nobody listens here, so it belongs after the last collective.
+        The first watchdog of a world stops replying, too: other ranks that still wait for this one
+        then learn only that nobody listens here, so it belongs after the last collective.
         """
-        if self.lookout is None:
+        if self.monitor is None:
             return
-        if self._owns_lookout:
-            self.lookout.stop()
-        for lane in self._own:
-            self.lookout.remove(lane)
+        if self._owns_monitor:
+            self.monitor.stop()
+        for calls in self._own:
+            self.monitor.remove(calls)

@@ -225,7 +225,7 @@ class Listener:
                     rank=connection.rank,
                     host=connection.host,
                     code=-1,
-                    cause=f"process {connection.pid} died without a word (killed, or crashed)",
+                    cause=f"process {connection.pid} died unexpectedly (killed, or crashed)",
                 )
             )
 

@@ -275,7 +275,7 @@ class _Job:
         sys.stderr.flush()
         if failed.code < 0:
             killed = count_oom_kills() - self.num_oom_kills
-            why = f"; the kernel killed {killed} here for want of memory" if killed > 0 else ""
+            why = f"; the OOM killer killed {killed} here" if killed > 0 else ""
             cause = f"{failed.cause}{why}"
             log.notice(f"rank {failed.rank} on {failed.host}: {cause}; all ranks ended")
             note_failed_hosts(current_launch(), [failed.host])

@@ -15,11 +15,17 @@ from hpctrain.checkpoint import Keep, Loaded, Store
 from hpctrain.data import Batch, Loader
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.exit_codes import REQUEUE
-from hpctrain.faults.allocation import time_left_s
-from hpctrain.faults.boundary import Agreed, Boundary, Word
-from hpctrain.faults.governor import Governor, format_seconds
-from hpctrain.faults.injection import injection_of
-from hpctrain.faults.preemption import SIGNALS, Preemption
+from hpctrain.faults import (
+    SIGNALS,
+    Agreed,
+    Boundary,
+    BoundaryMessage,
+    Governor,
+    Preemption,
+    injection_of,
+    time_left_s,
+)
+from hpctrain.log import format_seconds
 from hpctrain.replica.asking import accumulation_of
 from hpctrain.saver import randomness
 from hpctrain.saver.batches import Batches
@@ -136,7 +142,7 @@ class Saver:
 
     @property
     def agreed(self) -> Agreed:
-        """What all ranks learned at the last boundary: the slowest rank, the time that is left."""
+        """What all ranks learned at the last boundary: a signal, a save due, the time left."""
         return self._agreed
 
     def on(self, event: str, function: Callable[..., object]) -> None:
@@ -332,11 +338,11 @@ class Saver:
         took_s, self._at = now - self._at, now
         self._clock.look(now, is_saving=self._store.is_saving)
         self._governor.step_took(took_s)
-        self._agreed = self._boundary.meet(self._word(now))
+        self._agreed = self._boundary.meet(self._message(now))
         with self._waiting():
             self._act(metrics)
 
-    def _word(self, now: float) -> Word:
+    def _message(self, now: float) -> BoundaryMessage:
         """What this rank has to say; time is kept by rank 0 alone."""
         signal = None if self._preemption is None else self._preemption.requested
         first = self.world.rank == 0
@@ -344,7 +350,7 @@ class Saver:
         is_due = first and self._is_due(now)
         save_due = is_due or self._timing.is_due_by_count(self._step)
         is_late = first and self._governor.must_stop(left_s, save_due=save_due)
-        return Word(
+        return BoundaryMessage(
             signal=signal,
             save=is_due,
             stop=self._stop_reason is not None or is_late,
@@ -431,7 +437,9 @@ class Saver:
         else:
             left = "" if due.left_s is None else f", {format_seconds(due.left_s)} are left"
             reason = self._stop_reason or "the walltime is nearly over"
-            why = (reason if due.stop is None else self._boundary.hear(due.stop, reason)) + left
+            why = (
+                reason if due.stop is None else self._boundary.broadcast(due.stop, reason)
+            ) + left
         if self._saved_step != self._step:
             self.save(metrics, wait=True)
         self._store.wait()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.errors import ConfigError
-from hpctrain.faults.governor import Governor, Pace
+from hpctrain.faults import Governor, Pace
 
 __all__ = ["SaveClock", "Timing", "settle_timing"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hpctrain.errors import NonFiniteError
-from hpctrain.faults.sentinel import Sentinel
+from hpctrain.faults import Sentinel
 from hpctrain.log import format_ranges
 from hpctrain.replica import Replica
 from hpctrain.train.config import Faults

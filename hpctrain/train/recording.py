@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import ConfigError
-from hpctrain.faults.allocation import ask_job
+from hpctrain.faults import ask_job
 from hpctrain.train.config import Logging
 from hpctrain.train.directory import RunDirectory, describe_environment
 from hpctrain.train.display import Display, Silent, make_display

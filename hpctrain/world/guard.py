@@ -22,16 +22,16 @@ from hpctrain.world.notes import note_exit
 __all__ = [
     "AgreedExit",
     "abort",
+    "before_abort",
     "end_all_ranks",
     "exit_code_of",
-    "farewells",
     "install_hook",
     "leave",
     "leave_together",
+    "prepare_abort",
     "remark_on_waiting",
     "report_exit",
     "report_hard_exits",
-    "say_farewell",
     "whereabouts",
 ]
 
@@ -133,13 +133,13 @@ def whereabouts(launch: Launch) -> tuple[int, int]:
     return launch.rank, launch.size
 
 
-farewells: list[Callable[[], None]] = []
+before_abort: list[Callable[[], None]] = []
 """Called before this rank ends all others, so that its end is not taken for a death."""
 
 
-def say_farewell() -> None:
-    """Call the farewells; whatever goes wrong in them, the end comes."""
-    for call in list(farewells):
+def prepare_abort() -> None:
+    """Call what is in `before_abort`; a failure in it does not stop the abort."""
+    for call in list(before_abort):
         with contextlib.suppress(Exception):
             call()
 
@@ -169,7 +169,7 @@ def end_all_ranks(launch: Launch, error: BaseException) -> NoReturn:
     sys.stderr.write(f"hpctrain: {body}\n")
     _flush()
     report_exit(launch, code, cause)
-    say_farewell()
+    prepare_abort()
     abort(code)
 
 

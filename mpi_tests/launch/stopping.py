@@ -27,7 +27,7 @@ import torch
 import hpctrain as hpc
 from hpctrain import faults
 from hpctrain.data.storage.writing import write_shards
-from hpctrain.faults import lookout
+from hpctrain.faults import monitor
 
 TIMEOUT_S = 2.0
 LONG_S = 120.0
@@ -528,7 +528,7 @@ class Judge:
         self.world = world
         self.pids = world.comm.allgather(os.getpid())
         self.heard: list[str] | None = None
-        self._looking = world.watching.watchdog.lookout
+        self._looking = world.watching.watchdog.monitor
 
     def end_all_ranks(self, _launch, text: str, _cause: str, **_options) -> None:
         """In place of the end of the job."""
@@ -573,7 +573,7 @@ def main() -> None:
         kit = Kit(world, engine, Path(folder))
         judge = Judge(world)
         if not in_earnest:
-            lookout.end_all_ranks = judge.end_all_ranks
+            monitor.end_job = judge.end_all_ranks
         for name in names or [*CASES, END]:
             if name == END:
                 continue
@@ -595,8 +595,8 @@ def main() -> None:
             return
         world.comm.Barrier()
         timer = judge.begin(False) if not in_earnest else threading.Timer(0, print)
-        for lane in judge._looking._lanes.values():
-            lane.timeout_s = TIMEOUT_S  # the end has the world's timeout
+        for calls in judge._looking._logs.values():
+            calls.timeout_s = TIMEOUT_S  # the end has the world's timeout
         began = time.monotonic()
         if in_earnest and world.rank == 0:
             print("ready", time.time(), flush=True)

@@ -40,13 +40,13 @@ def die_under_mpirun(path):
     assert done.code != 0
     assert done.elapsed_s < 10 + 5, done.text  # five seconds to start on a busy machine
     # Those whom the first one ends are not called dead.
-    assert len(re.findall("died without a word|failed; ending", done.text)) <= 1, done.text
+    assert len(re.findall("died unexpectedly|failed; ending", done.text)) <= 1, done.text
     return done.text
 
 
 def test_a_killed_rank_under_bare_mpirun_is_named_by_its_neighbour(tmp_path):
     path = script_of_a_death(tmp_path, "os.kill(os.getpid(), 9)")
-    words = r"rank 1 of 3 on \S+ \(process \d+\) died without a word"
+    words = r"rank 1 of 3 on \S+ \(process \d+\) died unexpectedly"
     # mpirun ends the others as well, and may be quicker than they are; not as a rule.
     said = [die_under_mpirun(path) for _ in range(5)]
     assert sum(bool(re.search(words, text)) for text in said) >= 2, said
@@ -126,7 +126,7 @@ def test_hpctrain_run_passes_warnings_on_and_lets_the_ranks_finish(tmp_path, nam
 
 
 LEAVE = """
-from hpctrain.faults.boundary import Boundary, Word
+from hpctrain.faults.boundary import Boundary, BoundaryMessage
 from hpctrain.faults.preemption import Preemption
 from hpctrain.world.guard import AgreedExit
 with world, Preemption() as asked:
@@ -135,7 +135,7 @@ with world, Preemption() as asked:
     for step in range(1000):
         if step == 5 and rank == 1:
             os.kill(os.getpid(), signal.SIGUSR2)
-        agreed = boundary.meet(Word(signal=asked.requested))
+        agreed = boundary.meet(BoundaryMessage(signal=asked.requested))
         if agreed.signal is not None:
             print("step", step, agreed.signal, "of rank", agreed.signal_by.rank, flush=True)
             comm.Barrier()

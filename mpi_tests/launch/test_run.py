@@ -186,7 +186,7 @@ def test_what_cannot_start_is_told_in_our_words(tmp_path, words, code, told):
         ("sys.exit('no data')", 1, ["no data"]),
         ("import nosuchmodule", 1, ["No module named 'nosuchmodule'"]),
         ("os._exit(5)", 5, ["called os._exit(5)"]),
-        ("os.kill(os.getpid(), 9)", 137, ["died without a word"]),
+        ("os.kill(os.getpid(), 9)", 137, ["died unexpectedly"]),
     ],
 )
 def test_what_ends_one_rank_ends_all_within_five_seconds(script, body, code, words):

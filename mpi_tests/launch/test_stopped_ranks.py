@@ -52,7 +52,7 @@ def judge(line):
         re.escape(case.says if case is not None else ""),  # the end of many things
     ]
     wrong = [f"{name}: no {part} in {first!r}" for part in wanted if not re.search(part, first)]
-    if not re.search(r"rank 1 on .* does not answer: .*is stopped \(SIGSTOP; `kill", report):
+    if not re.search(r"rank 1 on .* does not reply: .*is stopped \(SIGSTOP; `kill", report):
         wrong.append(f"{name}: that rank 1 is stopped is not said: {report!r}")
     if not seconds < stopping.TIMEOUT_S + MARGIN_S:
         wrong.append(f"{name}: {seconds:.1f} s")

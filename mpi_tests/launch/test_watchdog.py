@@ -150,9 +150,7 @@ def test_a_stopped_rank(hang):
         "call('barrier', comm.Barrier)\n"
     )
     assert "ranks 1-2 have waited" in report
-    assert re.search(
-        r"rank 0 on .* does not answer: .* stopped \(SIGSTOP; `kill -CONT \d+`", report
-    )
+    assert re.search(r"rank 0 on .* does not reply: .* stopped \(SIGSTOP; `kill -CONT \d+`", report)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +163,11 @@ def test_a_stopped_rank(hang):
 def test_a_rank_whose_native_code_holds_the_gil(hang, body, words):
     report = hang(f"ready()\nif rank == 1:\n    {body}\ncall('barrier', comm.Barrier)\n")
     assert "in 'barrier' #4 for rank 1 (of 3)" in report
-    assert re.search(rf"rank 1 on .* does not answer: no answer in .*; {words}", report)
+    assert re.search(rf"rank 1 on .* does not reply: no reply within .*; {words}", report)
 
 
 def test_threads_lanes_and_a_chain_of_waits(hang):
-    # Rank 0 waits for 1 and 2 in a thread, 1 waits for 2 in a lane of their own, 2 is the culprit.
+    # Rank 0 waits for 1 and 2 in a thread, 1 waits for 2 in a group of their own, 2 is the culprit.
     report = hang(
         "part = comm.Split(rank > 0)\n"
         "pair = dog.among([1, 2]) if rank else None\n"
@@ -212,6 +210,8 @@ def test_a_stopped_and_a_sleeping_rank_on_another_node(nodes, tmp_path):
     report = result.stdout + result.stderr
     assert "in 'barrier' #4 for ranks 1-2 (of 3)" in report, report
     assert re.search(r"rank 1 on node2 \(process \d+\) is outside; its last call", report), report
-    assert re.search(r"rank 2 on node2 .* does not answer: no answer in 2 s; it has ended", report)
+    assert re.search(
+        r"rank 2 on node2 .* does not reply: no reply within 2 s; it has ended", report
+    )
     assert "watchdog's TCP connections fail" not in report
     assert result.returncode == EXIT_CODE, report

@@ -12,8 +12,6 @@ from torch import nn
 import hpctrain as hpc
 from hpctrain import faults
 from hpctrain.errors import ConfigError, DriftError, NonFiniteError
-from hpctrain.faults.boundary import Boundary, Word
-from hpctrain.faults.nonfinite import FiniteWatch, raise_nonfinite
 
 ENGINE = "mpi" if MPI.COMM_WORLD.Get_size() > 1 else "local"
 
@@ -85,48 +83,41 @@ def test_wrong_arguments_are_refused_on_all_ranks(world):
 
 
 def test_a_loss_that_is_nan_on_one_rank_ends_all_of_them(world):
-    boundary = Boundary(world, timeout_s=60)
-    watch = FiniteWatch(make_model())
+    torch.manual_seed(5)
+    model = nn.Linear(4, 2)
+    replica = hpc.distribute(world, model, torch.optim.SGD(model.parameters(), 0.1), engine=ENGINE)
     bad = world.size - 1
-    for step in range(10):
+    for step in range(5):
         nan = step == 4 and world.rank == bad
-        watch.loss(torch.tensor(float("nan") if nan else 1.0))
-        watch.step_ended(step + 1)
-        agreed = boundary.meet(Word(nonfinite=watch.finding is not None))
-        if agreed.nonfinite is not None:
-            break
-        raise_nonfinite(boundary, agreed, watch.finding)
-    assert step == 5
+        loss = replica(torch.ones(3, 4)).square().mean()
+        replica.backward(loss * torch.nan if nan else loss)
+        if step < 4:
+            assert replica.step()
     with pytest.raises(NonFiniteError) as caught:
-        raise_nonfinite(boundary, agreed, watch.finding)
-    assert f"rank {bad} on {world.ranks[bad].host}: step 4: the loss is nan;" in str(caught.value)
-    boundary.close()
+        replica.step()
+    assert f"rank {bad} of {world.size}: step 4: the loss is nan;" in str(caught.value)
+    replica.close()
 
 
 def test_a_training_has_equal_weights_and_a_nan_is_named_where_it_began(world):
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
-    replica = hpc.distribute(world, model, optimizer, engine=ENGINE, nonfinite="ignore")
-    boundary = Boundary(world, timeout_s=60, watchdog=replica.engine.watchdog)
+    replica = hpc.distribute(world, model, optimizer, engine=ENGINE)
     sentinel = hpc.Sentinel(world, model, every=1)
-    watch = FiniteWatch(model, gradients_every=1)
     bad = world.size - 1
-    for step in range(5):
+    for step in range(4):
         x = torch.full((3, 4), float(world.rank + step))
         if step == 3 and world.rank == bad:
             x[1, 2] = torch.nan
-        replica.backward(replica(x).square().mean())
-        replica.step()
-        assert step >= 3 or sentinel.step()
-        watch.step_ended(step + 1)
-        agreed = boundary.meet(Word(nonfinite=watch.finding is not None))
-        if agreed.nonfinite is not None:
-            break
-    assert (step, agreed.nonfinite.rank) == (4, bad)
-    with pytest.raises(NonFiniteError, match=rf"rank {bad} on .*: step 3: the gradient of 2\.b"):
-        raise_nonfinite(boundary, agreed, watch.finding)
-    watch.close()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if step < 3:
+            optimizer.step()
+            assert sentinel.step()
+    who = rf"rank {bad} of {world.size}: step 3: the gradient of 2\.bias has 2 of 2 elements"
+    with pytest.raises(NonFiniteError, match=who):
+        optimizer.step()
+    assert sentinel.step()  # the NaN has reached no rank's weights
     sentinel.close()
-    boundary.close()
     replica.close()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.faults.digests import digest, digest_all
-from hpctrain.faults.nonfinite import FiniteWatch
+from hpctrain.faults.sentinel import digest, digest_all
+from hpctrain.replica.finite import FiniteCheck
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -26,7 +26,7 @@ def test_a_gpu_has_the_digests_of_the_cpu():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_nan_is_found_a_step_later_and_nothing_waits():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).cuda()
-    watch = FiniteWatch(model, gradients_every=1)
+    check = FiniteCheck(None, num_ranks=1, watches=True)
     inputs = [torch.ones(2, 4, device="cuda") for _ in range(4)]
     inputs[2][0, 0] = torch.nan
     torch.cuda.synchronize()
@@ -34,12 +34,10 @@ def test_a_nan_is_found_a_step_later_and_nothing_waits():
     try:
         for step, x in enumerate(inputs):
             loss = model(x).square().mean()
-            watch.loss(loss)
+            check.look_at_loss(loss, step=step)
             loss.backward()
-            watch.step_ended(step + 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    watch.step_ended(5)
-    assert watch.finding == "step 2: the loss is inf or NaN"
-    watch.close()
+    check.look_at_loss(loss, step=5)
+    assert check.finding == "step 2: the loss is nan"

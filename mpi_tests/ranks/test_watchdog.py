@@ -12,9 +12,8 @@ import pytest
 import hpctrain as hpc
 from hpctrain import faults
 from hpctrain.errors import ConfigError
-from hpctrain.faults.answer import Answer
-from hpctrain.faults.stacks import THREAD_PREFIX
-from hpctrain.faults.verdict import Kind, judge
+from hpctrain.faults.calls import THREAD_PREFIX
+from hpctrain.faults.diagnosis import MissingKind, Reply, diagnose
 
 
 @pytest.fixture
@@ -65,20 +64,20 @@ def test_a_world_has_one_set_of_threads_and_leaves_none():
 def test_every_wait_of_the_worlds_communicators_is_announced(world):
     if world.size == 1:
         return
-    lane = world.watching.watchdog
+    calls = world.watching.watchdog
     world.comm.allgather(world.rank)
     hpc.agree(world.comm, None)
     world.node.bcast(None, root=0)
     hpc.metrics.total(world, 1.0)
-    names = list(lane.page().names.values())
+    names = list(calls.history().names.values())
     assert names[:2] == ["allgather", "agree"]
     assert names[-2:] == ["total: agree", "total: allgather"]
-    assert "bcast" in world.watching.watches["node"].page().names.values()
+    assert "bcast" in world.watching.watches["node"].history().names.values()
     # Who duplicates a communicator announces its calls himself.
     own = world.comm.Dup()
     own.Barrier()
     own.Free()
-    assert list(lane.page().names.values())[-1] == "Dup"
+    assert list(calls.history().names.values())[-1] == "Dup"
 
 
 def test_wrong_timeouts_are_refused_on_all_ranks(world):
@@ -101,14 +100,16 @@ def test_every_rank_can_say_who_is_missing(world, make):
         dog.enter("allreduce bucket 1")
     world.comm.Barrier()
     if world.size > 1:
-        answers = dog.lookout.survey(dog)
+        answers = dog.monitor.ask_ranks(dog)
         assert sorted(answers) == list(range(world.size))
-        assert all(isinstance(answer, Answer) for answer in answers.values())
-        verdict = judge(answers)
-        assert (verdict.number, verdict.name) == (2, "allreduce bucket 1")
-        assert verdict.waiting == tuple(range(absent))
-        assert [(one.rank, one.kind) for one in verdict.missing] == [(absent, Kind.OUTSIDE)]
-        assert "test_watchdog.py" in verdict.missing[0].place
+        assert all(isinstance(answer, Reply) for answer in answers.values())
+        diagnosis = diagnose(answers)
+        assert (diagnosis.number, diagnosis.name) == (2, "allreduce bucket 1")
+        assert diagnosis.waiting == tuple(range(absent))
+        assert [(one.rank, one.kind) for one in diagnosis.missing] == [
+            (absent, MissingKind.OUTSIDE)
+        ]
+        assert "test_watchdog.py" in diagnosis.missing[0].place
     world.comm.Barrier()
 
 
@@ -123,8 +124,8 @@ def test_every_rank_can_say_where_the_calls_differ(world, make):
         dog.enter("allreduce w float32 (3, 4)")
     world.comm.Barrier()
     if world.size > 1:
-        answers = dog.lookout.survey(dog)
-        lines = dog.lookout.inquiry.compare(dog, judge(answers), answers, [odd, 0])
+        answers = dog.monitor.ask_ranks(dog)
+        lines = dog.monitor.survey.compare(dog, diagnose(answers), answers, [odd, 0])
         assert lines[0] == "  the ranks' calls differ first at #2:"
         assert "'allreduce w float32 (3, 4)'" in lines[1]
         assert f"    rank {odd}: 'allreduce w float32 (4, 3)' (another shape)" in lines
@@ -137,7 +138,7 @@ def test_every_rank_can_say_where_the_calls_differ(world, make):
 def test_a_stranger_gets_no_answer(world, make):
     dog = make(60)
     if world.size > 1:
-        peer = dog.lookout.peers[(world.rank + 1) % world.size]
+        peer = dog.monitor.peers[(world.rank + 1) % world.size]
         assert peer.address == "127.0.0.1"
         for line in (b'{"ask": "stacks"}\n', b"GET / HTTP/1.0\n", b'{"token": "x"}\n', b"x" * 5000):
             with socket.create_connection((peer.address, peer.port), timeout=10) as sock:
@@ -156,13 +157,13 @@ def test_patience_of_the_awaited_rank_holds_for_those_who_wait(world, make):
     if world.rank == 0:
         with dog.patience(30):
             time.sleep(1.2)
-        assert world.size == 1 or dog.lookout.patience_s == 30
+        assert world.size == 1 or dog.monitor.patience_s == 30
         time.sleep(0.3)
     dog.enter("barrier")
     world.comm.Barrier()
     dog.leave()
     time.sleep(0.6)
-    assert world.size == 1 or dog.lookout.patience_s == 0
+    assert world.size == 1 or dog.monitor.patience_s == 0
     with pytest.raises(ConfigError, match="must be more than 0"), dog.patience(0):
         pass
 
@@ -176,22 +177,22 @@ def test_while_nobody_is_missing_time_counts_from_the_last_arrival(world, make):
     dog.leave()
 
 
-def test_a_lane_has_numbers_of_its_own(world, make):
+def test_a_call_log_has_numbers_of_its_own(world, make):
     dog = make(60)
-    lane = dog.among(range(world.size))
+    calls = dog.among(range(world.size))
     again = dog.among(range(world.size))
-    assert lane.key != again.key
+    assert calls.key != again.key
     dog.enter("outer")
-    lane.enter("inner")
+    calls.enter("inner")
     world.comm.Barrier()
     if world.size > 1:
-        verdict = judge(dog.lookout.survey(lane))
-        assert (verdict.number, verdict.name, verdict.missing) == (1, "inner", ())
-        told = dog.lookout.survey(again)[(world.rank + 1) % world.size]
-        calls = {text.partition("' #")[0] for text in told.elsewhere}
-        assert {"'outer", "'inner"} <= calls
+        diagnosis = diagnose(dog.monitor.ask_ranks(calls))
+        assert (diagnosis.number, diagnosis.name, diagnosis.missing) == (1, "inner", ())
+        told = dog.monitor.ask_ranks(again)[(world.rank + 1) % world.size]
+        names = {text.partition("' #")[0] for text in told.elsewhere}
+        assert {"'outer", "'inner"} <= names
     world.comm.Barrier()
-    lane.leave()
+    calls.leave()
     dog.leave()
     with pytest.raises(ConfigError, match="does not contain this rank"):
         dog.among([world.rank + 1])

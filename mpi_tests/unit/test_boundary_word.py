@@ -7,21 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
-from hpctrain.faults.word import NUM_SLOTS, Agreed, Word, decode, encode, merge
+from hpctrain.faults.boundary import NUM_SLOTS, Agreed, BoundaryMessage, decode, encode, merge
 
-FLAGS = ("save", "stop", "failure", "nonfinite")
-times = st.none() | st.floats(0, 4000, allow_subnormal=False)
-words = st.builds(
-    Word,
+FLAGS = ("save", "stop", "failure")
+messages = st.builds(
+    BoundaryMessage,
     signal=st.none() | st.sampled_from(["SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT"]),
     **dict.fromkeys(FLAGS, st.booleans()),
-    step_s=times,
-    worked_s=times,
     left_s=st.none() | st.floats(0, 1e7, allow_subnormal=False),
 )
 
 
-@given(st.lists(words, min_size=1, max_size=9))
+@given(st.lists(messages, min_size=1, max_size=9))
 def test_all_ranks_know_who_said_what(said):
     size = len(said)
     slots = [encode(word, rank, size) for rank, word in enumerate(said)]
@@ -34,30 +31,22 @@ def test_all_ranks_know_who_said_what(said):
     signals = [(rank, word.signal) for rank, word in enumerate(said) if word.signal]
     told = (agreed.signal_by.rank, agreed.signal) if agreed.signal_by else None
     assert told == (signals[0] if signals else None)
-    steps = [word.step_s for word in said if word.step_s is not None]
-    assert agreed.step_s == (max(steps) if steps else None)
-    worked = [word.worked_s for word in said if word.worked_s is not None]
-    assert agreed.shortest_s == (min(worked) if worked else None)
-    assert (agreed.longest_s is None) == (not worked)
-    if agreed.slowest is not None:
-        assert agreed.longest_s == pytest.approx(max(worked), abs=1e-6)
-        assert said[agreed.slowest.rank].worked_s == pytest.approx(max(worked), abs=1e-6)
     left = [word.left_s for word in said if word.left_s is not None]
     assert agreed.left_s == (min(left) if left else None)
-    assert agreed.quiet == (not signals and all(getattr(agreed, name) is None for name in FLAGS))
+    nothing = not signals and not any(getattr(word, name) for word in said for name in FLAGS)
+    assert (agreed == Agreed(left_s=agreed.left_s)) == nothing
 
 
-@given(st.integers(0, 2**20 - 1), words)
-def test_the_largest_job_loses_no_bit(rank, word):
+@given(st.integers(0, 2**20 - 1), messages)
+def test_the_largest_job_loses_no_bit(rank, message):
     size = 2**20
-    agreed = decode(merge([encode(Word(), 0, size), encode(word, rank, size)]), size)
-    assert agreed.signal == word.signal
-    for told in (agreed.signal_by, agreed.save, agreed.slowest):
+    agreed = decode(merge([encode(BoundaryMessage(), 0, size), encode(message, rank, size)]), size)
+    assert agreed.signal == message.signal
+    for told in (agreed.signal_by, agreed.save, agreed.failure):
         assert told is None or told.rank == rank
 
 
 def test_silence():
-    assert decode(encode(Word(), 2, 3), 3) == Agreed()
-    assert decode(encode(Word(worked_s=1e9), 0, 1), 1).longest_s == pytest.approx(2**32 / 1e6)
-    with pytest.raises(ConfigError, match="signal='USR2' is no signal"):
-        encode(Word(signal="USR2"), 0, 1)
+    assert decode(encode(BoundaryMessage(), 2, 3), 3) == Agreed()
+    with pytest.raises(ConfigError, match="signal='USR2' is not the name of a signal"):
+        encode(BoundaryMessage(signal="USR2"), 0, 1)

@@ -7,9 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hpctrain.faults.digests import digest, digest_all
-from hpctrain.faults.drift import describe_difference, find_odd, render
-from hpctrain.faults.sentinel import watched_names
+from hpctrain.faults.sentinel import (
+    describe_difference,
+    digest,
+    digest_all,
+    find_odd,
+    render,
+    watched_names,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 DTYPES += [torch.uint8, torch.complex64, torch.complex128]

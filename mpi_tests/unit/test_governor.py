@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
-from hpctrain.faults.governor import Governor, Pace, daly_interval_s, format_seconds, quantile
+from hpctrain.faults.governor import Governor, Pace, daly_interval_s, quantile
+from hpctrain.log import format_seconds
 
 positive = st.floats(0.01, 1e4)
 

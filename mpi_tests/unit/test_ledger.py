@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.faults import Lane
-from hpctrain.faults.ledger import Page, find_divergence, render_calls
-from hpctrain.faults.sites import describe_site, users_site
+from hpctrain.faults import CallLog
+from hpctrain.faults.calls import CallHistory, describe_site, users_site
+from hpctrain.faults.diagnosis import find_divergence, render_calls
 
 calls = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
 
@@ -68,8 +68,10 @@ def test_in_which_way_they_differ(usual, odd, how):
 
 def test_both_places_are_told():
     recent = {0: numbered("ab"), 1: numbered("ac"), 2: numbered("ab")}
-    pages = {r: Page(names=n, places=dict.fromkeys(n, f"t.py:{r}")) for r, n in recent.items()}
-    told = render_calls(2, find_divergence(recent), pages, waiting=0, places=True)
+    histories = {
+        r: CallHistory(names=n, places=dict.fromkeys(n, f"t.py:{r}")) for r, n in recent.items()
+    }
+    told = render_calls(2, find_divergence(recent), histories, waiting=0, places=True)
     assert told == [
         "  the ranks' calls differ first at #2:",
         "    ranks 0,2: 'b'",
@@ -80,30 +82,32 @@ def test_both_places_are_told():
 
 
 def test_equal_names_from_different_places_are_told_as_such():
-    pages = {
-        0: Page(names=numbered("aa"), places={1: "t.py:5", 2: "t.py:7"}),
-        1: Page(names=numbered("a"), places={1: "t.py:6"}),
+    histories = {
+        0: CallHistory(names=numbered("aa"), places={1: "t.py:5", 2: "t.py:7"}),
+        1: CallHistory(names=numbered("a"), places={1: "t.py:6"}),
     }
-    assert render_calls(2, None, pages, waiting=0, places=True) == [
+    assert render_calls(2, None, histories, waiting=0, places=True) == [
         "  rank 0 waits at t.py:7",
         "  call #1 has one name on all ranks, and was made in several places:",
         "    rank 0 at t.py:5",
         "    rank 1 at t.py:6",
     ]
-    assert len(render_calls(2, None, pages, waiting=0, places=False)) == 1
+    assert len(render_calls(2, None, histories, waiting=0, places=False)) == 1
     assert render_calls(2, None, {}, waiting=0, places=True) == []
 
 
-def test_a_lane_keeps_its_last_calls_and_where_they_were_made():
-    lane = Lane((0, 1), "world")
+def test_a_log_keeps_its_last_calls_and_where_they_were_made():
+    calls = CallLog((0, 1), "world")
     for n in range(100):
-        lane.enter(f"call {n}")
-        lane.leave()
-    page = Page.read(json.loads(json.dumps(asdict(lane.page()))))
-    assert page == lane.page()
-    assert page.names == {n + 1: f"call {n}" for n in range(36, 100)}
-    assert "test_ledger.py:" in page.places[100]
-    assert page.places[100].endswith("in test_a_lane_keeps_its_last_calls_and_where_they_were_made")
+        calls.enter(f"call {n}")
+        calls.leave()
+    history = CallHistory.read(json.loads(json.dumps(asdict(calls.history()))))
+    assert history == calls.history()
+    assert history.names == {n + 1: f"call {n}" for n in range(36, 100)}
+    assert "test_ledger.py:" in history.places[100]
+    assert history.places[100].endswith(
+        "in test_a_log_keeps_its_last_calls_and_where_they_were_made"
+    )
 
 
 def test_a_place_is_the_line_of_the_call():
@@ -121,7 +125,7 @@ def test_a_place_is_the_line_of_the_call():
     for function in (deep, deep, deeper, deep):  # known by now, and not so deep again
         place = describe_site(function())
         code = function.__code__
-        # The frame just above `enter` is where the lane looks first.
+        # The frame just above `enter` is where the log looks first.
         assert place.endswith(f" in {code.co_qualname}") or function is deeper
         assert describe_site(deep()) == (
             f"{__file__}:{deep.__code__.co_firstlineno + 1} in {deep.__code__.co_qualname}"
@@ -133,20 +137,20 @@ def test_calls_behind_a_library_are_followed_to_the_users_line():
     source = "def first(go): return go()\ndef second(go): return first(go)\n"
     library: dict = {}
     exec(compile(source, json.__file__, "exec"), library)
-    lane = Lane((0, 1), "world")
+    calls = CallLog((0, 1), "world")
     for through in (library["first"], library["second"], library["first"], library["second"]):
-        through(lambda: lane.enter("x"))
-        lane.leave()
-    places = list(lane.page().places.values())
+        through(lambda: calls.enter("x"))
+        calls.leave()
+    places = list(calls.history().places.values())
     assert len(places) == 4
     assert all(place.startswith(f"{__file__}:") for place in places)
 
 
 def test_without_users_code_there_is_no_place():
-    lane = Lane((0, 1), "world")
+    calls = CallLog((0, 1), "world")
     from threading import Thread
 
-    worker = Thread(target=lane.enter, args=("x",))
+    worker = Thread(target=calls.enter, args=("x",))
     worker.start()
     worker.join()
-    assert lane.page() == Page(names={1: "x"}, places={1: ""})
+    assert calls.history() == CallHistory(names={1: "x"}, places={1: ""})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.faults.report import describe_death
+from hpctrain.faults.diagnosis import describe_death
 from hpctrain.world.oom import count_oom_kills, event_files
 
 
@@ -25,6 +25,4 @@ def test_the_first_file_that_is_there_counts(tmp_path):
     assert count_oom_kills([tmp_path / "nothing"]) == 0
     assert count_oom_kills() >= 0
     assert describe_death(num_oom_kills=0).endswith("(killed, or crashed)")
-    assert "the kernel has killed 2 processes here for want of memory" in describe_death(
-        num_oom_kills=2
-    )
+    assert "the OOM killer has killed 2 processes here" in describe_death(num_oom_kills=2)

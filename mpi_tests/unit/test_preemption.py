@@ -11,8 +11,7 @@ import time
 import pytest
 
 from hpctrain.errors import ConfigError
-from hpctrain.faults.native_signals import find_native
-from hpctrain.faults.preemption import SIGNALS, Preemption, signal_number
+from hpctrain.faults.preemption import SIGNALS, Preemption, find_native, signal_number
 
 
 def test_the_first_signal_is_remembered_and_later_ones_are_harmless():

@@ -13,13 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.faults import Lane
-from hpctrain.faults.answer import Answer, Call, Silence, Standing
-from hpctrain.faults.channel import Responder
-from hpctrain.faults.report import render, summarize
-from hpctrain.faults.stacks import format_stacks, users_place
-from hpctrain.faults.survey import Peer, ask_all, choose_address
-from hpctrain.faults.verdict import Kind, judge
+from hpctrain.faults import CallLog
+from hpctrain.faults.calls import Call, CallState, format_stacks, users_place
+from hpctrain.faults.channel import Peer, Responder, ask_all
+from hpctrain.faults.diagnosis import (
+    MissingKind,
+    NoReply,
+    Reply,
+    diagnose,
+    render_report,
+    summarize,
+)
+from hpctrain.faults.peers import choose_address
 
 NAMES = [f"allreduce bucket {n}" for n in range(40)]
 
@@ -27,8 +32,8 @@ NAMES = [f"allreduce bucket {n}" for n in range(40)]
 def inside(number, seconds=9.0, *, names=NAMES, outer=(), num_threads=1, **more):
     """A rank in call `number` (and in `outer` ones around it)."""
     calls = [Call(number=n, name=names[n], seconds=s) for n, s in (*outer, (number, seconds))]
-    return Answer(
-        standing=Standing(
+    return Reply(
+        state=CallState(
             entered=number,
             open=tuple(calls),
             innermost=(number,),
@@ -44,16 +49,16 @@ def outside(last, seconds=9.0, **more):
     """A rank that is in no call after call `last`."""
     ended = Call(number=last, name=NAMES[last], seconds=seconds) if last else None
     recent = {n: NAMES[n] for n in range(1, last + 1)}
-    standing = Standing(entered=last, ended=ended, recent=recent)
-    return Answer(standing=standing, patience_s=0.0, **more)
+    state = CallState(entered=last, ended=ended, recent=recent)
+    return Reply(state=state, patience_s=0.0, **more)
 
 
 def renamed(number, name):
     return [*NAMES[:number], name, *NAMES[number + 1 :]]
 
 
-def kinds(verdict):
-    return {one.rank: one.kind for one in verdict.missing}
+def kinds(diagnosis):
+    return {one.rank: one.kind for one in diagnosis.missing}
 
 
 @given(
@@ -65,41 +70,41 @@ def test_each_rank_is_waiting_missing_or_ahead(number, ranks):
     made = {
         "in": inside(number),
         "out": outside(number - 1),
-        "dead": Silence(reason="gone"),
+        "dead": NoReply(reason="gone"),
         "ahead": outside(number),
     }
-    verdict = judge({rank: made[kind] for rank, kind in enumerate(ranks)})
+    diagnosis = diagnose({rank: made[kind] for rank, kind in enumerate(ranks)})
     where = {kind: [r for r, k in enumerate(ranks) if k == kind] for kind in made}
-    assert (verdict.number, verdict.name) == (number, NAMES[number])
-    assert list(verdict.waiting) == where["in"]
-    assert list(verdict.ahead) == where["ahead"]
-    assert kinds(verdict) == {
-        **dict.fromkeys(where["out"], Kind.OUTSIDE),
-        **dict.fromkeys(where["dead"], Kind.SILENT),
+    assert (diagnosis.number, diagnosis.name) == (number, NAMES[number])
+    assert list(diagnosis.waiting) == where["in"]
+    assert list(diagnosis.ahead) == where["ahead"]
+    assert kinds(diagnosis) == {
+        **dict.fromkeys(where["out"], MissingKind.OUTSIDE),
+        **dict.fromkeys(where["dead"], MissingKind.SILENT),
     }
 
 
 def test_nobody_in_a_call_is_no_verdict():
-    assert judge({0: outside(3), 1: Silence(reason="gone")}) is None
+    assert diagnose({0: outside(3), 1: NoReply(reason="gone")}) is None
 
 
 def test_all_there_is_nobodys_fault():
-    verdict = judge({0: inside(3, 9.0), 1: inside(3, 4.0)})
-    assert (verdict.missing, verdict.seconds, verdict.complete_s) == ((), 9.0, 4.0)
-    assert "no rank is missing" in summarize(verdict, timeout_s=5)
+    diagnosis = diagnose({0: inside(3, 9.0), 1: inside(3, 4.0)})
+    assert (diagnosis.missing, diagnosis.seconds, diagnosis.complete_s) == ((), 9.0, 4.0)
+    assert "no rank is missing" in summarize(diagnosis, timeout_s=5)
 
 
 def test_another_call_at_the_same_number_is_named():
     other = renamed(17, "broadcast weights")
     answers = {0: inside(17), 1: inside(17), 2: inside(17, names=other), 3: inside(17)}
-    verdict = judge(answers)
-    assert kinds(verdict) == {2: Kind.OTHER}
-    text = render(
-        verdict,
+    diagnosis = diagnose(answers)
+    assert kinds(diagnosis) == {2: MissingKind.OTHER}
+    text = render_report(
+        diagnosis,
         timeout_s=5,
         hosts=dict.fromkeys(range(4), "node"),
         stacks={},
-        speaker=(0, verdict.call),
+        speaker=(0, diagnosis.call),
         code=124,
     )
     assert (
@@ -114,22 +119,22 @@ def test_another_call_at_the_same_number_is_named():
         ("allreduce bucket 4 (fc.weight)", outside(3), True),
         ("allreduce weights and use of gradients", outside(3), True),
         ("allreduce bucket 4 (fc.weight)", inside(4, names=renamed(4, "close")), True),
-        ("allreduce bucket 4 (fc.weight)", Silence(reason="cannot be reached (refused)"), True),
+        ("allreduce bucket 4 (fc.weight)", NoReply(reason="cannot be reached (refused)"), True),
         ("barrier", outside(3), False),
         ("allreduce bucket 4 (fc.weight)", inside(2), False),
-        ("allreduce bucket 4 (fc.weight)", Silence(reason="gone"), False),
+        ("allreduce bucket 4 (fc.weight)", NoReply(reason="gone"), False),
     ],
 )
 def test_join_is_suggested_where_a_rank_may_have_left_the_training_loop(name, answer, told):
     there = inside(4, names=renamed(4, name))
-    verdict = judge({0: there, 1: there, 2: answer}, long_s=5.0 if told else 0.0)
-    number = verdict.number
-    text = render(
-        verdict,
+    diagnosis = diagnose({0: there, 1: there, 2: answer}, long_s=5.0 if told else 0.0)
+    number = diagnosis.number
+    text = render_report(
+        diagnosis,
         timeout_s=5.0,
         hosts=dict.fromkeys(range(3), "here"),
         stacks={},
-        speaker=(0, Call(number=number, name=verdict.name, seconds=9.0)),
+        speaker=(0, Call(number=number, name=diagnosis.name, seconds=9.0)),
         code=124,
     )
     assert ("if rank 2 had no data left" in text) == told
@@ -138,121 +143,121 @@ def test_join_is_suggested_where_a_rank_may_have_left_the_training_loop(name, an
 
 def test_a_rank_that_made_another_call_and_went_on_is_named():
     names = renamed(17, "broadcast weights")
-    verdict = judge({0: inside(17), 1: inside(17), 2: inside(18, names=names)})
-    assert kinds(verdict) == {2: Kind.OTHER}
-    assert verdict.missing[0].doing.startswith("made 'broadcast weights' as #17 and is in")
+    diagnosis = diagnose({0: inside(17), 1: inside(17), 2: inside(18, names=names)})
+    assert kinds(diagnosis) == {2: MissingKind.OTHER}
+    assert diagnosis.missing[0].doing.startswith("made 'broadcast weights' as #17 and is in")
 
 
 def test_the_earliest_call_that_holds_up_the_others_is_reported():
-    verdict = judge({0: inside(17), 1: inside(15), 2: outside(14), 3: inside(17)})
-    assert verdict.number == 15
-    assert verdict.waiting == (1,)
-    assert kinds(verdict) == {2: Kind.OUTSIDE}
-    assert verdict.ahead == (0, 3)
+    diagnosis = diagnose({0: inside(17), 1: inside(15), 2: outside(14), 3: inside(17)})
+    assert diagnosis.number == 15
+    assert diagnosis.waiting == (1,)
+    assert kinds(diagnosis) == {2: MissingKind.OUTSIDE}
+    assert diagnosis.ahead == (0, 3)
 
 
 def test_a_slow_rank_on_its_way_is_not_mistaken_for_one_that_waits():
-    verdict = judge({0: inside(17), 1: inside(15, 0.1), 2: outside(14)}, long_s=2.5)
-    assert verdict.number == 17
-    assert kinds(verdict) == {1: Kind.EARLIER, 2: Kind.OUTSIDE}
+    diagnosis = diagnose({0: inside(17), 1: inside(15, 0.1), 2: outside(14)}, long_s=2.5)
+    assert diagnosis.number == 17
+    assert kinds(diagnosis) == {1: MissingKind.EARLIER, 2: MissingKind.OUTSIDE}
 
 
 def test_nested_calls_blame_the_rank_that_is_not_in_the_inner_one():
     deep = inside(8, 8.0, outer=[(7, 9.0)])
-    verdict = judge({0: deep, 1: deep, 2: inside(7)})
-    assert verdict.number == 8
-    assert kinds(verdict) == {2: Kind.EARLIER}
+    diagnosis = diagnose({0: deep, 1: deep, 2: inside(7)})
+    assert diagnosis.number == 8
+    assert kinds(diagnosis) == {2: MissingKind.EARLIER}
 
 
 def test_threads_that_entered_in_another_order_are_not_blamed():
     def both(names):
         calls = tuple(Call(number=n, name=names[n], seconds=9.0) for n in (5, 6))
-        standing = Standing(
+        state = CallState(
             entered=6, open=calls, innermost=(5, 6), recent=dict(enumerate(names)), num_threads=2
         )
-        return Answer(standing=standing, patience_s=0.0)
+        return Reply(state=state, patience_s=0.0)
 
     swapped = [*NAMES[:5], NAMES[6], NAMES[5]]
-    verdict = judge({0: both(NAMES[:7]), 1: both(swapped), 2: outside(4)})
-    assert (verdict.waiting, kinds(verdict)) == ((0, 1), {2: Kind.OUTSIDE})
-    assert judge({0: both(NAMES[:7]), 1: both(swapped)}).missing == ()
+    diagnosis = diagnose({0: both(NAMES[:7]), 1: both(swapped), 2: outside(4)})
+    assert (diagnosis.waiting, kinds(diagnosis)) == ((0, 1), {2: MissingKind.OUTSIDE})
+    assert diagnose({0: both(NAMES[:7]), 1: both(swapped)}).missing == ()
 
 
 @given(answer=st.sampled_from([inside(3, outer=[(2, 9.5)]), outside(4), outside(0)]))
 def test_answers_survive_the_channel(answer):
-    assert Answer.read(json.loads(json.dumps(asdict(answer)))) == answer
+    assert Reply.read(json.loads(json.dumps(asdict(answer)))) == answer
 
 
 def test_a_lane_notes_calls_of_all_threads():
-    lane = Lane((0, 1), "world")
+    calls = CallLog((0, 1), "world")
     go, done = threading.Event(), threading.Event()
 
     def work():
-        lane.enter("in the worker")
+        calls.enter("in the worker")
         go.set()
         done.wait(10)
-        lane.leave()
+        calls.leave()
 
-    lane.enter("first")
-    lane.leave()
+    calls.enter("first")
+    calls.leave()
     worker = threading.Thread(target=work)
     worker.start()
     go.wait(10)
-    lane.enter("outer")
-    lane.enter("inner")
-    standing = lane.standing()
-    assert sorted((c.number, c.name) for c in standing.open) == [
+    calls.enter("outer")
+    calls.enter("inner")
+    state = calls.state()
+    assert sorted((c.number, c.name) for c in state.open) == [
         (2, "in the worker"),
         (3, "outer"),
         (4, "inner"),
     ]
-    assert sorted(standing.innermost) == [2, 4]
-    assert (standing.entered, standing.ended.name, standing.num_threads) == (4, "first", 2)
-    lane.leave()
-    lane.leave()
+    assert sorted(state.innermost) == [2, 4]
+    assert (state.entered, state.ended.name, state.num_threads) == (4, "first", 2)
+    calls.leave()
+    calls.leave()
     done.set()
     worker.join()
-    assert lane.standing().open == ()
+    assert calls.state().open == ()
     with pytest.raises(RuntimeError, match=r"leave\(\) without enter\(\)"):
-        lane.leave()
+        calls.leave()
 
 
 def test_a_call_moves_while_those_inside_it_do():
-    lane = Lane((0, 1), "world")
-    lane.enter("all chunks")
-    since = lane._stacks[threading.get_ident()][0][2]
-    lane.enter("chunk")
-    lane.leave()
-    ended = lane._ended[1]
-    (call,) = lane.pending(since + 100.0)
+    calls = CallLog((0, 1), "world")
+    calls.enter("all chunks")
+    since = calls._stacks[threading.get_ident()][0][2]
+    calls.enter("chunk")
+    calls.leave()
+    ended = calls._ended[1]
+    (call,) = calls.pending(since + 100.0)
     assert call.name == "all chunks"
     assert call.seconds == pytest.approx(100.0 - (ended - since))
 
 
 def test_a_thread_that_died_in_a_call_is_forgotten():
-    lane = Lane((0, 1), "world")
-    worker = threading.Thread(target=lane.enter, args=("never left",))
+    calls = CallLog((0, 1), "world")
+    worker = threading.Thread(target=calls.enter, args=("never left",))
     worker.start()
     worker.join()
-    assert lane.standing().open == ()
+    assert calls.state().open == ()
 
 
 def test_a_long_history_keeps_the_last_calls():
-    lane = Lane((0, 1), "world")
+    calls = CallLog((0, 1), "world")
     for n in range(1000):
-        lane.enter(f"call {n}")
-        lane.leave()
-    standing = lane.standing()
-    assert standing.entered == 1000
-    assert standing.recent == {n: f"call {n - 1}" for n in range(937, 1001)}
+        calls.enter(f"call {n}")
+        calls.leave()
+    state = calls.state()
+    assert state.entered == 1000
+    assert state.recent == {n: f"call {n - 1}" for n in range(937, 1001)}
 
 
 def test_noting_a_call_and_its_place_costs_a_microsecond_or_two():
     # CPU time: beside two busy processes on two cores wall time doubles, and this does not move.
-    lane = Lane((0, 1), "world")
+    calls = CallLog((0, 1), "world")
     repeats = timeit.repeat(
-        "lane.enter('x'); lane.leave()",
-        globals={"lane": lane},
+        "calls.enter('x'); calls.leave()",
+        globals={"calls": calls},
         timer=time.thread_time,
         number=20_000,
         repeat=9,
@@ -269,7 +274,7 @@ def test_many_ranks_are_asked_at_once_and_the_dead_ones_are_told():
     peers = {**dict.fromkeys(range(300), live), 300: wrong}
     answers = ask_all(peers, {"ask": "hello"}, timeout_s=30)
     assert [answers[rank]["heard"] for rank in range(300)] == ["hello"] * 300
-    assert answers[300] == "closed the connection without an answer"
+    assert answers[300] == "closed the connection without a reply"
     responder.close()
     answers = ask_all({0: live}, {"ask": "hello"}, timeout_s=5)
     assert answers[0].startswith("cannot be reached (Connection refused")
@@ -279,7 +284,7 @@ def test_a_rank_that_accepts_and_says_nothing_is_given_up():
     hold = threading.Event()
     responder = Responder(lambda _: {"held": hold.wait(10)}, remote=False)
     peer = Peer(address="127.0.0.1", port=responder.port, token=responder.token, pid=1, birth="")
-    assert ask_all({3: peer}, {"ask": "hello"}, timeout_s=0.2) == {3: "no answer in 0.2 s"}
+    assert ask_all({3: peer}, {"ask": "hello"}, timeout_s=0.2) == {3: "no reply within 0.2 s"}
     hold.set()
     responder.close()
 
