@@ -28,12 +28,11 @@ from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.mode import Mode
 from hpctrain.replica.naming import named_parameters
-from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.overlapping import bucket_size, can_hide
 from hpctrain.replica.precision import check_trained, choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
-from hpctrain.replica.timed import TimedReplica
+from hpctrain.replica.sweep import SweepTimer
 from hpctrain.world import World, keep_freed_memory, takes_timeout
 
 __all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
@@ -208,9 +207,7 @@ def distribute(
     if world.rank == 0 and not averages_statistics:
         for what, text in own_statistics(model, link.size):
             log.notice(f"{what}: {text}")
-    timed = asked is not None and world.bench.take_replica()
-    kind = TimedReplica if timed else ObservedReplica if world.observers else Replica
-    replica = kind(
+    replica = Replica(
         world,
         model,
         trained,
@@ -225,8 +222,8 @@ def distribute(
     )
     replica.averages_statistics = averages_statistics
     _end_with(world, replica)
-    if isinstance(replica, TimedReplica) and asked is not None:
-        replica.attend(asked)
+    if asked is not None and world.bench.take_replica():
+        SweepTimer(replica, asked)
     return replica
 
 
