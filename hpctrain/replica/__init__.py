@@ -13,8 +13,6 @@ from hpctrain.engines import Engine
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.optim import combine, spans_of
 from hpctrain.precision import LossScaling, PrecisionName
-from hpctrain.replica.alone_mode import AloneMode
-from hpctrain.replica.arena_mode import ArenaMode
 from hpctrain.replica.arguments import (
     agree_on_arguments,
     check_world,
@@ -26,7 +24,7 @@ from hpctrain.replica.core import Replica, Step
 from hpctrain.replica.hints import own_statistics
 from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
-from hpctrain.replica.mode import Mode
+from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.overlapping import bucket_size, can_hide
 from hpctrain.replica.precision import check_trained, choose_precision
@@ -156,8 +154,6 @@ def distribute(
         hides = by_horovod and link.size > 1  # it sends while backward runs in any case
         overlapping = hides or can_hide(world, link, total) if overlap is None else overlap
         if horovod is not None and by_horovod:
-            from hpctrain.replica.horovod_mode import HorovodMode
-
             return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)
         shared = shares_memory(world, link, overlap=overlap, bucket_bytes=bucket_bytes)
         chosen = [

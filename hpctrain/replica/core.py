@@ -36,7 +36,7 @@ from hpctrain.replica.learning import (
     count_samples,
     needs_closure,
 )
-from hpctrain.replica.mode import Mode
+from hpctrain.replica.modes import Mode
 from hpctrain.replica.naming import identity, load_model, named_parameters
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.passes import PlainPasses, own_pass
@@ -152,7 +152,7 @@ class Replica:
         self._precision.settle()
         if not self._window.calls and self._is_outgrown():
             self._rebuild_mode(broadcast=True)
-        if torch.is_grad_enabled() and self._mode.foreign() and not self._passes.is_open:
+        if torch.is_grad_enabled() and self._mode.watch.foreign() and not self._passes.is_open:
             self._check_habits()  # another replica's loss, or a plain one that nobody watched
         self._forwarded = True
         return self._precision.casting.forward(self.model, arguments, named)
@@ -237,10 +237,10 @@ class Replica:
         if closing and not self._examines():
             so_far = 0.0 if fresh else self._window.weight
             counted = 0.0 if num_samples is None else float(calls)
-            self._mode.arm(self._words(so_far + weight, calls, counted=counted))
+            self._mode.watch.arm(self._words(so_far + weight, calls, counted=counted))
         if weight > 0:
             self._differentiate(loss, weight, retain_graph, create_graph)
-        self._mode.settle()
+        self._mode.watch.end()
         self._window.add(weight, weighted=num_samples is not None)
         if closing:
             self._exchange()
@@ -666,7 +666,7 @@ class Replica:
 
     def _update(self, flush: bool) -> Step:
         check_finished(self._window, is_open=self._passes.is_open)
-        if self._mode.foreign():
+        if self._mode.watch.foreign():
             self._check_habits()
         ends_epoch = self._turn.count_step() and not self._joining
         if flush or ends_epoch:
@@ -724,7 +724,7 @@ class Replica:
 
     def _check_exchanged(self, optimizer: object = None) -> None:
         check_finished(self._window, is_open=self._passes.is_open)
-        if self._mode.foreign():
+        if self._mode.watch.foreign():
             self._check_habits()
         check_stepped(self._window, by_hand=self._is_by_hand())
         if getattr(optimizer, "found_inf", None) is None:  # else a GradScaler's fused step skips
@@ -776,7 +776,7 @@ class Replica:
 
         Collective after an interrupted backward pass that had sent some of its gradients.
         """
-        if self._mode.foreign() and not self._passes.watches:
+        if self._mode.watch.foreign() and not self._passes.watches:
             self._passes.watch(self._mode.parameters)  # the loop has begun to use plain torch
         self._num_exchanges += self._mode.zero()
         self._end_open_pass()
