@@ -13,8 +13,6 @@ from hpctrain.engines import Engine
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.optim import combine, spans_of
 from hpctrain.precision import LossScaling, PrecisionName
-from hpctrain.replica.alone_mode import AloneMode
-from hpctrain.replica.arena_mode import ArenaMode
 from hpctrain.replica.arguments import (
     agree_on_arguments,
     check_world,
@@ -26,14 +24,13 @@ from hpctrain.replica.core import Replica, Step
 from hpctrain.replica.hints import own_statistics
 from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
-from hpctrain.replica.mode import Mode
+from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode
 from hpctrain.replica.naming import named_parameters
-from hpctrain.replica.observing import ObservedReplica
 from hpctrain.replica.overlapping import bucket_size, can_hide
 from hpctrain.replica.precision import check_trained, choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
-from hpctrain.replica.timed import TimedReplica
+from hpctrain.replica.sweep import SweepTimer
 from hpctrain.world import World, keep_freed_memory, takes_timeout
 
 __all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
@@ -157,8 +154,6 @@ def distribute(
         hides = by_horovod and link.size > 1  # it sends while backward runs in any case
         overlapping = hides or can_hide(world, link, total) if overlap is None else overlap
         if horovod is not None and by_horovod:
-            from hpctrain.replica.horovod_mode import HorovodMode
-
             return HorovodMode(link, names, parameters, settings=horovod, overlap=overlapping)
         shared = shares_memory(world, link, overlap=overlap, bucket_bytes=bucket_bytes)
         chosen = [
@@ -208,9 +203,7 @@ def distribute(
     if world.rank == 0 and not averages_statistics:
         for what, text in own_statistics(model, link.size):
             log.notice(f"{what}: {text}")
-    timed = asked is not None and world.bench.take_replica()
-    kind = TimedReplica if timed else ObservedReplica if world.observers else Replica
-    replica = kind(
+    replica = Replica(
         world,
         model,
         trained,
@@ -225,8 +218,8 @@ def distribute(
     )
     replica.averages_statistics = averages_statistics
     _end_with(world, replica)
-    if isinstance(replica, TimedReplica) and asked is not None:
-        replica.attend(asked)
+    if asked is not None and world.bench.take_replica():
+        SweepTimer(replica, asked)
     return replica
 
 

@@ -36,14 +36,14 @@ from hpctrain.replica.learning import (
     count_samples,
     needs_closure,
 )
-from hpctrain.replica.mode import Mode
+from hpctrain.replica.modes import Mode
 from hpctrain.replica.naming import identity, load_model, named_parameters
 from hpctrain.replica.outcome import Step
 from hpctrain.replica.passes import PlainPasses, own_pass
 from hpctrain.replica.window import Turn, Window
 from hpctrain.replica.words import LateSums, Words, check_counted, check_sums, digest_rates, say
 from hpctrain.tensor_names import plain_keys
-from hpctrain.world import World, keep_freed_memory
+from hpctrain.world import Observer, Phase, World, keep_freed_memory, phase
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -81,6 +81,8 @@ class Replica:
         self.optimizer = optimizer
         self.engine = engine
         self.reason = reason
+        self._observers = world.observers
+        """Who is told what this rank does; the world's own list, so that others may come later."""
         self.num_steps = 0
         """Steps so far, those included that an overflow made all ranks skip."""
         self.averages_statistics = False
@@ -120,7 +122,7 @@ class Replica:
             num_ranks=engine.size,
             watches=stops_at_nonfinite and precision.treatment.scaler is None,
         )
-        self._passes = PlainPasses(self._begin_plain, self._end_plain)
+        self._passes = PlainPasses(self._begin_plain, self._end_pass)
         self._passes.watch(self._mode.parameters)
         self._step_hooks = []
         for member in members_of(optimizer):
@@ -141,10 +143,16 @@ class Replica:
         Collective when parameters were added or converted since the last step: they become rank
         0's before they are used.
         """
+        if self._observers:
+            with phase(self._observers, "forward"):
+                return self._forward(arguments, named)
+        return self._forward(arguments, named)
+
+    def _forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._precision.settle()
         if not self._window.calls and self._is_outgrown():
             self._rebuild_mode(broadcast=True)
-        if torch.is_grad_enabled() and self._mode.foreign() and not self._passes.is_open:
+        if torch.is_grad_enabled() and self._mode.watch.foreign() and not self._passes.is_open:
             self._check_habits()  # another replica's loss, or a plain one that nobody watched
         self._forwarded = True
         return self._precision.casting.forward(self.model, arguments, named)
@@ -185,8 +193,19 @@ class Replica:
         Raises:
             ConfigError: the call does not fit what came before; the message says what to do.
         """
+        if self._observers:
+            self._tell_counted(num_samples)
+            with phase(self._observers, "backward"):
+                self._backward(loss, num_samples, retain_graph, create_graph)
+        else:
+            self._backward(loss, num_samples, retain_graph, create_graph)
+
+    def _backward(
+        self, loss: Tensor, num_samples: int | None, retain_graph: bool | None, create_graph: bool
+    ) -> None:
         self._precision.settle()
-        self._stepping = 0  # of a step that raised
+        self._end_failed_step()
+        self._end_open_pass()
         self._passes.stop()  # they cost a call for each parameter, and are not needed here
         if num_samples is None and self.world.shares.is_uneven:
             self._say_once(
@@ -218,10 +237,10 @@ class Replica:
         if closing and not self._examines():
             so_far = 0.0 if fresh else self._window.weight
             counted = 0.0 if num_samples is None else float(calls)
-            self._mode.arm(self._words(so_far + weight, calls, counted=counted))
+            self._mode.watch.arm(self._words(so_far + weight, calls, counted=counted))
         if weight > 0:
             self._differentiate(loss, weight, retain_graph, create_graph)
-        self._mode.settle()
+        self._mode.watch.end()
         self._window.add(weight, weighted=num_samples is not None)
         if closing:
             self._exchange()
@@ -315,7 +334,7 @@ class Replica:
             watched=not self._passes.is_open,
         )
         self._precision.settle()
-        self._stepping = 0  # of a step that raised
+        self._end_failed_step()
         if not self._passes.is_open:
             if self._window.exchanged and not self._is_seen():  # somebody's zero_grad()
                 self._begin_anew()
@@ -333,6 +352,48 @@ class Replica:
                     "precision='bf16' applies to replica(x) and inside `with replica.autocast():`; "
                     "this loss was computed by neither, so in float32"
                 )
+            if self._observers:
+                self._tell_counted(None)
+                self._tell_begin("backward")
+
+    def _end_pass(self) -> None:
+        """Collective unless under `no_sync()`: `loss.backward()` is about to return."""
+        try:
+            self._end_plain()
+        finally:
+            if self._observers:
+                self._tell_end("backward")
+
+    def _end_open_pass(self) -> None:
+        """What an exception has left of a `loss.backward()` is forgotten."""
+        if self._passes.is_open and self._observers:
+            self._tell_end("backward")
+
+    def _end_failed_step(self) -> None:
+        """An `optimizer.step()` that raised is over."""
+        if self._stepping and self._observers:
+            self._tell_end("update")
+        self._stepping = 0
+
+    def _tell_begin(self, name: Phase) -> None:
+        for observer in self._observers:
+            observer.begin(name)
+
+    def _tell_end(self, name: Phase) -> None:
+        for observer in reversed(self._observers):
+            observer.end(name)
+
+    def _tell_counted(self, num_samples: int | None) -> None:
+        for observer in self._observers:
+            observer.counted(num_samples)
+
+    def _tell_stepped(self) -> None:
+        for observer in self._observers:
+            observer.stepped(self.num_steps)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell somebody what this replica does, and only this one."""
+        self._observers = [*self._observers, observer]
 
     def _end_plain(self) -> None:
         """Collective unless under `no_sync()`: average what `loss.backward()` has made."""
@@ -429,6 +490,12 @@ class Replica:
 
     def _exchange(self, *, present: bool = True) -> Arrived:
         """Collective: average the window's gradients over all ranks, unscaled and clipped."""
+        if self._observers:
+            with phase(self._observers, "exchange"):
+                return self._average(present)
+        return self._average(present)
+
+    def _average(self, present: bool) -> Arrived:
         window = self._window
         if self._examines():
             self._treatment.examine(self._names, self._mode.parameters)
@@ -589,8 +656,17 @@ class Replica:
         Raises:
             NonFiniteError: on all ranks; too many steps in a row were skipped.
         """
+        if not self._observers:
+            return self._update(flush)
+        with phase(self._observers, "update"):
+            done = self._update(flush)
+        if done.due:
+            self._tell_stepped()
+        return done
+
+    def _update(self, flush: bool) -> Step:
         check_finished(self._window, is_open=self._passes.is_open)
-        if self._mode.foreign():
+        if self._mode.watch.foreign():
             self._check_habits()
         ends_epoch = self._turn.count_step() and not self._joining
         if flush or ends_epoch:
@@ -631,8 +707,9 @@ class Replica:
         self._stepping += 1
         if self._stepping > 1:  # by `step()`, or of a class whose step calls that of its base
             return None
+        if self._observers:
+            self._tell_begin("update")
         try:
-            self._begin_update()
             closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
             if closure is None:
                 self._check_exchanged(optimizer)
@@ -642,12 +719,12 @@ class Replica:
                 return arguments, {**named, "closure": averaged}
             return (arguments[0], averaged, *arguments[2:]), named
         except BaseException:
-            self._stepping = 0
+            self._end_failed_step()
             raise
 
     def _check_exchanged(self, optimizer: object = None) -> None:
         check_finished(self._window, is_open=self._passes.is_open)
-        if self._mode.foreign():
+        if self._mode.watch.foreign():
             self._check_habits()
         check_stepped(self._window, by_hand=self._is_by_hand())
         if getattr(optimizer, "found_inf", None) is None:  # else a GradScaler's fused step skips
@@ -655,10 +732,12 @@ class Replica:
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Collective: a closure's loss as the mean over all ranks, or they would part over it."""
-        depth = self._stepping
-        with torch.enable_grad():
-            loss = closure()
-        self._stepping = depth
+        depth, self._stepping = self._stepping, 0  # its passes are no sign of a failed step
+        try:
+            with torch.enable_grad():
+                loss = closure()
+        finally:
+            self._stepping = depth
         self._check_exchanged()
         if loss is None or self.engine.size == 1:
             return loss
@@ -674,16 +753,14 @@ class Replica:
         if not self._stepping:
             self._num_updates += 1
             self._note_seen()
-            if self._window.exchanged and not self._window.stepped:
+            is_step = self._window.exchanged and not self._window.stepped
+            if is_step:
                 self._window.stepped = True
-                self._count_step()
-
-    def _begin_update(self) -> None:
-        """The loop has called `optimizer.step()` by itself."""
-
-    def _count_step(self) -> None:
-        """The loop has made a step by itself."""
-        self.num_steps += 1
+                self.num_steps += 1
+            if self._observers:
+                self._tell_end("update")
+                if is_step:
+                    self._tell_stepped()
 
     def begin_batch(self, *, last: bool) -> None:
         """A batch was handed out: what Saver and Trainer tell; the same on every rank.
@@ -699,9 +776,10 @@ class Replica:
 
         Collective after an interrupted backward pass that had sent some of its gradients.
         """
-        if self._mode.foreign() and not self._passes.watches:
+        if self._mode.watch.foreign() and not self._passes.watches:
             self._passes.watch(self._mode.parameters)  # the loop has begun to use plain torch
         self._num_exchanges += self._mode.zero()
+        self._end_open_pass()
         self._passes.forget()
         self._begin_anew()
         self.optimizer.zero_grad(set_to_none=set_to_none)
@@ -765,6 +843,11 @@ class Replica:
     def is_mid_step(self) -> bool:
         """Whether gradients of an unfinished step are waiting: no place for a checkpoint."""
         return self._window.calls > 0 and not self._window.stepped
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether it is inside `join`, where ranks may make different numbers of steps."""
+        return self._joining
 
     @property
     def is_in_use(self) -> bool:
@@ -849,6 +932,7 @@ class Replica:
         if self._is_let_go:
             return
         self._is_let_go = True
+        self._end_open_pass()
         self._passes.stop()
         for hook in self._step_hooks:
             hook.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.errors import ConfigError
-from hpctrain.replica.mode import Mode
+from hpctrain.replica.modes import Mode
 from hpctrain.replica.window import Window
 
 __all__ = [
@@ -29,7 +29,7 @@ def check_gradients(mode: Mode, window: Window) -> None:
     Raises:
         ConfigError: with the parameters concerned, and what to do instead.
     """
-    foreign = mode.foreign()
+    foreign = mode.watch.foreign()
     if foreign:
         raise ConfigError(
             f"{', '.join(foreign[:3])} got gradients that were not exchanged: from "
@@ -38,7 +38,7 @@ def check_gradients(mode: Mode, window: Window) -> None:
             "them, and then replica.backward(loss), or loss.backward() alone"
         )
     in_the_middle = window.calls > 0 and not window.exchanged
-    if in_the_middle and mode.edited():
+    if in_the_middle and mode.watch.edited():
         raise ConfigError(
             f"gradients were changed between backward calls {window.calls} and {window.calls + 1} "
             "of one step, before they were averaged over the ranks; clip, zero or edit them after "

@@ -11,7 +11,7 @@ import torch
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import is_dense
 from hpctrain.optim import spans_of
-from hpctrain.replica.node_mode import NodeMode
+from hpctrain.replica.modes import NodeMode
 from hpctrain.update import ShardedUpdate, shards_by
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from mpi_tests.ranks.pair import STEPS
 @pytest.fixture(autouse=True, params=["taken", "direct"])
 def way(request, monkeypatch):
     if request.param == "taken":
-        monkeypatch.setattr("hpctrain.replica.node_mode._TAKE_FROM_BYTES", 0)
+        monkeypatch.setattr("hpctrain.replica.modes.node._TAKE_FROM_BYTES", 0)
     else:
-        monkeypatch.setattr("hpctrain.replica.node_sums._DIRECT_FROM_BYTES", 1)
+        monkeypatch.setattr("hpctrain.replica.modes.node_memory._DIRECT_FROM_BYTES", 1)
     return request.param
 
 

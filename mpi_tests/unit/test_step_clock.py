@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.replica.step_clock import StepClock, StepTime
-from hpctrain.replica.step_report import RankTimes, summarize
+from hpctrain.replica.sweep import RankTimes, StepClock, StepTime, summarize
 from hpctrain.world.observing import PHASES
 
 

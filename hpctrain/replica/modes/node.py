@@ -12,10 +12,8 @@ from torch import Tensor
 
 from hpctrain.fusion import Arrived, Usage, plan, specs_of
 from hpctrain.log import format_bytes
-from hpctrain.replica.node_memory import NodeMemory
-from hpctrain.replica.node_norms import NodeNorms
-from hpctrain.replica.node_sums import NodeSums
-from hpctrain.replica.on_parameters import OnTorchsOwn
+from hpctrain.replica.modes.base import TorchGradientsMode
+from hpctrain.replica.modes.node_memory import NodeMemory, NodeNorms, NodeSums
 from hpctrain.replica.words import Words
 from hpctrain.update import some_names
 
@@ -31,7 +29,7 @@ are all still there afterwards, and one pass is quicker (5 and 21 MB in `benchma
 """
 
 
-class NodeMode(OnTorchsOwn):
+class NodeMode(TorchGradientsMode):
     """How a replica's gradients travel inside a node, and slice by slice between nodes.
 
     Backward leaves gradients where torch puts them; one pass copies them into the rank's part, save
@@ -45,24 +43,25 @@ class NodeMode(OnTorchsOwn):
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
+        super().__init__(names, parameters)
         self.engine = engine
         self.group = group
-        self.names = tuple(names)
-        self.parameters = tuple(parameters)
-        self._kinds = [(p.dtype, p.device, p.shape, p.stride()) for p in self.parameters]
+        self._strides = [p.stride() for p in self.parameters]
         buckets = plan(specs_of(names, parameters), bucket_bytes=None)
         self.memory = NodeMemory(group, buckets, self.parameters)
-        self.norms = NodeNorms(engine, group, self.memory.rooms)
+        self.norms = NodeNorms(engine, group, self.memory.buffers)
         total = sum(p.numel() * p.element_size() for p in self.parameters)
         take = self._take if total >= _TAKE_FROM_BYTES else None
-        self.sums = NodeSums(group, self.memory.rooms)
-        self.usage = Usage(self.names, self.parameters, take)
+        self.sums = NodeSums(group, self.memory.buffers)
+        self._watch(Usage(self.names, self.parameters, take))
         self.updates: list[ShardedUpdate] = []
         self.why_update = ""
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self._slots: list[Tensor] = list(self.views)
-        for room in self.memory.rooms:
-            for index, slot, view in zip(room.bucket.members, room.slots, room.views, strict=True):
+        for buffer in self.memory.buffers:
+            for index, slot, view in zip(
+                buffer.bucket.members, buffer.slots, buffer.views, strict=True
+            ):
                 self._slots[index], self.views[index] = slot, view
         self._written: set[int] = set()
         """Parameters whose place in this rank's part is not zero."""
@@ -75,14 +74,7 @@ class NodeMode(OnTorchsOwn):
 
     def fits(self) -> bool:
         """Whether the parameters are still what they were laid out as."""
-        for parameter, (dtype, device, shape, stride) in zip(
-            self.parameters, self._kinds, strict=True
-        ):
-            if parameter.dtype is not dtype or parameter.shape != shape:
-                return False
-            if parameter.stride() != stride or parameter.device != device:
-                return False
-        return True
+        return super().fits() and self._strides == [p.stride() for p in self.parameters]
 
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass: where a new window begins, there are no gradients."""
@@ -110,20 +102,20 @@ class NodeMode(OnTorchsOwn):
         self._write_words(used, control)
         self.engine.meet(lambda: self.sums.reduce(direct), self._text, "", None)
         self._num_exchanges += 1
-        self._copies = self._copies or any(room.own.is_written() for room in self.memory.rooms)
+        self._copies = self._copies or any(
+            buffer.own.is_written() for buffer in self.memory.buffers
+        )
         self._look()
         # Frozen meanwhile or not: `hide_unused` takes back what nobody used.
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
-        self.usage.settle()
-        totals = [room.control() for room in self.memory.rooms]
-        arrived = Arrived(
+        self.watch.forget()
+        totals = [buffer.control() for buffer in self.memory.buffers]
+        return Arrived(
             control=next(total for total in totals if total is not None),
-            flags=tuple((room.bucket.members, room.flags()) for room in self.memory.rooms),
+            flags=tuple((buffer.bucket.members, buffer.flags()) for buffer in self.memory.buffers),
             all_used_here=len(used) == len(self.parameters),
         )
-        self._strays = None
-        return arrived
 
     def _take(self, index: int) -> None:
         """Move a gradient into this rank's part while it is still in the cache.
@@ -166,25 +158,25 @@ class NodeMode(OnTorchsOwn):
 
     def _write_words(self, used: frozenset[int], control: Words) -> None:
         """Write control words, and the flags where they have changed."""
-        for room in self.memory.rooms:
-            part = room.parts[self.group.local_rank]
+        for buffer in self.memory.buffers:
+            part = buffer.parts[self.group.local_rank]
             if used != self._told:
-                flags = [1.0 if index in used else 0.0 for index in room.bucket.members]
-                start = room.bucket.flags
+                flags = [1.0 if index in used else 0.0 for index in buffer.bucket.members]
+                start = buffer.bucket.flags
                 part[start : start + len(flags)].copy_(torch.tensor(flags, dtype=torch.float64))
-            if room.bucket.control is not None:
+            if buffer.bucket.control is not None:
                 words = torch.tensor(control, dtype=torch.float64)
-                part[room.bucket.control : room.bucket.stop].copy_(words)
+                part[buffer.bucket.control : buffer.bucket.stop].copy_(words)
         self._told = used
 
     def average(self, divisor: float | Tensor) -> None:
         """Collective unless the divisor is 1: turn the sums into averages."""
         if divisor == 1.0:
             return
-        for room in self.memory.rooms:
+        for buffer in self.memory.buffers:
             # Not the tail: another rank may still be reading what to divide by.
-            own = self.group.own_slice(room.bucket.flags)
-            room.total[own].div_(divisor)
+            own = self.group.own_slice(buffer.bucket.flags)
+            buffer.total[own].div_(divisor)
         self.engine.meet(self.group.barrier.wait, "average of gradients", "", None)
         self._look()
 
@@ -195,12 +187,8 @@ class NodeMode(OnTorchsOwn):
         having each of them copied again by the kernel at the first write.
         """
         if self._copies:
-            for room in self.memory.rooms:
-                room.seen.copy_(room.total[: room.bucket.flags])
-
-    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
-        """All of it: nothing is divided on the way."""
-        return divisor
+            for buffer in self.memory.buffers:
+                buffer.seen.copy_(buffer.total[: buffer.bucket.flags])
 
     def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
         """Collective: sums of squares without the excluded parameters, and of these."""
@@ -227,8 +215,8 @@ class NodeMode(OnTorchsOwn):
     def describe(self) -> list[tuple[str, str]]:
         """What was chosen, in words."""
         sizes = [
-            f"{format_bytes(room.total.numel() * room.total.element_size())} {room.bucket.dtype}"
-            for room in self.memory.rooms
+            f"{format_bytes(buffer.num_bytes)} {buffer.bucket.dtype}"
+            for buffer in self.memory.buffers
         ]
         block, where = self.memory.block, self.group.share_name
         rows = [
@@ -246,8 +234,8 @@ class NodeMode(OnTorchsOwn):
 
     def counts(self) -> dict[str, int]:
         """Exchanges so far and Python hooks called so far, and bytes in one exchange."""
-        item = [room.total.numel() * room.total.element_size() for room in self.memory.rooms]
-        return {"messages": self._num_exchanges, "hooks": self.usage.num_taken, "bytes": sum(item)}
+        num_bytes = sum(buffer.num_bytes for buffer in self.memory.buffers)
+        return {"messages": self._num_exchanges, "hooks": self.usage.num_taken, "bytes": num_bytes}
 
     def close(self) -> None:
         """Take the hooks away; gradients stay what they are."""

@@ -11,7 +11,8 @@ user's own optimizer stays the truth. What is mended on our side:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,18 +20,20 @@ from torch import Tensor
 
 from hpctrain.engines import HorovodEngine, Op
 from hpctrain.errors import ConfigError
-from hpctrain.fusion import CONTROL_WORDS, Arrived
+from hpctrain.fusion import CONTROL_WORDS, Arrived, hook_gradient
 from hpctrain.precision import multiply, sum_of_squares
-from hpctrain.replica.horovod_carrier import Carrier
 from hpctrain.replica.horovod_settings import HorovodTraining
-from hpctrain.replica.horovod_wire import Wire, check_parameters, near_power_of_two
-from hpctrain.replica.on_parameters import OnParameters
+from hpctrain.replica.modes.base import BackwardWatch, Mode, look_at
+from hpctrain.replica.modes.horovod_carrier import (
+    Carrier,
+    Wire,
+    check_parameters,
+    near_power_of_two,
+)
 from hpctrain.replica.passes import unfrozen
 from hpctrain.replica.words import Words
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from hpctrain.engines import Engine
 
 __all__ = ["HorovodMode"]
@@ -38,8 +41,8 @@ __all__ = ["HorovodMode"]
 _NOTHING = Words(*[0.0] * CONTROL_WORDS)
 
 
-class HorovodMode(OnParameters):
-    """How a replica's gradients travel when Horovod fuses them. See `core.Mode`.
+class HorovodMode(Mode):
+    """How a replica's gradients travel when Horovod fuses them.
 
     Args:
         engine: Over Horovod.
@@ -66,6 +69,7 @@ class HorovodMode(OnParameters):
                 f"fusion='horovod' on the {engine.name} engine; use engine='horovod', or "
                 "fusion='arena', which works on every engine"
             )
+        super().__init__(names, parameters)
         self._adasum = settings.op == "adasum"
         self.weighs_samples = not self._adasum
         _check_engine(engine, settings)
@@ -73,28 +77,20 @@ class HorovodMode(OnParameters):
         self.engine = engine
         self.settings = settings
         self.overlap = overlap
-        self.names = tuple(names)
-        self.parameters = tuple(parameters)
-        self._kinds = [(p.dtype, p.device, p.shape) for p in parameters]
-        self._index = {id(p): i for i, p in enumerate(parameters)}
         self._wire = Wire(half=settings.compression == "fp16")
         self._carrier = Carrier(engine, self.names, self.parameters, settings, self._wire)
-        with unfrozen(self.parameters):
-            self._hooks = [_hook(p, self._note) for p in parameters]
-        self._ready: dict[int, None] = {}  # in order, by index
-        self._used: set[int] = set()
-        self._seen: list[tuple[Tensor | None, int]] = []
-        self._armed = False
+        self._notes = _Notes(self.names, self.parameters)
+        leaves = overlap and engine.size > 1
+        self.watch = BackwardWatch(
+            self._notes,
+            partial(look_at, self.parameters),
+            depart=self._depart if leaves else None,
+        )
         self._scale: float | None = None  # for float16: about the weight of a step, over all ranks
         self._weight = 1.0  # of the last exchange, over all ranks
-        self._num_messages = self._num_notes = 0
+        self._num_messages = 0
 
     # Around a backward pass
-
-    def fits(self) -> bool:
-        """Whether the parameters are still what they were laid out as."""
-        now = [(p.dtype, p.device, p.shape) for p in self.parameters]
-        return now == self._kinds
 
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass; what is fresh or frozen has no gradient, as in torch."""
@@ -104,62 +100,20 @@ class HorovodMode(OnParameters):
         if fresh:
             self._forget()
 
-    def edited(self) -> bool:
-        """Whether somebody has written to gradients since `settle`."""
-        now = self._look()
-        pairs = zip(now, self._seen, strict=False)
-        return len(now) != len(self._seen) or any(
-            mine is not seen or version != before for (mine, version), (seen, before) in pairs
-        )
-
-    def foreign(self) -> list[str]:
-        """Parameters that a backward pass of somebody else's has written to."""
-        return [self.names[index] for index in self._ready]
-
-    def arm(self, control: Words) -> None:
-        """Before the last backward pass of a window: let gradients leave while it runs."""
-        if self.overlap and self.engine.size > 1:
-            self._prepare(control)
-            self._carrier.watch_backward(True)
-            self._armed = True
-
-    def settle(self) -> None:
-        """After a backward pass."""
-        self._used.update(self._ready)
-        self._ready.clear()
-        self._seen = self._look()
+    def _depart(self, control: Words) -> None:
+        """Let gradients leave while the backward pass that follows runs."""
+        self._prepare(control)
+        self._carrier.watch_backward(True)
+        self._notes.leaving = True
 
     def take_all(self) -> None:
         """Gradients are where torch has put them: an exchange takes them from there."""
-        self._ready.clear()
-        self._used = {i for i, p in enumerate(self.parameters) if p.grad is not None}
-        self._seen = self._look()
-
-    def _note(self, parameter: Tensor) -> None:
-        """Called when a backward pass has added to a gradient, and before Horovod's own hook."""
-        self._num_notes += 1
-        index = self._index[id(parameter)]
-        if self._armed and index in self._ready:
-            raise ConfigError(
-                f"the gradient of {self.names[index]} was added to twice in one backward pass "
-                "(reentrant checkpointing does so), and the first part may have left already; use "
-                "overlap=False, or checkpoint(..., use_reentrant=False)"
-            )
-        self._ready[index] = None
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            parameter.grad = gradient.detach().to_dense()
-        elif gradient is not None and gradient.requires_grad:  # of create_graph=True
-            parameter.grad = gradient.detach().clone()
-
-    def _look(self) -> list[tuple[Tensor | None, int]]:
-        gradients = [p.grad for p in self.parameters]
-        return [(g, 0 if g is None else g._version) for g in gradients]
+        self.watch.forget()
+        self._notes.used = {i for i, p in enumerate(self.parameters) if p.grad is not None}
 
     def _forget(self) -> None:
-        self._ready.clear()
-        self._used.clear()
-        self._seen.clear()
+        self.watch.forget()
+        self._notes.used.clear()
         self._carrier.watch_backward(False)
 
     # Exchange
@@ -171,7 +125,7 @@ class HorovodMode(OnParameters):
             ConfigError: on all ranks; Adasum cannot count samples.
         """
         totals = self._travel(control)
-        num_used = len(self._used)
+        num_used = len(self._notes.used)
         self._forget()
         words = Words(*totals[:CONTROL_WORDS].tolist())
         if words.counted and self._adasum:
@@ -186,15 +140,15 @@ class HorovodMode(OnParameters):
 
     def _travel(self, control: Words) -> Tensor:
         """Collective: sum gradients and words over all ranks; returns the words."""
-        marks = [float(index in self._used) for index in range(len(self.parameters))]
+        marks = [float(index in self._notes.used) for index in range(len(self.parameters))]
         totals = torch.tensor([*control, *marks], dtype=torch.float64)
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         if self.engine.size > 1:
-            if not self._armed:
+            if not self._notes.leaving:
                 self._prepare(control)
-            self._armed = False
+            self._notes.leaving = False
             self._num_messages += self._carrier.send_the_rest() + 1
             # All gradients of this rank are on their way, so a rank that is missing is told here.
             self.engine.allreduce_(totals, Op.SUM, what="weights and use of gradients")
@@ -248,16 +202,9 @@ class HorovodMode(OnParameters):
         for gradient in self._split(excluded)[0]:
             gradient.clamp_(-limit, limit)
 
-    def _split(self, excluded: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
-        found: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                found[index in excluded].append(parameter.grad)
-        return found
-
     def zero(self) -> bool:
         """Forget all gradients. Collective after an interrupted backward pass that sent some."""
-        exchanged = self._armed
+        exchanged = self._notes.leaving
         if exchanged:
             self._travel(_NOTHING._replace(interrupted=1.0))
         self.begin(fresh=True)
@@ -290,15 +237,63 @@ class HorovodMode(OnParameters):
         per_note = 2 if self.engine.size > 1 else 1  # ours and Horovod's
         return {
             "messages": self._num_messages,
-            "hooks": self._num_notes * per_note,
+            "hooks": self._notes.num_calls * per_note,
             "bytes": sum(sizes),
         }
 
     def close(self) -> None:
         """Let the parameters go."""
-        for hook in self._hooks:
-            hook.remove()
+        self._notes.close()
         self._carrier.close()
+
+
+class _Notes:
+    """Which gradients a backward pass has added to: hooks that run before Horovod's own."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._names = names
+        self._index = {id(p): i for i, p in enumerate(parameters)}
+        self._ready: dict[int, None] = {}  # in order, by index
+        self.used: set[int] = set()
+        """By index, since the last exchange."""
+        self.leaving = False
+        """Whether gradients leave as soon as they are there."""
+        self.num_calls = 0
+        with unfrozen(parameters):
+            self._handles = [hook_gradient(p, self._note) for p in parameters]
+
+    def hook(self) -> None:
+        """All are hooked from the beginning, frozen ones too."""
+
+    def unsettled(self) -> list[str]:
+        """Parameters that a pass has used since the last `settle`, by name."""
+        return [self._names[index] for index in self._ready]
+
+    def settle(self) -> None:
+        """After a backward pass of ours."""
+        self.used.update(self._ready)
+        self._ready.clear()
+
+    def _note(self, parameter: Tensor) -> None:
+        self.num_calls += 1
+        index = self._index[id(parameter)]
+        if self.leaving and index in self._ready:
+            raise ConfigError(
+                f"the gradient of {self._names[index]} was added to twice in one backward pass "
+                "(reentrant checkpointing does so), and the first part may have left already; use "
+                "overlap=False, or checkpoint(..., use_reentrant=False)"
+            )
+        self._ready[index] = None
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            parameter.grad = gradient.detach().to_dense()
+        elif gradient is not None and gradient.requires_grad:  # of create_graph=True
+            parameter.grad = gradient.detach().clone()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def _check_engine(engine: HorovodEngine, settings: HorovodTraining) -> None:
@@ -312,8 +307,3 @@ def _check_engine(engine: HorovodEngine, settings: HorovodTraining) -> None:
             "num_groups on a part of the world: Horovod makes groups over all of its ranks alone; "
             "leave it out, or use fusion='arena'"
         )
-
-
-def _hook(parameter: Tensor, call: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-    return handle

@@ -9,31 +9,22 @@ from torch import Tensor
 
 from hpctrain.fusion import Arrived, Usage
 from hpctrain.precision import sum_of_squares
-from hpctrain.replica.on_parameters import OnTorchsOwn
+from hpctrain.replica.modes.base import TorchGradientsMode
 from hpctrain.replica.words import Words
 
 __all__ = ["AloneMode"]
 
 
-class AloneMode(OnTorchsOwn):
+class AloneMode(TorchGradientsMode):
     """What a replica does with gradients that need no exchange: nothing but what was asked for."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.parameters = tuple(parameters)
-        self.usage = Usage(tuple(names), self.parameters)
-        self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
-
-    def fits(self) -> bool:
-        """Whether the parameters are still what they were."""
-        return all(
-            (p.dtype, p.device, p.shape) == kind
-            for p, kind in zip(self.parameters, self._kinds, strict=True)
-        )
+        super().__init__(names, parameters)
+        self._watch(Usage(self.names, self.parameters))
 
     def exchange(self, control: Words) -> Arrived:
         """Nothing: this rank's sum is everybody's."""
-        self._strays = None
-        self.usage.settle()
+        self.watch.forget()
         for parameter in self.parameters:  # as if it had travelled: dense, and with no graph
             gradient = parameter.grad
             if gradient is not None and gradient.layout is not torch.strided:
@@ -49,10 +40,6 @@ class AloneMode(OnTorchsOwn):
         kept, _ = self._split(frozenset())
         if kept and (isinstance(divisor, Tensor) or divisor != 1.0):
             torch._foreach_div_(kept, divisor)
-
-    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
-        """All of it: nothing is divided on the way."""
-        return divisor
 
     def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
         """Sums of squares without the excluded parameters, and of these."""
@@ -91,14 +78,6 @@ class AloneMode(OnTorchsOwn):
     def close(self) -> None:
         """Take the hooks away."""
         self.usage.close()
-
-    def _split(self, excluded: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
-        kept: list[Tensor] = []
-        left: list[Tensor] = []
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                (left if index in excluded else kept).append(parameter.grad)
-        return kept, left
 
 
 def _alike(gradients: Sequence[Tensor], wide: torch.dtype) -> bool:

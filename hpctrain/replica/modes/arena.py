@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.engines import Op
 from hpctrain.fusion import Arena, Arrived, Watcher, complete
 from hpctrain.precision import multiply, sum_of_squares
-from hpctrain.replica.on_parameters import OnParameters
+from hpctrain.replica.modes.base import BackwardWatch, Mode
 from hpctrain.replica.words import Words
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ArenaMode"]
 
 
-class ArenaMode(OnParameters):
+class ArenaMode(Mode):
     """How a replica's gradients travel when hpctrain lays them out itself."""
 
     def __init__(
@@ -32,22 +32,23 @@ class ArenaMode(OnParameters):
         bucket_bytes: int | None,
         overlap: bool,
     ) -> None:
+        super().__init__(names, parameters)
         self.engine = engine
         self.overlap = overlap
-        self.parameters = tuple(parameters)
         self.arena = Arena(names, parameters, bucket_bytes=bucket_bytes)
         self._bucket_bytes = bucket_bytes
-        self._versions = self.arena.versions()
+        self.watch = BackwardWatch(
+            self.arena,
+            lambda: self.arena.versions(),
+            is_intact=lambda: self.arena.is_attached(),
+            depart=self._depart if overlap else None,
+        )
         self._armed = False
         self._taken = False
         # Where buckets leave during backward, they are laid out once more in its order.
         learns = overlap and engine.size > 1 and len(self.arena.buckets) > 1
         self._watcher = Watcher(parameters) if learns else None
         self._order: list[int] | None = None  # for the arena of the next window
-
-    def fits(self) -> bool:
-        """Whether the parameters are still what they were laid out as."""
-        return self.arena.fits()
 
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass: gradients are views, and zero where a new window begins."""
@@ -59,31 +60,17 @@ class ArenaMode(OnParameters):
         if self._watcher is not None:
             self._watcher.forget()
 
-    def edited(self) -> bool:
-        """Whether somebody has written to gradients since `settle`."""
-        return self.arena.versions() != self._versions or not self.arena.is_attached()
-
-    def foreign(self) -> list[str]:
-        """Parameters that a backward pass of somebody else's has written to."""
-        return self.arena.unsettled()
-
-    def arm(self, control: Words) -> None:
-        """Before the last backward pass of a window: let buckets leave while it runs."""
-        if self.overlap:
-            self.arena.arm(self._carry, control, overlap=True)
-            self._armed = True
-
-    def settle(self) -> None:
-        """After a backward pass."""
-        self.arena.settle()
-        self._versions = self.arena.versions()
+    def _depart(self, control: Words) -> None:
+        """Let buckets leave while the backward pass that follows runs."""
+        self.arena.arm(self._carry, control, overlap=True)
+        self._armed = True
 
     def take_all(self) -> None:
         """Bring gradients into the arena from wherever they are."""
         if self._order is not None:
             self._lay_out(self._order)
         self.arena.take_all()
-        self._versions = self.arena.versions()
+        self.watch.forget()
         self._taken = True
 
     def exchange(self, control: Words) -> Arrived:
@@ -114,15 +101,12 @@ class ArenaMode(OnParameters):
         self.arena = Arena(old.names, old.parameters, bucket_bytes=self._bucket_bytes, order=order)
         self.arena.num_messages = old.num_messages
         self.arena.num_trigger_calls = old.num_trigger_calls
+        self.watch.hooks = self.arena
         self._order = None
 
     def average(self, divisor: float | Tensor) -> None:
         """Turn the sums into averages."""
         self.arena.divide(divisor)
-
-    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
-        """All of it: nothing is divided on the way."""
-        return divisor
 
     def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
         """Sums of squares over the arena, without the excluded parameters, and of these."""
@@ -146,6 +130,7 @@ class ArenaMode(OnParameters):
         exchanged = self._armed and self.arena.abandon()
         self._armed = False
         self.arena.zero()
+        self.watch.forget()
         return exchanged
 
     def describe(self) -> list[tuple[str, str]]:

@@ -1,0 +1,11 @@
+"""How gradients travel: one file for each mode, all behind the base class `Mode`."""
+
+from __future__ import annotations
+
+from hpctrain.replica.modes.alone import AloneMode
+from hpctrain.replica.modes.arena import ArenaMode
+from hpctrain.replica.modes.base import Mode
+from hpctrain.replica.modes.horovod import HorovodMode
+from hpctrain.replica.modes.node import NodeMode
+
+__all__ = ["AloneMode", "ArenaMode", "HorovodMode", "Mode", "NodeMode"]

@@ -1,0 +1,231 @@
+"""What a replica knows of the way its gradients travel, and what the modes share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.fusion import Arrived, Usage
+from hpctrain.precision import Gradients
+from hpctrain.replica.words import Words
+
+__all__ = ["BackwardWatch", "Hooks", "Mode", "TorchGradientsMode", "look_at"]
+
+
+class Hooks(Protocol):
+    """Hooks on gradients that tell which parameters a backward pass has used."""
+
+    def hook(self) -> None:
+        """Before a pass of ours: hook what can have a gradient now."""
+
+    def unsettled(self) -> list[str]:
+        """Parameters that a pass has used since the last `settle`, by name, each once."""
+
+    def settle(self) -> None:
+        """After a pass of ours, or when all is forgotten."""
+
+
+class BackwardWatch:
+    """Tells a replica's own backward passes from everybody else's, and untouched gradients.
+
+    Args:
+        hooks: What a pass has used.
+        fingerprint: Changes when somebody writes to a gradient or puts another in its place.
+        is_intact: Looked at beside the fingerprint, where that cannot see replaced gradients.
+        depart: Lets gradients leave during the pass that follows; None: they leave after it.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        fingerprint: Callable[[], object],
+        *,
+        is_intact: Callable[[], bool] = lambda: True,
+        depart: Callable[[Words], None] | None = None,
+    ) -> None:
+        self.hooks = hooks
+        self._fingerprint = fingerprint
+        self._is_intact = is_intact
+        self._depart = depart
+        self._seen: object = None  # after a pass that gradients wait in the middle of a window
+        self._closing = False
+
+    def arm(self, control: Words) -> None:
+        """Before the last backward pass of a window: gradients may leave while it runs."""
+        self._closing = True
+        if self._depart is not None:
+            self._depart(control)
+
+    def end(self) -> None:
+        """After a backward pass of ours."""
+        self.hooks.settle()
+        self._seen = None if self._closing else self._fingerprint()
+        self._closing = False
+
+    def forget(self) -> None:
+        """Gradients were dropped, or taken as they are."""
+        self.hooks.settle()
+        self._seen = None
+        self._closing = False
+
+    def foreign(self) -> list[str]:
+        """Parameters that a backward pass of somebody else's has written to, by name."""
+        return self.hooks.unsettled()
+
+    def edited(self) -> bool:
+        """Whether somebody has written to gradients since the pass before."""
+        if self._seen is None:
+            return False
+        return self._seen != self._fingerprint() or not self._is_intact()
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    marks: list[tuple[int, int]]
+    gradients: list[Tensor | None] = field(compare=False)  # kept, so that no other gets their id
+
+
+def look_at(parameters: Sequence[Tensor]) -> object:
+    """A fingerprint of gradients where torch puts them."""
+    gradients = [p.grad for p in parameters]
+    return _Look([(id(g), -1 if g is None else g._version) for g in gradients], gradients)
+
+
+class Mode(Gradients, ABC):
+    """How gradients travel, between the calls of a replica.
+
+    Args:
+        names: Of the parameters; the same on every rank.
+        parameters: What the user's optimizer updates.
+    """
+
+    watch: BackwardWatch
+    weighs_samples = True
+    """Whether ranks count by their samples; Adasum knows no weights."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.names = tuple(names)
+        self.parameters = tuple(parameters)
+        self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
+
+    def fits(self) -> bool:
+        """Whether the parameters are still what they were laid out as."""
+        return self._kinds == [(p.dtype, p.device, p.shape) for p in self.parameters]
+
+    # Around a backward pass; `watch` has the rest
+
+    @abstractmethod
+    def begin(self, *, fresh: bool) -> None:
+        """Before a backward pass; `fresh` begins from zero."""
+
+    @abstractmethod
+    def take_all(self) -> None:
+        """After a pass that nobody announced: take gradients as they lie on the parameters."""
+
+    @abstractmethod
+    def zero(self) -> bool:
+        """Forget all gradients. Collective after an interrupted pass that sent some of them.
+
+        Returns:
+            Whether that was an exchange.
+        """
+
+    # Exchange
+
+    @abstractmethod
+    def exchange(self, control: Words) -> Arrived:
+        """Collective: sum all gradients over all ranks."""
+
+    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
+        """All of it, where nothing is divided on the way."""
+        return divisor
+
+    def each_alone(self) -> AbstractContextManager[None]:
+        """A block in which every rank that steps updates everything by itself."""
+        return nullcontext()
+
+    # Gradients as they lie on the parameters
+
+    def hide_unused(self, used: frozenset[int] | None) -> None:
+        """Give parameters that no rank used no gradient at all: None is not zero.
+
+        Args:
+            used: By index; None: all of them.
+        """
+        if used is not None:
+            for index, parameter in enumerate(self.parameters):
+                if index not in used:
+                    parameter.grad = None
+
+    def has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(p.grad is None for p in self.parameters)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Copies of the gradients as they are now."""
+        return [None if p.grad is None else p.grad.clone() for p in self.parameters]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients that were set aside."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None and parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient)
+
+    def _split(self, excluded: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients that there are: without the excluded parameters, and of these."""
+        kept: list[Tensor] = []
+        left: list[Tensor] = []
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                (left if index in excluded else kept).append(parameter.grad)
+        return kept, left
+
+    # Telling
+
+    @abstractmethod
+    def describe(self) -> list[tuple[str, str]]:
+        """What was chosen, in words."""
+
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """Messages sent and Python hooks called so far, and bytes in one exchange."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take the hooks away."""
+
+
+class TorchGradientsMode(Mode):
+    """Backward begins without gradients and leaves them where torch puts them."""
+
+    usage: Usage
+
+    def _watch(self, usage: Usage) -> None:
+        self.usage = usage
+        self.watch = BackwardWatch(usage, partial(look_at, self.parameters))
+
+    def begin(self, *, fresh: bool) -> None:
+        """Before a backward pass: where a new window begins, there are no gradients."""
+        if fresh:
+            self.watch.forget()
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.usage.hook()
+
+    def take_all(self) -> None:
+        """Gradients are where torch has put them: an exchange takes them from there."""
+        self.watch.forget()
+
+    def zero(self) -> bool:
+        """Forget all gradients; none has left before its window was full."""
+        self.watch.forget()
+        return False
