@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from hpctrain.tables import is_of
+
 __all__ = [
     "ROOT",
     "SCHEMA",
@@ -35,8 +37,7 @@ __all__ = [
 SCHEMA = 2
 """Raised whenever a result of the new form could be misread by a reader of the old one."""
 
-_NUMBER = (int, float)
-_TOP: dict[str, type | tuple[type, ...]] = {
+_TOP: dict[str, Any] = {
     "schema": int,
     "benchmark": str,
     "date": str,
@@ -48,22 +49,22 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "num_thrown_away": int,
     "num_noisy": int,
 }
-_MACHINE: dict[str, type | tuple[type, ...]] = {
+_MACHINE: dict[str, Any] = {
     "id": str,
     "cpu": str,
     "arch": str,
     "cores": int,
-    "memory_gib": _NUMBER,
+    "memory_gib": float,
     "system": str,
     "python": str,
     "mpi": str,
     "torch": str,
     "mpi4py": str,
-    "horovod": (str, type(None)),
-    "commit": (str, type(None)),
+    "horovod": str | None,
+    "commit": str | None,
     "modified": bool,
 }
-_SERIES: dict[str, type | tuple[type, ...]] = {
+_SERIES: dict[str, Any] = {
     "case": str,
     "variant": str,
     "kind": str,
@@ -74,20 +75,20 @@ _SERIES: dict[str, type | tuple[type, ...]] = {
     "outcome": dict,
     "metrics": dict,
 }
-_RATIO: dict[str, type | tuple[type, ...]] = {
+_RATIO: dict[str, Any] = {
     "case": str,
     "variant": str,
     "baseline": str,
-    "median": _NUMBER,
-    "low": _NUMBER,
-    "high": _NUMBER,
-    "coverage": _NUMBER,
+    "median": float,
+    "low": float,
+    "high": float,
+    "coverage": float,
     "num_blocks": int,
 }
-_BLOCK: dict[str, type | tuple[type, ...]] = {
+_BLOCK: dict[str, Any] = {
     "case": str,
     "order": list,
-    "foreign_load": _NUMBER,
+    "foreign_load": float,
     "kept": bool,
     "noisy": bool,
 }
@@ -126,14 +127,15 @@ def upgrade(result: object) -> object:
     return {**result, "schema": SCHEMA, "settings": settings, "series": series}
 
 
-def _misfits(item: object, fields: Mapping[str, type | tuple[type, ...]], where: str) -> list[str]:
+def _misfits(item: object, fields: Mapping[str, Any], where: str) -> list[str]:
     if not isinstance(item, dict):
         return [f"{where} is no object"]
     wrong = [f"{where}: {name} is missing" for name in fields if name not in item]
-    for name, kind in fields.items():
-        is_flag = isinstance(item.get(name), bool) and kind is not bool
-        if name in item and (is_flag or not isinstance(item[name], kind)):
-            wrong.append(f"{where}: {name} is {item[name]!r}")
+    wrong += [
+        f"{where}: {name} is {item[name]!r}"
+        for name, kind in fields.items()
+        if name in item and not is_of(kind, item[name])
+    ]
     return wrong
 
 
@@ -149,7 +151,7 @@ def _contradictions(result: Mapping[str, Any]) -> list[str]:
             wrong.append(
                 f"{where}: {len(item['seconds'])} times in {kept.get(item['case'])} blocks"
             )
-        if not all(isinstance(s, _NUMBER) and s > 0 for s in item["seconds"]):
+        if not all(is_of(float, s) and s > 0 for s in item["seconds"]):
             wrong.append(f"{where}: a time is not above 0")
     known = {(item["case"], item["variant"]) for item in result["series"]}
     for ratio in result["ratios"]:

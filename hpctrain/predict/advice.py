@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_bytes
-from hpctrain.predict.checks import count_of
 from hpctrain.predict.machine import Machine
 from hpctrain.predict.model import Prediction, predict
 from hpctrain.predict.profile import Profile
+from hpctrain.tables import count_of
 
 __all__ = ["Advice", "Cost", "advise", "cost_of"]
 

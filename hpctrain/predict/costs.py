@@ -13,8 +13,8 @@ from math import ceil, erf, log2, sqrt
 import numpy as np
 
 from hpctrain.errors import ConfigError
-from hpctrain.predict.checks import count_of, number_of
 from hpctrain.predict.machine import Costs
+from hpctrain.tables import count_of, number_of
 
 __all__ = [
     "Layout",

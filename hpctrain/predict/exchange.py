@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
-from hpctrain.predict.checks import count_of, number_of, positive
 from hpctrain.predict.costs import Layout
+from hpctrain.tables import count_of, number_of, positive
 
-__all__ = ["Exchange", "default_exchange", "horovod_fusion"]
+__all__ = ["Exchange", "default_exchange"]
 
 _SMALLEST_BYTES = 4 << 20
 _LARGEST_BYTES = 25 << 20
 _PIECES = 8
-_HOROVOD_BYTES = 128 << 20
-_HOROVOD_CYCLE_S = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +70,3 @@ def default_exchange(
         return Exchange(engine=engine, overlap=False)
     size = min(max(gradient_bytes // _PIECES, _SMALLEST_BYTES), _LARGEST_BYTES)
     return Exchange(engine=engine, bucket_bytes=size)
-
-
-def horovod_fusion() -> Exchange:
-    """Horovod's own fusion with its defaults: 128 MiB, every millisecond."""
-    return Exchange(engine="horovod", bucket_bytes=_HOROVOD_BYTES, cycle_s=_HOROVOD_CYCLE_S)

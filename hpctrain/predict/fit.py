@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from hpctrain.engines import AUTO, capabilities_of, choose
 from hpctrain.errors import ConfigError
-from hpctrain.predict.checks import check_keys, count_of, number_of, positive, text_of
 from hpctrain.predict.costs import Layout, allreduce_s, doublings, shares_of, slowest_of
 from hpctrain.predict.machine import NO_LATENCY_S, NO_LIMIT, Costs, Link, Machine
+from hpctrain.tables import check_keys, count_of, number_of, positive, text_of
 
 __all__ = [
     "SCHEMA",

@@ -5,7 +5,6 @@ A machine file has a source for each number.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 
 from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
-from hpctrain.predict.checks import check_keys, count_of, number_of, positive, text_of
+from hpctrain.tables import check_keys, count_of, number_of, positive, text_of, write_toml
 
 __all__ = [
     "LOAD_LIMIT",
@@ -322,40 +321,48 @@ def _contention(part: object, where: str) -> tuple[tuple[tuple[int, float], ...]
 
 def render_machine(machine: Machine) -> str:
     """The machine as TOML, for `parse_machine` to give back the same."""
-    lines = [
-        *_warnings(machine),
-        f"schema = {_quoted(SCHEMA)}",
-        f"title = {_quoted(machine.title)}",
-        f"as_of = {_quoted(machine.as_of)}",
-        f"measured = {'true' if machine.measured else 'false'}",
-        f"foreign_load = {_number(machine.foreign_load)}",
-        f"ranks_per_node = {machine.ranks_per_node}",
-        f"memory_bytes_per_node = {machine.memory_bytes_per_node}",
-        f"memory_bytes_per_device = {machine.memory_bytes_per_device}",
-        f"jitter = {_number(machine.jitter)}",
-        f"jitter_error = {_number(machine.jitter_error)}",
-        *_render_costs(machine.costs, ""),
-        "",
-        "[contention]",
-        f"ranks = {[n for n, _ in machine.contention]}",
-        f"slowdown = [{', '.join(_number(slow) for _, slow in machine.contention)}]",
-        f"error = {_number(machine.contention_error)}",
-    ]
-    for engine, costs in machine.engines.items():
-        lines += ["", f"[engines.{_quoted(engine)}]", *_render_costs(costs, f"engines.{engine}.")]
+    tree: dict[str, Any] = {
+        "schema": SCHEMA,
+        "title": machine.title,
+        "as_of": machine.as_of,
+        "measured": machine.measured,
+        "foreign_load": float(machine.foreign_load),
+        "ranks_per_node": machine.ranks_per_node,
+        "memory_bytes_per_node": machine.memory_bytes_per_node,
+        "memory_bytes_per_device": machine.memory_bytes_per_device,
+        "jitter": float(machine.jitter),
+        "jitter_error": float(machine.jitter_error),
+        **_costs_tree(machine.costs),
+        "contention": {
+            "ranks": [count for count, _ in machine.contention],
+            "slowdown": [float(slow) for _, slow in machine.contention],
+            "error": float(machine.contention_error),
+        },
+    }
+    if machine.engines:
+        tree["engines"] = {name: _costs_tree(costs) for name, costs in machine.engines.items()}
     if machine.sources:
-        lines += ["", "[sources]"]
-        lines += [f"{_quoted(key)} = {_quoted(text)}" for key, text in machine.sources.items()]
-    return "\n".join(lines) + "\n"
+        tree["sources"] = dict(machine.sources)
+    return _warning(machine) + write_toml(tree)
 
 
-def _warnings(machine: Machine) -> list[str]:
+def _costs_tree(costs: Costs) -> dict[str, Any]:
+    links = {"intra": costs.intra, "inter": costs.inter}
+    return {
+        "topology": costs.topology,
+        "reduce_s_per_byte": float(costs.reduce_s_per_byte),
+        "crowding": float(costs.crowding),
+        **{key: {n: float(getattr(link, n)) for n in _LINK} for key, link in links.items()},
+    }
+
+
+def _warning(machine: Machine) -> str:
     if not machine.is_disturbed:
-        return []
-    return [
-        f"# Others used {machine.foreign_load:.0%} of the cores while this was measured: do not",
-        "# trust these numbers; measure again on a quiet machine.",
-    ]
+        return ""
+    return (
+        f"# Others used {machine.foreign_load:.0%} of the cores while this was measured: do not\n"
+        "# trust these numbers; measure again on a quiet machine.\n"
+    )
 
 
 def write_machine(machine: Machine, path: str | Path) -> None:
@@ -370,24 +377,3 @@ def write_machine(machine: Machine, path: str | Path) -> None:
         Path(path).write_text(render_machine(machine), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
-
-
-def _render_costs(costs: Costs, before: str) -> list[str]:
-    lines = [
-        f"topology = {_quoted(costs.topology)}",
-        f"reduce_s_per_byte = {_number(costs.reduce_s_per_byte)}",
-        f"crowding = {_number(costs.crowding)}",
-    ]
-    for key, link in (("intra", costs.intra), ("inter", costs.inter)):
-        lines += ["", f"[{before}{key}]"]
-        lines += [f"{name} = {_number(getattr(link, name))}" for name in _LINK]
-    return lines
-
-
-def _quoted(text: str) -> str:
-    """A basic string of TOML, which JSON's strings are but for DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _number(value: float) -> str:
-    return repr(float(value))

@@ -24,7 +24,6 @@ import hpctrain as hpc
 from hpctrain.bench import foreign_load, read_clocks
 from hpctrain.engines import Engine, Op
 from hpctrain.errors import CollectiveError, ConfigError, LaunchError
-from hpctrain.predict.checks import count_of
 from hpctrain.predict.costs import expected_maximum
 from hpctrain.predict.fit import (
     CollectiveSample,
@@ -35,6 +34,7 @@ from hpctrain.predict.fit import (
 )
 from hpctrain.predict.machine import Machine
 from hpctrain.predict.profiling import Subject
+from hpctrain.tables import count_of
 from hpctrain.world import World, keep_freed_memory
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpctrain.errors import ConfigError
-from hpctrain.predict.checks import check_keys, count_of, number_of, positive, text_of
+from hpctrain.tables import check_keys, count_of, number_of, positive, text_of
 
 __all__ = ["SCHEMA", "Layer", "Profile", "parse_profile", "read_profile", "write_profile"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
-from hpctrain.predict.checks import count_of
 from hpctrain.predict.profile import Layer, Profile
 from hpctrain.replica.sharing_work import choose_update
+from hpctrain.tables import count_of
 from hpctrain.world import keep_freed_memory
 
 __all__ = ["Subject", "load_subject", "measure_profile"]

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from math import ceil
 
 from hpctrain.checkpoint.layout import Item, choose_ranks, divide
-from hpctrain.data import Batching, Seat, cyclic, plan_parts
+from hpctrain.data import Batching, Seat, cyclic
 from hpctrain.log import format_bytes
-from hpctrain.predict.checks import count_of, number_of, positive
 from hpctrain.predict.costs import Layout
 from hpctrain.predict.machine import Machine
 from hpctrain.predict.model import Range
+from hpctrain.tables import count_of, number_of, positive
+from hpctrain.train.memory import Memory
 
 __all__ = [
     "Files",
@@ -29,7 +30,6 @@ __all__ = [
     "State",
     "Training",
     "rehearse",
-    "samples_of",
 ]
 
 
@@ -163,19 +163,6 @@ def _share(batch: range, num_ranks: int) -> Share:
     )
 
 
-def samples_of(training: Training, *, rank: int, num_ranks: int) -> Iterator[int]:
-    """How many samples a rank has in each batch of an epoch, from the loader's own plan."""
-    parts = plan_parts(
-        training.batching,
-        Seat(rank=rank, num_ranks=num_ranks),
-        lambda positions: positions,
-        start=0,
-        num_samples=training.num_samples,
-    )
-    for part, _ in parts:
-        yield part.num_samples
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
     """Bytes in memory; activations are in them only where they were given."""
@@ -187,16 +174,23 @@ class Holding:
 
     @classmethod
     def of(cls, state: State, layout: Layout, *, rank_batch: int, on_device: bool) -> Holding:
-        """What docs/node.md says of shared memory; elsewhere each rank has everything."""
-        size, copies = state.weight_bytes, int(state.state_copies * state.weight_bytes)
+        """The estimate of a training's plan, and the activations that were given."""
         active = state.activation_bytes_per_sample * rank_batch
         ranks = layout.local_ranks
-        if on_device or ranks == 1:
-            own = 2 * size + copies + active
-            return cls(per_rank=own, per_node=own * ranks, on_device=on_device)
-        own = 2 * size + active
-        shared = 2 * size + copies  # the sums, the new weights on their way, and the state
-        return cls(per_rank=own, per_node=own * ranks + shared, on_device=False)
+        shares = not on_device and ranks > 1
+        memory = Memory.estimate(
+            weights=state.weight_bytes,
+            gradients=state.weight_bytes,
+            optimizer_state=int(state.state_copies * state.weight_bytes),
+            ranks_per_node=ranks,
+            shares_memory=shares,
+            shards_update=shares,
+        )
+        return cls(
+            per_rank=memory.per_rank + active,
+            per_node=memory.per_node + active * ranks,
+            on_device=on_device,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

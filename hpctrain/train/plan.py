@@ -20,8 +20,9 @@ from hpctrain.engines import (
 from hpctrain.errors import ConfigError
 from hpctrain.replica.sharing_work import ChosenUpdate, choose_update
 from hpctrain.train.config import Config
+from hpctrain.train.memory import Memory
 
-__all__ = ["Memory", "Place", "Plan", "make_plan"]
+__all__ = ["Place", "Plan", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,23 +47,6 @@ class Place:
     def num_nodes(self) -> int:
         """How many nodes that is at least."""
         return -(-self.num_ranks // self.ranks_per_node)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Bytes that follow from the model and its optimizer; activations come on top."""
-
-    weights: int
-    """Of one copy."""
-    gradients: int
-    optimizer_state: int
-    """Of one copy, float32 masters of bfloat16 weights included."""
-    averages: int
-    """Of one copy of averaged weights; 0 where there are none."""
-    per_rank: int
-    """What is a rank's own."""
-    per_node: int
-    """What the fullest node holds: its ranks' own and what they share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,32 +213,24 @@ def _memory(
     choice: ChosenEngine,
     place: Place,
 ) -> Memory:
-    """What docs/node.md says of shared memory, and one copy a rank of everything elsewhere."""
     pure = config.precision.kind == "bf16-pure"
     width = [(p, 2 if pure and p.is_floating_point() else p.element_size()) for p in parameters]
     weights = sum(p.numel() * size for p, size in width)
     mine = {id(p) for p in trained}
     gradients = sum(p.numel() * size for p, size in width if id(p) in mine)
     masters = sum(p.numel() * 4 for p in trained) if pure else 0
-    state = state_bytes + masters
     averages = 0
     if config.ema.decay is not None:
         averages = sum(p.numel() * max(4, size) for p, size in width)
-    ranks = place.ranks_per_node
-    own, shared = weights + gradients + state + averages, 0
-    if _shares_memory(config, choice, place):
-        own -= averages  # once a node, too
-        shared = gradients + averages  # the sums, beside each rank's own
-        if update.by is not None:
-            own = (0 if config.engine.share_parameters else weights) + gradients
-            shared += gradients + state  # the new weights, and the state, once a node
-    return Memory(
+    return Memory.estimate(
         weights=weights,
         gradients=gradients,
-        optimizer_state=state,
+        optimizer_state=state_bytes + masters,
         averages=averages,
-        per_rank=own,
-        per_node=own * ranks + shared,
+        ranks_per_node=place.ranks_per_node,
+        shares_memory=_shares_memory(config, choice, place),
+        shards_update=update.by is not None,
+        share_parameters=config.engine.share_parameters,
     )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.errors import ConfigError
+from hpctrain.tables import nearest
 from hpctrain.train.computing import prediction_of
-from hpctrain.train.config.reading import nearest
 
 __all__ = [
     "METRICS",

@@ -16,7 +16,8 @@ from hpctrain.predict import Layout
 from hpctrain.predict.fit import fit_costs
 from hpctrain.predict.measuring import measure
 from hpctrain.predict.profiling import Subject
-from hpctrain.predict.rehearsal import Files, Loading, State, Training, rehearse, samples_of
+from hpctrain.predict.rehearsal import Files, Loading, State, Training, rehearse
+from mpi_tests.loader_plan import samples_of
 
 
 @pytest.mark.parametrize(

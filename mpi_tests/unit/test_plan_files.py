@@ -125,8 +125,12 @@ def test_profiles_that_are_refused(change, message):
         ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node=0 must be a whole number"),
         ("jitter = 0.02", "jiter = 0.02", "has jiter, which nobody reads; it may have"),
         ("bytes_per_s = 1000000000.0", "bytes_per_s = 0", "bytes_per_s=0 must be above 0"),
-        ("ranks = [1, 2, 4]", "ranks = [2, 1, 4]", "must rise, beginning with 1"),
-        ("slowdown = [1.0, 1.125", "slowdown = [1.0, 0.5", "never be below it"),
+        ("ranks = [\n    1,\n    2,", "ranks = [\n    2,\n    1,", "must rise, beginning with 1"),
+        (
+            "slowdown = [\n    1.0,\n    1.125",
+            "slowdown = [\n    1.0,\n    0.5",
+            "never be below it",
+        ),
         ('"inter.latency_s" =', '"inter.colour" =', "inter.colour, which nobody reads"),
         ("schema =", "schema", "is no TOML"),
     ],
@@ -143,10 +147,14 @@ def test_machines_that_are_refused(old, new, message):
     [
         ("[intra]\nlatency_s = ", "[intra]\nlatency_s = -", "[intra]: latency_s=-"),
         ("[intra]\nlatency_s", "[intra]\nlatency", "[intra] lacks latency_s"),
-        ('[engines."mpi"]\ntopology = "', '[engines."mpi"]\ntopology = "x', "[engines.mpi]: topo"),
-        ('[engines."mpi"]', "[engines.mpii]", "[engines] has mpii, which nobody reads"),
+        ('[engines.mpi]\ntopology = "', '[engines.mpi]\ntopology = "x', "[engines.mpi]: topo"),
+        ("[engines.mpi]", "[engines.mpii]", "[engines] has mpii, which nobody reads"),
         ("[engines.mpi.inter]\nlat", "[engines.mpi.inter]\nnat", "[engines.mpi.inter] lacks"),
-        ("ranks = [1, 2, 4]", "ranks = [1, 2.5, 4]", "[contention]: ranks=2.5 must be"),
+        (
+            "ranks = [\n    1,\n    2,",
+            "ranks = [\n    1,\n    2.5,",
+            "[contention]: ranks=2.5 must be",
+        ),
         ("jitter = ", "jitter = -", "m.toml: jitter=-"),
     ],
 )

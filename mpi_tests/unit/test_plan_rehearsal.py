@@ -22,8 +22,8 @@ from hpctrain.predict.rehearsal import (
     State,
     Training,
     rehearse,
-    samples_of,
 )
+from mpi_tests.loader_plan import samples_of
 
 GPU = find_machine("perlmutter-gpu")
 CPU = find_machine("frontera")

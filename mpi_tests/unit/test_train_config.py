@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
+from hpctrain.tables import write_value
 from hpctrain.train.config import SECTIONS, all_keys, build_config, parse_config, to_toml
 from hpctrain.train.config.explaining import explain, list_keys, markdown, template
 from hpctrain.train.config.schema import json_schema
-from hpctrain.train.config.writing import write_value
 
 SMALLEST = """
 [model]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hpctrain.train.config.parts import Averages, Data, Model, Optimizer, Schedule, Training
 from hpctrain.train.config.reading import build_config, load_config, parse_config
-from hpctrain.train.config.root import SECTIONS, Config, all_keys
+from hpctrain.train.config.root import SECTIONS, Config, all_keys, to_toml
 from hpctrain.train.config.running import Checkpoint, EngineChoice, Faults, Logging, Precision
-from hpctrain.train.config.writing import to_toml
 
 __all__ = [
     "SECTIONS",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import textwrap
 
 from hpctrain.errors import ConfigError
-from hpctrain.train.config.keys import Key, keys_of
-from hpctrain.train.config.reading import nearest
+from hpctrain.tables import Key, keys_of, nearest, write_value
 from hpctrain.train.config.root import SECTIONS, all_keys
-from hpctrain.train.config.writing import write_value
 
 __all__ = ["explain", "list_keys", "markdown", "template"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from hpctrain.train.config.keys import key, table
+from hpctrain.tables import key, table
 from hpctrain.train.config.section import Section
 
 __all__ = ["Averages", "Data", "Model", "Optimizer", "Schedule", "Training"]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
 from hpctrain.errors import ConfigError
-from hpctrain.train.config.keys import Key, keys_of, trouble_with
+from hpctrain.tables import Key, adapt, keys_of, mistake, nearest, trouble_with
 from hpctrain.train.config.root import SECTIONS, Config, all_keys
-from hpctrain.train.config.section import Section, mistake
+from hpctrain.train.config.section import Section
 
-__all__ = ["build_config", "load_config", "nearest", "parse_config"]
+__all__ = ["build_config", "load_config", "parse_config"]
 
 
 def load_config(path: Path, settings: Sequence[str] = ()) -> Config:
@@ -83,17 +82,6 @@ def build_config(
     raise ConfigError(f"{name}: {count}\n{lines}\n`hpctrain config explain KEY` explains a key")
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that a word was probably meant to be."""
-    names = list(known)
-    same = [name for name in names if name.lower() == word.lower()]
-    if same:
-        return same[0]
-    found = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    inside = [name for name in names if word and (word in name or name in word)]
-    return found[0] if found else min(inside, key=len, default=None)
-
-
 def _read_section(cls: type[Section], table: Mapping[str, Any]) -> tuple[Section | None, list[str]]:
     known = {key.name: key for key in keys_of(cls)}
     wrong = [_unknown_key(cls.title, word, known) for word in table if word not in known]
@@ -103,7 +91,7 @@ def _read_section(cls: type[Section], table: Mapping[str, Any]) -> tuple[Section
             if key.is_required:
                 wrong.append(f"{cls.title}.{name} is missing: {_first_sentence(key.meaning)}")
             continue
-        value = _adapt(key, table[name])
+        value = adapt(key, table[name])
         trouble = trouble_with(key, value)
         if trouble is not None:
             wrong.append(mistake(f"{cls.title}.{name}", value, trouble + _meant(key, value)))
@@ -114,15 +102,6 @@ def _read_section(cls: type[Section], table: Mapping[str, Any]) -> tuple[Section
         return cls(**values), []
     except ConfigError as error:
         return None, str(error).split("\n")
-
-
-def _adapt(key: Key, value: Any) -> Any:
-    """TOML's lists are tuples here, and 1 is a number where 1.0 is."""
-    if isinstance(value, list) and any(get_origin(part) is tuple for part in key.members):
-        return tuple(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(value) if float in key.members and int not in key.members else value
-    return value
 
 
 def _set(tables: dict[str, dict[str, Any]], setting: str) -> str | None:
@@ -155,7 +134,7 @@ def _parse_value(text: str, key: Key | None) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         return text
-    if key is not None and trouble_with(key, _adapt(key, value)) is not None:
+    if key is not None and trouble_with(key, adapt(key, value)) is not None:
         return text if trouble_with(key, text) is None else value
     return value
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.errors import ConfigError
-from hpctrain.train.config.keys import Key, keys_of
+from hpctrain.tables import Key, keys_of, write_toml
 from hpctrain.train.config.parts import Averages, Data, Model, Optimizer, Schedule, Training
 from hpctrain.train.config.running import Checkpoint, EngineChoice, Faults, Logging, Precision
 from hpctrain.train.config.section import Section
 
-__all__ = ["SECTIONS", "Config", "all_keys"]
+__all__ = ["SECTIONS", "Config", "all_keys", "to_toml"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,3 +123,13 @@ SECTIONS: dict[str, type[Section]] = {
 def all_keys() -> dict[str, Key]:
     """Every key by its name with its section, as in `optimizer.lr`."""
     return {f"{title}.{key.name}": key for title, cls in SECTIONS.items() for key in keys_of(cls)}
+
+
+def to_toml(config: Config) -> str:
+    """Write all keys of a configuration, those included that were left out, except None."""
+    return write_toml(
+        {
+            title: {name: value for name, value in table.items() if value != {}}
+            for title, table in config.as_tree().items()
+        }
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hpctrain.engines import AUTO, engine_names
-from hpctrain.train.config.keys import key
+from hpctrain.tables import key
 from hpctrain.train.config.parts import MONITOR
 from hpctrain.train.config.section import Section
 

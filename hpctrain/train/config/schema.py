@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args, get_origin
 
-from hpctrain.train.config.keys import Key, keys_of
+from hpctrain.tables import Key, keys_of
 from hpctrain.train.config.root import SECTIONS
 
 __all__ = ["json_schema"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hpctrain.errors import ConfigError
-from hpctrain.train.config.keys import keys_of, trouble_with
+from hpctrain.tables import keys_of, mistake, trouble_with
 
-__all__ = ["Section", "mistake"]
+__all__ = ["Section"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +34,3 @@ class Section:
     def conflicts(self) -> Iterator[str]:
         """What does not go together, each with what to do."""
         return iter(())
-
-
-def mistake(name: str, value: object, trouble: str) -> str:
-    """Say what was given and what is required."""
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    return f"{name}={shown} {trouble}"
