@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpctrain import log
-from hpctrain.data.chunks import MESSAGE_BYTES, split_bytes
+from hpctrain.data.table import MESSAGE_BYTES, split_bytes
 from hpctrain.data.waiting import finish
 from hpctrain.errors import CollectiveError, TimedOutError
 from hpctrain.world import SharedBlock, World, allocate

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hpctrain as hpc
-import hpctrain.data.arrays
+import hpctrain.data.source
 from hpctrain.data.storage.writing import write_shards
 
 ROWS = 37
