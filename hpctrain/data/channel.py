@@ -15,9 +15,8 @@ import numpy as np
 
 from hpctrain import log
 from hpctrain.data.table import MESSAGE_BYTES, split_bytes
-from hpctrain.data.waiting import finish
 from hpctrain.errors import CollectiveError, TimedOutError
-from hpctrain.world import SharedBlock, World, allocate
+from hpctrain.world import SharedBlock, World, allocate, finish
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Request

@@ -25,9 +25,8 @@ from hpctrain.data.table import (
     split_bytes,
     split_rows,
 )
-from hpctrain.data.waiting import finish
 from hpctrain.errors import ConfigError
-from hpctrain.world import World, takes_timeout
+from hpctrain.world import World, finish, takes_timeout
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Request

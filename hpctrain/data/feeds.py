@@ -16,10 +16,9 @@ from hpctrain.data.partition import Batching, Indices, Part, Seat, plan_parts
 from hpctrain.data.shuffle import Draw, Order, Plan
 from hpctrain.data.source import ArraySource, Batch, Scattered, Source, as_tensor, map_leaves
 from hpctrain.data.stream import Opening, Split, Stream
-from hpctrain.data.waiting import finish
 from hpctrain.data.workers import Job, WorkerOptions, Workers
 from hpctrain.errors import ConfigError, HpcTrainError
-from hpctrain.world import derive_seed
+from hpctrain.world import derive_seed, finish
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

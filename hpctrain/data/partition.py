@@ -11,7 +11,6 @@ after every stop.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,6 +22,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hpctrain.balance import largest_first
 from hpctrain.errors import ConfigError
 
 __all__ = [
@@ -201,14 +201,7 @@ def whole_files(sizes: Sequence[int], num_parts: int, part: int) -> list[int]:
     """
     _check_sizes(sizes)
     block(0, num_parts, part)  # the same rules for parts
-    loads = [(0, owner) for owner in range(num_parts)]
-    mine = []
-    for file in sorted(range(len(sizes)), key=lambda file: (-sizes[file], file)):
-        load, owner = heapq.heappop(loads)
-        heapq.heappush(loads, (load + sizes[file], owner))
-        if owner == part:
-            mine.append(file)
-    return sorted(mine)
+    return largest_first(sizes, num_parts)[part]
 
 
 def _check_sizes(sizes: Sequence[int]) -> None:

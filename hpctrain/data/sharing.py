@@ -18,9 +18,8 @@ from hpctrain.data.partition import block
 from hpctrain.data.source import ArraySource, Source
 from hpctrain.data.storage import Named, name_columns, name_files, open_named
 from hpctrain.data.table import Form, Outline, Table, split_rows
-from hpctrain.data.waiting import finish
 from hpctrain.errors import ConfigError, DataError
-from hpctrain.world import SharedBlock, World, agree, allocate, roll_call, takes_timeout
+from hpctrain.world import SharedBlock, World, agree, allocate, finish, roll_call, takes_timeout
 
 __all__ = ["Layout", "Shared", "share"]
 

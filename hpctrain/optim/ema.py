@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hpctrain.balance import largest_first
 from hpctrain.engines import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import is_dense, like_parameter
@@ -264,13 +265,9 @@ def _why_not(engine: Engine, model: nn.Module) -> str | None:
 
 def divide(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
     """Give each rank whole tensors, the largest first to whoever has least so far. Pure."""
-    shares: list[list[str]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        rank = load.index(min(load))
-        shares[rank].append(name)
-        load[rank] += sizes[name]
-    return shares
+    names = sorted(sizes)
+    shares = largest_first([sizes[name] for name in names], num_ranks)
+    return [[names[index] for index in share] for share in shares]
 
 
 class NodeEMA(EMA):

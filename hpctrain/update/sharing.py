@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.balance import largest_first
 from hpctrain.errors import ConfigError
 
 __all__ = [
@@ -147,13 +148,8 @@ def _nearest_cut(wanted: int, start: int, size: int) -> int:
 
 def divide_parameters(sizes: Sequence[int], *, num_ranks: int) -> list[list[Fragment]]:
     """Give each rank whole parameters, the largest first to whoever has least so far."""
-    by_rank: list[list[Fragment]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        rank = load.index(min(load))
-        by_rank[rank].append(Fragment(index, 0, sizes[index]))
-        load[rank] += sizes[index] + 1
-    return [sorted(part, key=lambda f: f.parameter) for part in by_rank]
+    shares = largest_first([size + 1 for size in sizes], num_ranks)  # 1: empty ones count, too
+    return [[Fragment(index, 0, sizes[index]) for index in share] for share in shares]
 
 
 _MOST_RANKS = 4
