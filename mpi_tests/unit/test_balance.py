@@ -1,4 +1,4 @@
-"""The one way by which things are dealt largest first, and the one by which something is awaited."""
+"""Things dealt largest first, and waiting by looking again: the one mechanism for each."""
 
 from __future__ import annotations
 
