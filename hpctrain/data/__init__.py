@@ -11,30 +11,36 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.data.adopting import is_stream
-    from hpctrain.data.batches import Batching, part_of
-    from hpctrain.data.chunks import split_bytes
+    from hpctrain.data.arguments import Arguments, settle
     from hpctrain.data.gathering import gather
     from hpctrain.data.loader import Loader
-    from hpctrain.data.partition import cyclic
-    from hpctrain.data.plan import Seat, plan_parts
-    from hpctrain.data.reshuffling import reshuffle
-    from hpctrain.data.scattering import CHUNK_BYTES, scatter
-    from hpctrain.data.settling import Arguments, settle
-    from hpctrain.data.shard import Shard
+    from hpctrain.data.partition import (
+        Batching,
+        Seat,
+        block,
+        cyclic,
+        file_spans,
+        part_of,
+        plan_parts,
+        split,
+        stratified,
+        weighted,
+        whole_files,
+    )
+    from hpctrain.data.scattering import CHUNK_BYTES, Shard, reshuffle, scatter
     from hpctrain.data.sharing import Shared, share
-    from hpctrain.data.source import Batch, Source
+    from hpctrain.data.source import ArraySource, Batch, Source, leaves, split_source
     from hpctrain.data.staging import stage
-    from hpctrain.data.storage import files, name_files, open_named
-    from hpctrain.data.storage.inspecting import inspect
-    from hpctrain.data.storage.manifest import read_manifest
-    from hpctrain.data.storage.numpy_files import open_npy
-    from hpctrain.data.storage.shards import check_shard
+    from hpctrain.data.storage.formats import open_npy
+    from hpctrain.data.storage.opening import files, inspect, name_files, open_named
+    from hpctrain.data.storage.shards import check_shard, read_manifest
     from hpctrain.data.storage.writing import write_shards
-    from hpctrain.data.structure import leaves
+    from hpctrain.data.table import split_bytes
 
 __all__ = [
     "CHUNK_BYTES",
     "Arguments",
+    "ArraySource",
     "Batch",
     "Batching",
     "Loader",
@@ -42,8 +48,10 @@ __all__ = [
     "Shard",
     "Shared",
     "Source",
+    "block",
     "check_shard",
     "cyclic",
+    "file_spans",
     "files",
     "gather",
     "inspect",
@@ -59,8 +67,13 @@ __all__ = [
     "scatter",
     "settle",
     "share",
+    "split",
     "split_bytes",
+    "split_source",
     "stage",
+    "stratified",
+    "weighted",
+    "whole_files",
     "write_shards",
 ]
 
@@ -68,47 +81,55 @@ __getattr__ = lazy(
     __name__,
     {
         ".adopting": ("is_stream",),
-        ".batches": (
-            "Batching",
-            "part_of",
-        ),
-        ".chunks": ("split_bytes",),
-        ".gathering": ("gather",),
-        ".loader": ("Loader",),
-        ".partition": ("cyclic",),
-        ".plan": (
-            "Seat",
-            "plan_parts",
-        ),
-        ".reshuffling": ("reshuffle",),
-        ".scattering": (
-            "CHUNK_BYTES",
-            "scatter",
-        ),
-        ".settling": (
+        ".arguments": (
             "Arguments",
             "settle",
         ),
-        ".shard": ("Shard",),
+        ".gathering": ("gather",),
+        ".loader": ("Loader",),
+        ".partition": (
+            "Batching",
+            "Seat",
+            "block",
+            "cyclic",
+            "file_spans",
+            "part_of",
+            "plan_parts",
+            "split",
+            "stratified",
+            "weighted",
+            "whole_files",
+        ),
+        ".scattering": (
+            "CHUNK_BYTES",
+            "Shard",
+            "reshuffle",
+            "scatter",
+        ),
         ".sharing": (
             "Shared",
             "share",
         ),
         ".source": (
+            "ArraySource",
             "Batch",
             "Source",
+            "leaves",
+            "split_source",
         ),
         ".staging": ("stage",),
-        ".storage": (
+        ".storage.formats": ("open_npy",),
+        ".storage.opening": (
             "files",
+            "inspect",
             "name_files",
             "open_named",
         ),
-        ".storage.inspecting": ("inspect",),
-        ".storage.manifest": ("read_manifest",),
-        ".storage.numpy_files": ("open_npy",),
-        ".storage.shards": ("check_shard",),
+        ".storage.shards": (
+            "check_shard",
+            "read_manifest",
+        ),
         ".storage.writing": ("write_shards",),
-        ".structure": ("leaves",),
+        ".table": ("split_bytes",),
     },
 )

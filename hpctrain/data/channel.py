@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpctrain import log
-from hpctrain.data.chunks import MESSAGE_BYTES, split_bytes
-from hpctrain.data.waiting import finish
+from hpctrain.data.table import MESSAGE_BYTES, split_bytes
 from hpctrain.errors import CollectiveError, TimedOutError
-from hpctrain.world import SharedBlock, World, allocate
+from hpctrain.world import SharedBlock, World, allocate, finish
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Request

@@ -2,26 +2,37 @@
 
 The ranks meet in pairs, each with its next neighbour first, so that everyone sends and receives all
 the time. Rows go in chunks, in messages that 31 bits can count, and straight to their places.
+`reorder` gives scattered shares a new order this way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.data.chunks import MESSAGE_BYTES, split_bytes, split_rows
-from hpctrain.data.reading import SourceRows
-from hpctrain.data.table import Form, Room, Table
-from hpctrain.data.waiting import finish
-from hpctrain.world import World
+from hpctrain.data.adopting import SourceRows
+from hpctrain.data.alike import require_alike
+from hpctrain.data.shuffle import Order
+from hpctrain.data.table import (
+    MESSAGE_BYTES,
+    Arrivals,
+    Form,
+    Table,
+    share_length,
+    split_bytes,
+    split_rows,
+)
+from hpctrain.errors import ConfigError
+from hpctrain.world import World, finish, takes_timeout
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Request
 
-__all__ = ["Route", "exchange"]
+__all__ = ["CHUNK_BYTES", "Route", "exchange", "reorder"]
+
 
 _TAG = 7431
 _HEADER = np.dtype(np.int64)
@@ -88,7 +99,7 @@ def exchange(
     if form.varies:
         own = None if table is None or table.shapes is None else Table(table.shapes)
         shapes = exchange(world, own, route, num_rows, form=form.of_shapes(), **limits)
-    room = Room(form, num_rows, shapes)
+    room = Arrivals(form, num_rows, shapes)
     for step in range(world.size):
         _Pair(world, table, route, room, step, **limits).run()
     return room.finish()
@@ -102,7 +113,7 @@ class _Pair:
         world: World,
         table: Table | SourceRows | None,
         route: Route,
-        room: Room,
+        room: Arrivals,
         step: int,
         *,
         chunk_bytes: int,
@@ -182,3 +193,75 @@ class _Pair:
     def _take(self, out: np.ndarray) -> None:
         request = self._comm.Irecv(out, source=self._source, tag=_TAG)
         finish([request], f"rank {self._source} to send rows", timeout_s=self._timeout_s)
+
+
+CHUNK_BYTES = 16 << 20
+
+_Rows = npt.NDArray[np.int64]
+
+
+@takes_timeout
+def reorder(
+    world: World,
+    table: Table | SourceRows,
+    old: Order,
+    new: Order,
+    *,
+    locate: Callable[[_Rows], _Rows],
+    chunk_bytes: int = CHUNK_BYTES,
+    timeout_s: float | None = None,
+) -> Table:
+    """Collective: exchange rows so that shares which follow `old` follow `new`, which must match.
+
+    An order tells which sample stands where, not where a sample stands. So a third rank, the one
+    that its number points to, hears of each sample who has it and who wants it, and tells the one
+    who has it. No rank needs memory for more than its share of the samples.
+
+    Args:
+        world: The ranks.
+        table: Where this rank's rows are.
+        old: What the shares follow.
+        new: What they shall follow.
+        locate: Which rows of the table this rank's share consists of.
+        chunk_bytes: Memory for the rows on their way.
+        timeout_s: How long to wait for a rank that does not come or does not go on.
+            None: as long as the world waits for any rank.
+
+    Raises:
+        ConfigError: on all ranks, when the orders are of different numbers of samples.
+    """
+    timeout_s = world.watching.limit_s(timeout_s)
+    require_alike(world, "reorder", {"order": new, "chunk_bytes": chunk_bytes}, timeout_s=timeout_s)
+    total, rank, size = old.num_samples, world.rank, world.size
+    if new.num_samples != total:
+        raise ConfigError(
+            f"reorder: the order is of {new.num_samples} samples and the shares have {total}; "
+            "give an order of as many"
+        )
+
+    def move(rows: Table | SourceRows, route: Route) -> Any:
+        return exchange(
+            world,
+            rows,
+            route,
+            count,
+            form=rows.form,
+            chunk_bytes=chunk_bytes,
+            timeout_s=timeout_s,
+        )
+
+    def tell(values: np.ndarray, ranks: _Rows, places: _Rows) -> np.ndarray:
+        route = Route(np.arange(len(values)), ranks, places)
+        told: np.ndarray = move(Table(values), route)
+        return told
+
+    count = share_length(total, rank, size)
+    here = np.stack([np.full(count, rank), np.arange(count)], axis=1)
+    has = old.between(rank, total, size)
+    wants = new.between(rank, total, size)
+    holders = tell(here, has % size, has // size)
+    takers = tell(here, wants % size, wants // size)
+    targets = tell(takers, holders[:, 0].copy(), holders[:, 1].copy())
+    del here, has, wants, holders, takers
+    route = Route(locate(np.arange(count)), targets[:, 0].copy(), targets[:, 1].copy())
+    return Table(move(table, route))

@@ -11,19 +11,14 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from hpctrain.data.alike import require_fitting_streams
-from hpctrain.data.arrays import ArraySource
-from hpctrain.data.batches import Batching
-from hpctrain.data.drawing import Draw, Plan
 from hpctrain.data.mapped import MapSource, no_rows
-from hpctrain.data.plan import Part, Seat, plan_parts
-from hpctrain.data.shuffle import Order
-from hpctrain.data.source import Batch, Indices, Scattered, Source
+from hpctrain.data.partition import Batching, Indices, Part, Seat, plan_parts
+from hpctrain.data.shuffle import Draw, Order, Plan
+from hpctrain.data.source import ArraySource, Batch, Scattered, Source, as_tensor, map_leaves
 from hpctrain.data.stream import Opening, Split, Stream
-from hpctrain.data.structure import as_tensor, map_leaves
-from hpctrain.data.waiting import finish
 from hpctrain.data.workers import Job, WorkerOptions, Workers
 from hpctrain.errors import ConfigError, HpcTrainError
-from hpctrain.world import derive_seed
+from hpctrain.world import derive_seed, finish
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.data.alike import require_alike
-from hpctrain.data.chunks import check_chunk
 from hpctrain.data.exchange import Route, exchange
-from hpctrain.data.table import Form, Table
+from hpctrain.data.table import Form, Table, check_chunk
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_ranges
 from hpctrain.world import World, agree, takes_timeout

@@ -1,20 +1,26 @@
-"""Map-style data sets (`torch.utils.data.Dataset`) as a source: sample by sample, then collated."""
+"""Map-style data sets (`torch.utils.data.Dataset`) as a source: sample by sample, then collated.
+
+Every sample has random numbers of its own, whoever reads it.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 from torch.utils.data import default_collate
 
-from hpctrain.data.randomness import OwnGenerators
-from hpctrain.data.source import Batch, Indices
-from hpctrain.data.structure import map_leaves
+from hpctrain.data.partition import Indices
+from hpctrain.data.source import Batch, map_leaves
 from hpctrain.errors import ConfigError
 
-__all__ = ["Collate", "MapSource", "no_rows"]
+__all__ = ["Collate", "MapSource", "OwnGenerators", "no_rows"]
+
 
 Collate = Callable[[list[Any]], Batch]
 
@@ -79,3 +85,37 @@ def no_rows(leaf: Any) -> Any:
         f"a rank has no sample of the last batch, and a {type(leaf).__name__} from collate cannot "
         "be cut to none; use drop_last=True, or a global_batch of at least twice the ranks"
     )
+
+
+class OwnGenerators:
+    """A context in which the global generators belong to the data; they go on at the next entry."""
+
+    def __init__(self, seed: int) -> None:
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._numpy = np.random.MT19937(seed)
+        self._python: tuple[object, ...] = random.Random(seed).getstate()
+
+    def seed(self, seed: int) -> None:
+        """Inside the context: begin anew."""
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+    def __enter__(self) -> OwnGenerators:
+        lent = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
+        self._lent = lent
+        torch.set_rng_state(self._torch)
+        mtrand.set_bit_generator(self._numpy)
+        random.setstate(self._python)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        torch.set_rng_state(self._lent[0])
+        mtrand.set_bit_generator(self._lent[1])
+        random.setstate(self._lent[2])

@@ -1,22 +1,51 @@
-"""Who has which samples: exact, disjoint, complete, balanced. Pure.
+"""Who has which samples: parts, files, batches, and a rank's part of every batch. Pure.
 
 Every function answers for one part (a rank, usually) without looking at the others, for any number
 of samples: 0, or fewer than parts, gives some parts nothing. Parts are ranges wherever they can be,
 so that 10^12 samples cost no memory.
+
+Where a global batch ends depends on how many samples are left and on nothing else: not on the
+ranks, nor on where a resumed run began. So the same batches come out of every number of ranks, and
+after every stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
+from itertools import islice
 from math import isfinite
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from hpctrain.balance import largest_first
 from hpctrain.errors import ConfigError
 
-__all__ = ["block", "cyclic", "quotas", "split", "stratified", "weighted"]
+__all__ = [
+    "Batching",
+    "Indices",
+    "Part",
+    "Seat",
+    "Span",
+    "block",
+    "cyclic",
+    "file_spans",
+    "part_of",
+    "plan_parts",
+    "quotas",
+    "split",
+    "stratified",
+    "weighted",
+    "whole_files",
+]
+
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+"""Which samples, in which order."""
 
 
 def block(num_samples: int, num_parts: int, part: int) -> range:
@@ -134,3 +163,180 @@ def _check(num_samples: int, num_parts: int, part: int) -> None:
             f"part={part} of num_parts={num_parts} over num_samples={num_samples}: there must be "
             "at least one part, parts count from 0, and the number of samples is not negative"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Neighbouring rows of one file."""
+
+    file: int
+    start: int
+    stop: int
+
+
+def file_spans(sizes: Sequence[int], num_parts: int, part: int) -> list[Span]:
+    """The rows of a part: sizes differ by at most one, and a file may be shared by neighbours.
+
+    Args:
+        sizes: Rows in each file.
+        num_parts: How many share them.
+        part: Whose rows are asked for.
+    """
+    _check_sizes(sizes)
+    mine = block(sum(sizes), num_parts, part)
+    spans = []
+    first = 0  # the row, over all files, that the file begins with
+    for file, size in enumerate(sizes):
+        start, stop = max(mine.start - first, 0), min(mine.stop - first, size)
+        if start < stop:
+            spans.append(Span(file=file, start=start, stop=stop))
+        first += size
+    return spans
+
+
+def whole_files(sizes: Sequence[int], num_parts: int, part: int) -> list[int]:
+    """The files of a part, none of them shared: the largest first, to whoever has the least.
+
+    The parts differ by no more rows than the largest file has.
+    """
+    _check_sizes(sizes)
+    block(0, num_parts, part)  # the same rules for parts
+    return largest_first(sizes, num_parts)[part]
+
+
+def _check_sizes(sizes: Sequence[int]) -> None:
+    if any(size < 0 for size in sizes):
+        raise ConfigError(f"sizes={list(sizes)} must not be negative")
+
+
+_weighted = lru_cache(maxsize=256)(weighted)  # batches have few sizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batching:
+    """The rule by which an epoch is cut."""
+
+    global_batch: int
+    drop_last: bool = False
+    """Leave out a last batch that is not full."""
+    even_last: bool = True
+    """Make the last two batches equal where the last would be less than half full."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no batch."""
+        if self.global_batch < 1:
+            raise ConfigError(f"global_batch={self.global_batch} must be at least 1")
+
+    @property
+    def lookahead(self) -> int:
+        """With so many samples ahead the next batch is a full one, whatever follows."""
+        return self.global_batch + (self.global_batch + 1) // 2
+
+    def next_size(self, remaining: int) -> int:
+        """The size of the next batch when so many samples are left; 0 ends the epoch."""
+        full = self.global_batch
+        if remaining < full:
+            return 0 if self.drop_last else remaining
+        over = remaining - full
+        if self.even_last and not self.drop_last and 0 < 2 * over < full:
+            return (remaining + 1) // 2
+        return full
+
+    def count(self, remaining: int) -> int:
+        """How many batches are left."""
+        full, over = divmod(remaining, self.global_batch)
+        return full if self.drop_last or over == 0 else full + 1
+
+    def cut(self, start: int, num_samples: int) -> Iterator[range]:
+        """The positions of each batch from `start` on."""
+        while size := self.next_size(num_samples - start):
+            yield range(start, start + size)
+            start += size
+
+
+def part_of(
+    batch: range, num_ranks: int, rank: int, weights: Sequence[float] | None = None
+) -> range:
+    """The positions of a rank in a global batch.
+
+    Dealt cyclically by position, which is also how shares are scattered; with weights, neighbours
+    in proportion. A batch with fewer samples than ranks leaves some with none.
+    """
+    if weights is None:
+        return cyclic(batch.stop, num_ranks, rank, start=batch.start)
+    mine = _weighted(len(batch), tuple(weights), rank)
+    return range(batch.start + mine.start, batch.start + mine.stop)
+
+
+_CHUNK = 8192
+"""Indices that are computed together: few calls of numpy, and all of it stays in the cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """Who takes part of the batches: one rank of so many."""
+
+    rank: int
+    num_ranks: int
+    weights: tuple[float, ...] | None = None
+    """How much of a batch each rank has; None deals them out evenly."""
+
+    def part_of(self, batch: range) -> range:
+        """This rank's positions in a global batch."""
+        return part_of(batch, self.num_ranks, self.rank, self.weights)
+
+
+class Part(NamedTuple):
+    """This rank's part of one global batch."""
+
+    stop: int
+    """Samples of the epoch that are consumed with this batch, over all ranks."""
+    global_samples: int
+    num_samples: int
+    """How many of them are this rank's; 0 where there are fewer samples than ranks."""
+
+
+def plan_parts(
+    batching: Batching,
+    seat: Seat,
+    look_up: Callable[[Indices], Indices],
+    *,
+    start: int,
+    num_samples: int,
+) -> Iterator[tuple[Part, Indices]]:
+    """Every batch that is left of an epoch, as this rank sees it.
+
+    Args:
+        batching: How the epoch is cut.
+        seat: Whose parts are asked for.
+        look_up: From positions in the epoch to what the source takes.
+        start: Samples that are consumed already.
+        num_samples: Samples in the epoch.
+
+    Yields:
+        The part, and what to take for it.
+    """
+    cuts = batching.cut(start, num_samples)
+    per_chunk = max(1, _CHUNK * seat.num_ranks // batching.global_batch)
+    while chunk := list(islice(cuts, per_chunk)):
+        positions, counts = _even(seat, chunk) if seat.weights is None else _uneven(seat, chunk)
+        wanted = look_up(positions)
+        first = 0
+        for batch, count in zip(chunk, counts, strict=True):
+            yield Part(batch.stop, len(batch), count), wanted[first : first + count]
+            first += count
+
+
+def _even(seat: Seat, chunk: Sequence[range]) -> tuple[Indices, list[int]]:
+    """A rank's positions in neighbouring batches are one progression."""
+    rank, size = seat.rank, seat.num_ranks
+    mine = cyclic(chunk[-1].stop, size, rank, start=chunk[0].start)
+    # (x - rank - 1) // size + 1 of the rank's positions are below x
+    counts = [(b.stop - rank - 1) // size - (b.start - rank - 1) // size for b in chunk]
+    return np.arange(mine.start, mine.stop, mine.step, dtype=np.int64), counts
+
+
+def _uneven(seat: Seat, chunk: Sequence[range]) -> tuple[Indices, list[int]]:
+    mine = [seat.part_of(batch) for batch in chunk]
+    positions = np.concatenate([np.arange(p.start, p.stop, dtype=np.int64) for p in mine])
+    return positions, [len(part) for part in mine]

@@ -1,21 +1,138 @@
-"""`scatter`: the root's data set to all ranks, each its share and nothing else."""
+"""`scatter`: the root's data set to all ranks, each its share (a `Shard`) and nothing else.
+
+`reshuffle` exchanges samples between the shares for another epoch.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from hpctrain import log
+from hpctrain.data.adopting import SourceRows, rows_of
 from hpctrain.data.alike import require_alike
 from hpctrain.data.channel import Channel, Inlet, Outlet, open_channel
-from hpctrain.data.chunks import MESSAGE_BYTES, check_chunk, share_length, split_rows
-from hpctrain.data.reading import SourceRows, rows_of
-from hpctrain.data.shard import Shard
+from hpctrain.data.exchange import reorder
 from hpctrain.data.shuffle import Order, choose_kind
-from hpctrain.data.table import Form, Room, Table
+from hpctrain.data.table import (
+    MESSAGE_BYTES,
+    Arrivals,
+    Form,
+    Table,
+    check_chunk,
+    share_length,
+    split_rows,
+)
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.world import World, agree, takes_timeout
 
-__all__ = ["CHUNK_BYTES", "scatter"]
+__all__ = ["CHUNK_BYTES", "Shard", "reshuffle", "scatter"]
+
+
+class Shard:
+    """This rank's rows: row i of rank r is position `i * size + r` of the order.
+
+    Made by `scatter`. A `Scattered` source for a loader.
+
+    Args:
+        world: The ranks.
+        order: What the shares of all ranks follow.
+        table: This rank's rows, or the whole data set where this rank has it.
+        whole: Whether it is the whole data set, of which only this rank's rows are read.
+    """
+
+    def __init__(
+        self, world: World, order: Order, table: Table | SourceRows, *, whole: bool = False
+    ) -> None:
+        self._world = world
+        self._order = order
+        self._table = table
+        self._whole = whole
+
+    @property
+    def order(self) -> Order:
+        """What the shares follow now; the same on every rank."""
+        return self._order
+
+    @property
+    def num_rows(self) -> int:
+        """How many samples this rank has."""
+        return share_length(len(self), self._world.rank, self._world.size)
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64]:
+        """The number in the data set of each of this rank's samples."""
+        return self._order.between(self._world.rank, len(self), self._world.size)
+
+    @property
+    def data(self) -> Any:
+        """This rank's samples, in the form that the data set was given in.
+
+        A rank that holds the whole data set copies its share out, and again at each call.
+        """
+        if self._whole or not isinstance(self._table, Table):
+            return self.take(np.arange(self.num_rows))
+        return self._table.form.outline.build(self._table.values)
+
+    def __len__(self) -> int:
+        """How many samples there are over all ranks."""
+        return self._order.num_samples
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Any:
+        """These rows of this rank's share, copied, in the form of the data set."""
+        rows = np.asarray(rows, np.int64)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self.num_rows:
+            raise ConfigError(
+                f"rows from {rows.min()} to {rows.max()} are not all from 0 to "
+                f"{self.num_rows - 1}, which this rank has"
+            )
+        return self._table.take(self._locate(rows))
+
+    def reorder(self, order: Order) -> None:
+        """Collective: exchange samples until the shares follow `order`, which must match.
+
+        Raises:
+            ConfigError: on all ranks, when the order is of another number of samples, or differs.
+        """
+        self._table = reorder(self._world, self._table, self._order, order, locate=self._locate)
+        self._order = order
+        self._whole = False
+
+    def _locate(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where these rows of the share are in the table."""
+        if not self._whole:
+            return rows
+        return self._order.at(rows * self._world.size + self._world.rank)
+
+
+def reshuffle(world: World, shard: Shard, *, epoch: int | None = None) -> Shard:
+    """Collective: exchange samples between ranks so that the shares follow another epoch's order.
+
+    Memory: the old share, the new one and one chunk.
+
+    Args:
+        world: The ranks that the data were scattered to.
+        shard: What `scatter` gave; it is changed in place.
+        epoch: Whose order to follow, the same on all ranks; None takes the next.
+
+    Returns:
+        The same shard.
+
+    Raises:
+        ConfigError: on all ranks, when the data were scattered in their own order, or `epoch` is
+            negative.
+    """
+    trouble = None
+    if shard.order.kind == "stored":
+        trouble = "the data were scattered with shuffle=False, so every epoch has the same order"
+    elif epoch is not None and epoch < 0:
+        trouble = f"epoch={epoch} must not be negative"
+    agree(world.comm, trouble and f"reshuffle: {trouble}", error=ConfigError)
+    shard.reorder(shard.order.of_epoch(shard.order.epoch + 1 if epoch is None else epoch))
+    return shard
+
 
 CHUNK_BYTES = 8 << 20
 """Memory beside the data while they move."""
@@ -225,15 +342,15 @@ def _receive_all(world: World, channel: Channel, form: Form, total: int) -> Any:
     count = share_length(total, world.rank, world.size)
     shapes = None
     if form.varies:
-        room, complete = _receive_rows(inlet, Room(form.of_shapes(), count, None))
+        room, complete = _receive_rows(inlet, Arrivals(form.of_shapes(), count, None))
         if not complete:
             return None
         shapes = room.finish()
-    room, _ = _receive_rows(inlet, Room(form, count, shapes))
+    room, _ = _receive_rows(inlet, Arrivals(form, count, shapes))
     return room.finish()
 
 
-def _receive_rows(inlet: Inlet, room: Room) -> tuple[Room, bool]:
+def _receive_rows(inlet: Inlet, room: Arrivals) -> tuple[Arrivals, bool]:
     """Take rows until all are there; False when the root could not go on."""
     start = 0
     while start < room.num_rows:

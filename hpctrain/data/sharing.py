@@ -13,17 +13,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from hpctrain.data.alike import require_alike
-from hpctrain.data.arrays import ArraySource
-from hpctrain.data.chunks import split_rows
 from hpctrain.data.columns import Dense
-from hpctrain.data.outline import Outline
 from hpctrain.data.partition import block
-from hpctrain.data.source import Source
+from hpctrain.data.source import ArraySource, Source
 from hpctrain.data.storage import Named, name_columns, name_files, open_named
-from hpctrain.data.table import Form, Table
-from hpctrain.data.waiting import finish
+from hpctrain.data.table import Form, Outline, Table, split_rows
 from hpctrain.errors import ConfigError, DataError
-from hpctrain.world import SharedBlock, World, agree, allocate, roll_call, takes_timeout
+from hpctrain.world import SharedBlock, World, agree, allocate, finish, roll_call, takes_timeout
 
 __all__ = ["Layout", "Shared", "share"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain import log
 from hpctrain.data.alike import require_alike
-from hpctrain.data.storage.manifest import digest_file
+from hpctrain.data.storage.shards import digest_file
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.world import World, agree
 

@@ -9,14 +9,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch.utils.data import default_collate
 
-from hpctrain.data.batches import Batching
 from hpctrain.data.fingerprint import digest_sample, is_read, show_sample
-from hpctrain.data.mapped import Collate, no_rows
-from hpctrain.data.partition import cyclic
-from hpctrain.data.plan import Part, Seat
-from hpctrain.data.randomness import OwnGenerators
-from hpctrain.data.source import Batch
-from hpctrain.data.structure import map_leaves
+from hpctrain.data.mapped import Collate, OwnGenerators, no_rows
+from hpctrain.data.partition import Batching, Part, Seat, cyclic
+from hpctrain.data.source import Batch, map_leaves
 from hpctrain.errors import DataError
 from hpctrain.world import derive_seed
 

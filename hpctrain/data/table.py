@@ -1,22 +1,34 @@
-"""Columns that stand beside each other: a data set whose rows can be read as bytes, and made again.
+"""A data set as rows of bytes: its form, its rows, memory for rows that arrive, and cuts. Pure.
 
-Pure: nothing here communicates. A `Form` is what all ranks must know alike; a `Table` has the rows
-of one rank, a `Room` is where rows arrive.
+A data set is one column, or a dict, tuple or named tuple of columns, nested as deep as one likes.
+An array or a tensor is a column whose rows are the samples; a list is one whose items are. A `Form`
+is what all ranks must know alike; a `Table` has the rows of one rank, `Arrivals` is where rows
+arrive. On their way rows are cut into chunks, and chunks into messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hpctrain.data.columns import Column, Dense, Objects, describe_column
-from hpctrain.data.outline import Outline, flatten
 from hpctrain.errors import ConfigError
 
-__all__ = ["Form", "Room", "Table"]
+__all__ = [
+    "MESSAGE_BYTES",
+    "Arrivals",
+    "Form",
+    "Outline",
+    "Table",
+    "check_chunk",
+    "flatten",
+    "share_length",
+    "split_bytes",
+    "split_rows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,7 @@ class Table:
         return np.concatenate(parts, axis=1)
 
 
-class Room:
+class Arrivals:
     """Where rows arrive, in any order.
 
     Args:
@@ -179,3 +191,121 @@ def column_bytes(form: Form, num_rows: int, shapes: np.ndarray | None) -> list[i
         num_rows * kind.row_bytes if kind.row_bytes is not None else int(kind.sizes(part).sum())
         for kind, part in parts
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A form that columns can be put back into."""
+
+    made: type | None = None
+    """The type of the container; None for a column."""
+    keys: tuple[str, ...] = ()
+    children: tuple[Outline, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the columns are called in messages, in order."""
+        return tuple(f"data{path}" for path in self._paths())
+
+    def build(self, columns: Sequence[Any]) -> Any:
+        """Put columns into the form."""
+        left = list(columns)
+        return self._take(left)
+
+    def _paths(self) -> list[str]:
+        if self.made is None:
+            return [""]
+        return [
+            f"[{key!r}]" + rest if self.keys else f"[{number}]" + rest
+            for number, (key, child) in enumerate(
+                zip(self.keys or [""] * len(self.children), self.children, strict=True)
+            )
+            for rest in child._paths()
+        ]
+
+    def _take(self, left: list[Any]) -> Any:
+        if self.made is None:
+            return left.pop(0)
+        parts = [child._take(left) for child in self.children]
+        if self.keys:
+            return dict(zip(self.keys, parts, strict=True))
+        return self.made(*parts) if hasattr(self.made, "_fields") else tuple(parts)
+
+
+def flatten(data: Any) -> tuple[Outline, list[Any]]:
+    """Take a data set apart into its form and its columns.
+
+    Raises:
+        ConfigError: a container is empty, or a key is not a string.
+    """
+    columns: list[Any] = []
+    return _visit(data, "data", columns), columns
+
+
+def _visit(data: Any, path: str, columns: list[Any]) -> Outline:
+    if isinstance(data, dict):
+        odd = [key for key in data if not isinstance(key, str)]
+        if odd:
+            raise ConfigError(f"{path}: the key {odd[0]!r} is no string; name columns by strings")
+        _refuse_empty(data, path)
+        children = tuple(_visit(part, f"{path}[{key!r}]", columns) for key, part in data.items())
+        return Outline(made=dict, keys=tuple(data), children=children)
+    if isinstance(data, tuple):
+        _refuse_empty(data, path)
+        children = tuple(_visit(part, f"{path}[{i}]", columns) for i, part in enumerate(data))
+        return Outline(made=type(data) if hasattr(data, "_fields") else tuple, children=children)
+    columns.append(data)
+    return Outline()
+
+
+def _refuse_empty(data: Any, path: str) -> None:
+    if not data:
+        raise ConfigError(f"{path}: an empty {type(data).__name__} has no columns; give arrays")
+
+
+MESSAGE_BYTES = 2**30
+"""The most bytes in one message: counts in MPI 3 have 31 bits."""
+
+_LEAST_CHUNK_BYTES = 16
+
+
+def share_length(total: int, rank: int, size: int) -> int:
+    """How many of the positions 0 .. total-1 a rank owns cyclically. Pure."""
+    return len(range(rank, total, size))
+
+
+def split_bytes(num_bytes: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes into ranges of at most `limit`; nothing when there are none. Pure."""
+    for start in range(0, num_bytes, limit):
+        yield start, min(start + limit, num_bytes)
+
+
+def split_rows(
+    sizes: int | np.ndarray, num_rows: int, limit_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """Cut rows into ranges that hold at most `limit_bytes`, and at least one row. Pure.
+
+    Args:
+        sizes: Bytes of every row, or of each.
+        num_rows: How many rows there are.
+        limit_bytes: The most bytes in a range, where one row is not larger already.
+    """
+    if isinstance(sizes, int):
+        step = max(1, limit_bytes // sizes) if sizes > 0 else max(1, num_rows)
+        yield from split_bytes(num_rows, step)
+        return
+    ends = np.cumsum(sizes, dtype=np.int64)
+    start = 0
+    while start < num_rows:
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + limit_bytes, side="right"))
+        stop = min(max(stop, start + 1), num_rows)
+        yield start, stop
+        start = stop
+
+
+def check_chunk(chunk_bytes: int) -> str | None:
+    """What is wrong with a chunk size, or None. Pure."""
+    if chunk_bytes < _LEAST_CHUNK_BYTES:
+        return f"chunk_bytes={chunk_bytes} must be at least {_LEAST_CHUNK_BYTES}"
+    return None

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from hpctrain.fusion.arena import Arena, Arrived
-from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, ParameterSpec, cut_into_runs, plan
-from hpctrain.fusion.order import Watcher, complete
-from hpctrain.fusion.strides import is_dense, like_parameter
-from hpctrain.fusion.usage import Usage, hook_gradient, specs_of
+from hpctrain.fusion.layout import (
+    CONTROL_WORDS,
+    Bucket,
+    ParameterSpec,
+    cut_into_runs,
+    is_dense,
+    like_parameter,
+    plan,
+)
+from hpctrain.fusion.usage import Usage, Watcher, complete, hook_gradient, specs_of
 
 __all__ = [
     "CONTROL_WORDS",

@@ -19,8 +19,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import ConfigError
-from hpctrain.fusion.layout import CONTROL_WORDS, Bucket, cut_into_runs, plan
-from hpctrain.fusion.strides import is_dense, like_parameter
+from hpctrain.fusion.layout import (
+    CONTROL_WORDS,
+    Bucket,
+    cut_into_runs,
+    is_dense,
+    like_parameter,
+    plan,
+)
 from hpctrain.fusion.usage import hook_gradient, specs_of
 
 __all__ = ["Arena", "Arrived", "Carrier", "Work"]

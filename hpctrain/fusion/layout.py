@@ -6,6 +6,8 @@ A bucket is a contiguous piece of one dtype's buffer and travels as one message:
 
 The flags say which parameters a rank has used, so that "unused everywhere" can be told from "zero";
 the control words carry sample counts and the number of the step. Neither needs its own message.
+Gradients lie in the order of their parameters' memory: torch's fused optimizers go through both
+side by side without looking at strides.
 """
 
 from __future__ import annotations
@@ -13,9 +15,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hpctrain.errors import ConfigError
 
-__all__ = ["CONTROL_WORDS", "Bucket", "ParameterSpec", "cut_into_runs", "plan"]
+__all__ = [
+    "CONTROL_WORDS",
+    "Bucket",
+    "ParameterSpec",
+    "cut_into_runs",
+    "is_dense",
+    "like_parameter",
+    "plan",
+]
+
 
 CONTROL_WORDS = 12
 """See `hpctrain.replica.words`: sample counts, the number of the step, what a rank has found."""
@@ -143,3 +156,19 @@ def cut_into_runs(bucket: Bucket, apart: frozenset[int]) -> list[tuple[int, int,
         else:
             runs.append((start, stop, kind))
     return runs
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side, in whatever order, with no gaps or overlaps."""
+    expected = 1
+    pairs = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    for stride, length in pairs:
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def like_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A piece of flat memory seen as a dense parameter is; the reverse of `flat_memory`."""
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

@@ -1,4 +1,4 @@
-"""Which parameters a backward pass uses, and whether the pass was one of ours.
+"""Which parameters a backward pass uses and in which order, and whether the pass was one of ours.
 
 Where nobody takes the gradients, a hook is a bare `list.append`: no Python code runs during
 backward.
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.fusion.layout import ParameterSpec
 
-__all__ = ["Usage", "hook_gradient", "specs_of"]
+__all__ = ["Usage", "Watcher", "complete", "hook_gradient", "specs_of"]
 
 
 class Usage:
@@ -98,3 +98,34 @@ def specs_of(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> 
         )
         for name, p in zip(names, parameters, strict=True)
     ]
+
+
+class Watcher:
+    """Notes the order in which gradients become ready, by hooks that are bare `list.append`s."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._index = {id(p): i for i, p in enumerate(parameters)}
+        self._seen: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = [
+            p.register_post_accumulate_grad_hook(self._seen.append)  # type: ignore[no-untyped-call]
+            for p in parameters
+            if p.requires_grad
+        ]
+
+    def forget(self) -> None:
+        """Begin anew, as at the start of a backward pass."""
+        self._seen.clear()
+
+    def stop(self) -> list[int]:
+        """Take the hooks away; the parameters in the order in which each was last added to."""
+        for hook in self._hooks:
+            hook.remove()
+        backwards = dict.fromkeys(self._index[id(p)] for p in reversed(self._seen))
+        self._seen.clear()
+        return list(reversed(backwards))
+
+
+def complete(seen: Sequence[int], count: int) -> list[int]:
+    """An order of all parameters: those that were seen, then the rest backwards. Pure."""
+    rest = set(range(count)).difference(seen)
+    return [*seen, *sorted(rest, reverse=True)]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from hpctrain.optim.batchnorm import SyncBatchNorm, average_batchnorm, sync_batchnorm
 from hpctrain.optim.checkpointing import Checkpointed, checkpoint_activations
 from hpctrain.optim.ema import EMA
-from hpctrain.optim.exclusion import split_parameters
-from hpctrain.optim.lamb import LAMB
-from hpctrain.optim.lars import LARS
-from hpctrain.optim.recipe import Recipe, RecipeSchedule
+from hpctrain.optim.layerwise import LAMB, LARS
+from hpctrain.optim.recipe import Recipe, RecipeSchedule, split_parameters
 from hpctrain.optim.several import Several, combine, label_of, members_of, spans_of
 
 __all__ = [

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from hpctrain.precision.arithmetic import excluded_from_clipping, multiply, sum_of_squares
 from hpctrain.precision.casting import Casting
-from hpctrain.precision.options import LossScaling, PrecisionName, check_choice, check_parameters
+from hpctrain.precision.gradients import (
+    Gradients,
+    Treated,
+    Treatment,
+    excluded_from_clipping,
+    multiply,
+    sum_of_squares,
+)
+from hpctrain.precision.loss_scaling import (
+    LossScaling,
+    PrecisionName,
+    check_choice,
+    check_parameters,
+)
 from hpctrain.precision.precision import Precision
-from hpctrain.precision.treatment import Gradients, Treated, Treatment
 
 __all__ = [
     "Casting",

@@ -10,8 +10,8 @@ import torch
 
 from hpctrain.errors import ConfigError
 from hpctrain.precision.casting import Casting
+from hpctrain.precision.gradients import Treated, Treatment
 from hpctrain.precision.masters import Masters
-from hpctrain.precision.treatment import Treated, Treatment
 
 __all__ = ["Precision"]
 

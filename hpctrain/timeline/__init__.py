@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.timeline.merging import MERGED, SUMMARY, merge_folder
+from hpctrain.timeline.recording import Tap
 from hpctrain.timeline.slowest import blame
-from hpctrain.timeline.tap import Tap
 from hpctrain.timeline.tracing import start
 
 __all__ = [

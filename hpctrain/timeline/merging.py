@@ -1,7 +1,14 @@
 """All ranks' events as one trace in the trace event format, which Perfetto and Chrome draw.
 
 A rank is a process of the trace, its threads are threads, and a line above them shows the steps.
-See `hpctrain.timeline.arrows` for the arrows between them.
+Processes and threads count from 1: Perfetto takes process 0 and thread 0 for the kernel's idle task
+and draws them otherwise.
+
+Arrows show who waited for whom: they start at the rank that came last into a collective. Viewers
+tie an arrow's ends to the slices around them, and some draw it from the end of one to the beginning
+of the other, or turn it around where the second began first. A collective begins earlier on the
+rank that waits, so both ends get slices of their own inside it: a very short one where the last
+rank comes, and from then on one on each rank that has waited.
 """
 
 from __future__ import annotations
@@ -11,14 +18,112 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
+from typing import Any
 
-from hpctrain.timeline.arrows import arrows
 from hpctrain.timeline.files import Event, RankTrace, read_folder
-from hpctrain.timeline.placing import STEPS, Record, microseconds, process_of, span, thread_of
 from hpctrain.timeline.slowest import Slowest, find_slowest, steps_of
 
-__all__ = ["MERGED", "SUMMARY", "Merged", "merge", "merge_folder"]
+__all__ = [
+    "MERGED",
+    "STEPS",
+    "SUMMARY",
+    "Merged",
+    "Record",
+    "arrows",
+    "merge",
+    "merge_folder",
+    "microseconds",
+    "process_of",
+    "span",
+    "thread_of",
+]
+
+
+STEPS = 1
+"""The thread of the trace on which steps are drawn; those of the rank follow."""
+
+Record = dict[str, Any]
+
+
+def process_of(rank: int) -> int:
+    """The process that a rank is in the trace."""
+    return 1 + rank
+
+
+def thread_of(thread: int) -> int:
+    """The thread of the trace for a rank's own, which count from 0."""
+    return 1 + STEPS + thread
+
+
+def microseconds(time_ns: float, origin: float) -> float:
+    """A time as the trace has it, exact to a nanosecond."""
+    return round((time_ns - origin) / 1000, 3)
+
+
+def span(begin_ns: float, end_ns: float, origin: float) -> Record:
+    """Rounded so that what lies inside another still does."""
+    begin, end = microseconds(begin_ns, origin), microseconds(end_ns, origin)
+    return {"ts": begin, "dur": round(end - begin, 3)}
+
+
+_MARK_NS = 10.0
+"""How long the coming of the last rank is drawn."""
+
+
+def arrows(traces: Sequence[RankTrace], origin: float) -> Iterator[Record]:
+    """Arrows, and the slices that they are tied to."""
+    meetings: dict[tuple[str, int], list[tuple[int, Event]]] = defaultdict(list)
+    outer: set[tuple[str, int]] = set()
+    for trace in traces:
+        for event, is_innermost in _spans(trace):
+            if event.kind == "collective":
+                meetings[event.lane, event.number].append((trace.rank, event))
+                if not is_innermost:
+                    outer.add((event.lane, event.number))
+    numbers = count(1)  # Perfetto drops arrows whose name is no number
+    for meeting, present in meetings.items():
+        if meeting in outer:  # those inside it have arrows of their own
+            continue
+        last_rank, last = max(present, key=lambda one: one[1].begin_ns)
+        there = last.begin_ns + _MARK_NS
+        # Who left before the last one came did not wait for it, as the root of a broadcast.
+        waited = [(r, e) for r, e in present if r != last_rank and e.end_ns >= there + _MARK_NS]
+        if not waited or last.end_ns < there:
+            continue
+        yield _slice(last_rank, last, "came last", last.begin_ns, there, origin)
+        for rank, event in waited:
+            yield _slice(rank, event, f"rank {last_rank} is there", there, event.end_ns, origin)
+            base = {"cat": "waiting", "name": "came last", "id": next(numbers)}
+            yield {**base, "ph": "s", **_at(last_rank, last, last.begin_ns, origin)}
+            yield {**base, "ph": "f", "bp": "e", **_at(rank, event, there, origin)}
+
+
+def _spans(trace: RankTrace) -> Iterator[tuple[Event, bool]]:
+    """What lasted, and whether nothing lies inside that an added slice could overlap with."""
+    spans = [event for event in trace.events if event.kind in ("phase", "collective")]
+    spans.sort(key=lambda e: (e.thread, e.begin_ns, -e.end_ns))
+    for event, after in zip(spans, [*spans[1:], None], strict=True):
+        holds = after and after.thread == event.thread and after.begin_ns < event.end_ns
+        yield event, not holds
+
+
+def _slice(
+    rank: int, event: Event, name: str, begin_ns: float, end_ns: float, origin: float
+) -> Record:
+    where = {"pid": process_of(rank), "tid": thread_of(event.thread)}
+    times = span(begin_ns, end_ns, origin)
+    return {"ph": "X", "cat": "waiting", "name": name, **where, **times, "args": {}}
+
+
+def _at(rank: int, event: Event, time_ns: float, origin: float) -> Record:
+    return {
+        "pid": process_of(rank),
+        "tid": thread_of(event.thread),
+        "ts": microseconds(time_ns, origin),
+    }
+
 
 MERGED = "trace.json.gz"
 SUMMARY = "trace-summary.json"

@@ -1,6 +1,7 @@
 """What one rank did, as it does it: an observer that keeps times and writes them to a file.
 
 Every event costs a reading of the clock and an entry in a list; lists go to the file between steps.
+A `Tap` is a watch that also records: every collective goes to the watchdog and into the trace.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 from _thread import get_ident
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
+from hpctrain.log import format_ranges
 from hpctrain.timeline.clocks import Offset
 from hpctrain.world import Phase
 
-__all__ = ["SCHEMA", "Recorder", "rank_file"]
+__all__ = ["SCHEMA", "Recorder", "Tap", "Watch", "Watchdog", "rank_file"]
+
 
 SCHEMA = "hpctrain.trace/1"
 _WRITE_FROM = 4096
@@ -118,3 +122,72 @@ class Recorder:
 
 def _describe(offset: Offset) -> dict[str, float]:
     return {"ns": offset.ns, "error_ns": offset.error_ns, "at_ns": offset.at_ns}
+
+
+class Watch(Protocol):
+    """Who is told about every collective; as `hpctrain.engines` has it."""
+
+    def enter(self, call: str) -> None:
+        """A collective begins."""
+
+    def leave(self) -> None:
+        """It has ended."""
+
+
+class Watchdog(Watch, Protocol):
+    """A watch over all ranks, which can give each part of them a watch of its own."""
+
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Watch:
+        """A watch for the collectives of some ranks only."""
+
+    @property
+    def all_waited_s(self) -> float:
+        """How long this rank has been inside collectives so far."""
+
+
+class Tap:
+    """What an engine takes for its watchdog while a trace is recorded."""
+
+    def __init__(self, recorder: Recorder, watch: Watchdog) -> None:
+        self._recorder = recorder
+        self._watch = watch
+        self._key = f"connection {recorder.num_taps}"
+        recorder.num_taps += 1
+        self._lane = _Lane(recorder, watch, self._key)
+        self._num_among: dict[str, int] = {}
+
+    def enter(self, call: str) -> None:
+        """A collective of all ranks begins."""
+        self._lane.enter(call)
+
+    def leave(self) -> None:
+        """It has ended."""
+        self._lane.leave()
+
+    @property
+    def all_waited_s(self) -> float:
+        """How long this rank has been inside collectives so far."""
+        return self._watch.all_waited_s
+
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> _Lane:
+        """A watch for the collectives of some ranks only."""
+        who = f"{self._key}, ranks {format_ranges(sorted(ranks))}"
+        nth = self._num_among[who] = self._num_among.get(who, 0) + 1
+        return _Lane(self._recorder, self._watch.among(ranks, timeout_s=timeout_s), f"{who}/{nth}")
+
+
+class _Lane:
+    """The collectives of one group of ranks."""
+
+    def __init__(self, recorder: Recorder, watch: Watch, key: str) -> None:
+        self._recorder = recorder
+        self._watch = watch
+        self._key = key
+
+    def enter(self, call: str) -> None:
+        self._watch.enter(call)
+        self._recorder.enter(self._key, call)
+
+    def leave(self) -> None:
+        self._recorder.leave()
+        self._watch.leave()

@@ -15,7 +15,7 @@ from hpctrain.world import agree
 
 if TYPE_CHECKING:
     from hpctrain.timeline.clocks import Offset
-    from hpctrain.timeline.tap import Watch
+    from hpctrain.timeline.recording import Watch
     from hpctrain.world import World
 
 __all__ = ["start"]

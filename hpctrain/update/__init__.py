@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hpctrain.update.kinds import shards_by
-from hpctrain.update.memory import flat_memory
+from hpctrain.update.pieces import flat_memory
 from hpctrain.update.sharded import ShardedUpdate
-from hpctrain.update.summary import some_names
+from hpctrain.update.sharing import shards_by, some_names
 
 __all__ = [
     "ShardedUpdate",

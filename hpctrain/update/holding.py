@@ -13,9 +13,8 @@ from torch import Tensor
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import like_parameter
 from hpctrain.log import format_bytes
-from hpctrain.update.pieces import Piece
+from hpctrain.update.pieces import Entry, Piece, Slot, lay_out
 from hpctrain.update.sharing import Fragment
-from hpctrain.update.state import Entry, Slot, lay_out
 from hpctrain.world import PrivateView, SharedBlock, agree
 
 if TYPE_CHECKING:

@@ -1,10 +1,14 @@
-"""The parts of parameters that this rank updates, and an optimizer of the same kind over them."""
+"""The parts of parameters that this rank updates, their state, and an optimizer over them.
+
+A state tensor as large as its parameter (a momentum) is laid out whole, each fragment at its place,
+so that every rank can see all of it; anything else (a step count) has a place per fragment.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,12 +16,90 @@ import torch
 import torch.optim.optimizer as torchs_hooks
 from torch import Tensor
 
-from hpctrain.update.memory import flat_gradient, flat_memory
 from hpctrain.update.sharing import Fragment
 
-__all__ = ["Piece", "make_inner", "make_pieces", "take_options", "without_global_hooks"]
+__all__ = [
+    "Entry",
+    "Piece",
+    "Slot",
+    "flat_gradient",
+    "flat_memory",
+    "lay_out",
+    "make_inner",
+    "make_pieces",
+    "take_options",
+    "without_global_hooks",
+]
 
-_OF_ONES_OWN = ("param_groups", "state", "defaults")
+
+def flat_memory(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in the order in which they lie in memory; a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def flat_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Somebody's gradient (or state) in the order of the parameter's memory, perhaps copied."""
+    dense = gradient.detach()
+    if dense.layout is not torch.strided:
+        dense = dense.to_dense()
+    if dense.stride() == parameter.stride() or dense.numel() <= 1:
+        return flat_memory(dense)
+    ordered = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dense.dtype)
+    return flat_memory(ordered.copy_(dense))
+
+
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A state tensor that an optimizer has made for a fragment."""
+
+    parameter: int
+    start: int
+    """Of the fragment, within the parameter."""
+    key: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    whole: bool
+    """Whether it has an element for every element of the fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in a block: bytes from its start, and elements."""
+
+    offset: int
+    num_elements: int
+
+
+def lay_out(
+    entries: Iterable[Entry], sizes: Sequence[int]
+) -> tuple[dict[tuple[int, int | None, str], Slot], int]:
+    """Give each entry a slot; those of one parameter that are parts of a whole share one.
+
+    Args:
+        entries: Of all fragments of a node.
+        sizes: Elements of each parameter.
+
+    Returns:
+        Slots by parameter, fragment (None where it is whole) and key; and the bytes of the block.
+    """
+    slots: dict[tuple[int, int | None, str], Slot] = {}
+    end = 0
+    for entry in sorted(entries, key=lambda e: (e.key, e.parameter, e.start)):
+        place = (entry.parameter, None if entry.whole else entry.start, entry.key)
+        if place in slots:
+            continue
+        number = sizes[entry.parameter]
+        if not entry.whole:
+            number = 1
+            for length in entry.shape:
+                number *= length
+        slots[place] = Slot(end, number)
+        end += -(-number * entry.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+    return slots, end
 
 
 @dataclass(eq=False, slots=True)

@@ -20,18 +20,22 @@ from hpctrain.errors import ConfigError
 from hpctrain.fusion import is_dense
 from hpctrain.log import format_bytes
 from hpctrain.update.holding import SharedState
-from hpctrain.update.kinds import refuse_fused_complex
-from hpctrain.update.memory import flat_memory
 from hpctrain.update.pieces import (
     Piece,
+    flat_memory,
     make_inner,
     make_pieces,
     take_options,
     without_global_hooks,
 )
 from hpctrain.update.shared_weights import SharedWeights
-from hpctrain.update.sharing import cut_elements, divide_parameters
-from hpctrain.update.summary import describe_shares, some_names
+from hpctrain.update.sharing import (
+    cut_elements,
+    describe_shares,
+    divide_parameters,
+    refuse_fused_complex,
+    some_names,
+)
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

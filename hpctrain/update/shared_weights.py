@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.fusion import like_parameter
-from hpctrain.update.memory import flat_memory
+from hpctrain.update.pieces import flat_memory
 from hpctrain.update.sharing import Fragment
 
 if TYPE_CHECKING:

@@ -1,4 +1,9 @@
-"""Which rank of a node updates which piece of which parameter. Pure.
+"""Which rank of a node updates which piece of which parameter, and for which optimizers. Pure.
+
+Most of torch's optimizers treat every element alone, so any piece of a parameter can be updated
+apart. Some look at a whole parameter (a norm, a matrix): those are divided by whole parameters. One
+that couples parameters cannot be divided. A class of one's own says which it is by an attribute:
+`shards_by = "element"` or `"parameter"`.
 
 Parameters are laid end to end and cut into as many cells as the largest node has ranks, so that
 every node, whatever the number of its ranks, computes the same pieces: a piece of another length
@@ -7,10 +12,85 @@ may round differently in its last elements. A rank takes neighbouring cells.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Fragment", "cut_elements", "divide_parameters"]
+import torch
+
+from hpctrain.balance import largest_first
+from hpctrain.errors import ConfigError
+
+__all__ = [
+    "Fragment",
+    "cut_elements",
+    "describe_shares",
+    "divide_parameters",
+    "refuse_fused_complex",
+    "shards_by",
+    "some_names",
+]
+
+
+_BY_ELEMENT = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+_BY_PARAMETER = ("Adafactor", "Muon")
+
+
+def shards_by(optimizer: torch.optim.Optimizer) -> tuple[str | None, str]:
+    """`element`, `parameter` or None, and why.
+
+    Raises:
+        ConfigError: a class says what is unknown.
+    """
+    kind = type(optimizer)
+    told = getattr(kind, "shards_by", None)
+    if told in ("element", "parameter"):
+        return str(told), f"{kind.__name__} says that it can be divided by {told}"
+    if told is not None:
+        raise ConfigError(
+            f"{kind.__name__}.shards_by={told!r} is unknown; choose 'element', 'parameter' or None"
+        )
+    if f"{kind.__module__}.".startswith("torch.optim."):
+        if kind.__name__ in _BY_ELEMENT:
+            return "element", f"{kind.__name__} treats every element alone"
+        if kind.__name__ in _BY_PARAMETER:
+            return "parameter", f"{kind.__name__} treats every parameter alone"
+    return None, (
+        f"{kind.__name__} is not known to treat elements or parameters alone (a class of your own "
+        'can say so: shards_by = "element" or "parameter")'
+    )
+
+
+def refuse_fused_complex(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    """Refuse, on all ranks alike, what torch refuses where the piece is updated alone.
+
+    Args:
+        optimizer: With the gradients of the step.
+        names: Of its parameters, in the order of its groups.
+
+    Raises:
+        ConfigError: a fused group is about to update a complex parameter.
+    """
+    fused = [bool(group.get("fused")) for group in optimizer.param_groups for _ in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, parameter, is_fused in zip(names, parameters, fused, strict=True):
+        if is_fused and parameter.is_complex() and parameter.grad is not None:
+            raise ConfigError(
+                f"{name} is complex, and torch's fused {type(optimizer).__name__} takes real "
+                "parameters alone; put it into a parameter group of its own with fused=False"
+            )
+
 
 _GRAIN = 1024
 """Cuts are at multiples of this many elements of a parameter: whole vectors, whole cache lines."""
@@ -68,10 +148,69 @@ def _nearest_cut(wanted: int, start: int, size: int) -> int:
 
 def divide_parameters(sizes: Sequence[int], *, num_ranks: int) -> list[list[Fragment]]:
     """Give each rank whole parameters, the largest first to whoever has least so far."""
-    by_rank: list[list[Fragment]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        rank = load.index(min(load))
-        by_rank[rank].append(Fragment(index, 0, sizes[index]))
-        load[rank] += sizes[index] + 1
-    return [sorted(part, key=lambda f: f.parameter) for part in by_rank]
+    shares = largest_first([size + 1 for size in sizes], num_ranks)  # 1: empty ones count, too
+    return [[Fragment(index, 0, sizes[index]) for index in share] for share in shares]
+
+
+_MOST_RANKS = 4
+_MOST_NAMES = 3
+
+
+def some_names(names: Sequence[str], most: int = _MOST_NAMES) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def describe_shares(
+    shares: Sequence[Sequence[Fragment]], names: Sequence[str], sizes: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+    """A row for each of a node's first ranks: the parameters that it updates.
+
+    Neighbours are told as a range of names, and a cut parameter with the elements of it.
+
+    Args:
+        shares: By local rank.
+        names: Of the parameters.
+        sizes: Elements of each.
+    """
+    for rank, share in enumerate(shares[:_MOST_RANKS]):
+        runs = [_describe_run(run, names, sizes) for run in _runs(share, sizes)]
+        yield f"local rank {rank}", some_names(runs) or "nothing"
+    if len(shares) > _MOST_RANKS:
+        yield "", f"the other {len(shares) - _MOST_RANKS} of the node likewise"
+
+
+def _runs(share: Sequence[Fragment], sizes: Sequence[int]) -> list[list[Fragment]]:
+    """Whole parameters that follow each other together; parts of one by themselves."""
+    runs: list[list[Fragment]] = []
+    for fragment in share:
+        last = runs[-1][-1] if runs else None
+        follows = (
+            last is not None
+            and _is_whole(last, sizes)
+            and _is_whole(fragment, sizes)
+            and fragment.parameter == last.parameter + 1
+        )
+        if follows:
+            runs[-1].append(fragment)
+        else:
+            runs.append([fragment])
+    return runs
+
+
+def _is_whole(fragment: Fragment, sizes: Sequence[int]) -> bool:
+    return fragment.stop - fragment.start == sizes[fragment.parameter]
+
+
+def _describe_run(run: Sequence[Fragment], names: Sequence[str], sizes: Sequence[int]) -> str:
+    first, last = run[0], run[-1]
+    name = names[first.parameter]
+    if len(run) > 1:
+        between = " to " if len(run) > 2 else ", "
+        return f"{name}{between}{names[last.parameter]}"
+    if _is_whole(first, sizes):
+        return name
+    start = f"{first.start:,}" if first.start else ""
+    stop = f"{first.stop:,}" if first.stop < sizes[first.parameter] else ""
+    return f"{name}[{start}:{stop}]"

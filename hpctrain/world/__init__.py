@@ -34,6 +34,7 @@ from hpctrain.world.notes import note_checkpoint, note_exit, note_failed_hosts
 from hpctrain.world.observing import PHASES, Observer, Phase, observed, phase
 from hpctrain.world.oom import count_oom_kills
 from hpctrain.world.output import write_whole_lines
+from hpctrain.world.polling import finish, poll
 from hpctrain.world.seeding import derive_seed
 from hpctrain.world.shared_memory import PrivateView, SharedBlock, allocate
 from hpctrain.world.topology import Place, Rooms, split
@@ -67,6 +68,7 @@ __all__ = [
     "detect",
     "end_all_ranks",
     "exit_code_of",
+    "finish",
     "init",
     "install_hook",
     "keep_freed_memory",
@@ -79,6 +81,7 @@ __all__ = [
     "observed",
     "parse_cpus",
     "phase",
+    "poll",
     "prepare_abort",
     "read_affinity",
     "read_core_map",

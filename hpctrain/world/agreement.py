@@ -7,11 +7,11 @@ watchdog looks for ranks that do not come; where nobody watches, a roll call doe
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import CollectiveError, HpcTrainError, TimedOutError
 from hpctrain.log import format_ranges
+from hpctrain.world.polling import poll
 from hpctrain.world.watching import DEFAULT_S
 
 if TYPE_CHECKING:
@@ -67,14 +67,13 @@ def _collect(comm: Comm, size: int, timeout_s: float) -> list[int]:
     waiting: dict[int, Request] = {
         source: comm.Irecv(bytearray(1), source=source, tag=_TAG) for source in range(1, size)
     }
-    deadline = time.monotonic() + timeout_s
-    nap = 0.0
-    while waiting and time.monotonic() < deadline:
-        arrived = [source for source, request in waiting.items() if request.Test()]
-        for source in arrived:
+
+    def have_reported() -> bool:
+        for source in [source for source, request in waiting.items() if request.Test()]:
             del waiting[source]
-        nap = 0.0 if arrived else min(nap * 2 + 1e-5, _LONGEST_NAP_S)
-        time.sleep(nap)
+        return not waiting
+
+    poll(have_reported, timeout_s=timeout_s, spin_s=0.0, longest_nap_s=_LONGEST_NAP_S)
     missing = sorted(waiting)
     for request in waiting.values():
         request.Cancel()
@@ -91,15 +90,14 @@ def _report(comm: Comm, *, timeout_s: float) -> list[int]:
     from mpi4py import MPI
 
     sent = comm.Isend(bytearray(1), dest=0, tag=_TAG)
-    deadline = time.monotonic() + timeout_s
-    nap = 0.0
     status = MPI.Status()
-    while not comm.Iprobe(source=0, tag=_TAG, status=status):
-        if time.monotonic() > deadline:
-            sent.Free()
-            return [0]
-        nap = min(nap * 2 + 1e-5, _LONGEST_NAP_S)
-        time.sleep(nap)
+
+    def has_answered() -> bool:
+        return comm.Iprobe(source=0, tag=_TAG, status=status)
+
+    if not poll(has_answered, timeout_s=timeout_s, spin_s=0.0, longest_nap_s=_LONGEST_NAP_S):
+        sent.Free()
+        return [0]
     verdict = bytearray(status.Get_count(MPI.BYTE))
     comm.Recv(verdict, source=0, tag=_TAG)
     sent.Wait()  # rank 0 has answered, so it has been received

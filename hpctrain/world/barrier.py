@@ -15,8 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from hpctrain.errors import CollectiveError
+from hpctrain.errors import CollectiveError, TimedOutError
 from hpctrain.world.agreement import agree
+from hpctrain.world.polling import poll
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -25,6 +26,8 @@ __all__ = ["Barrier", "SleepingBarrier", "SpinningBarrier", "make_barrier", "mus
 
 _SPIN_S = 2e-3
 _NAP_S = 50e-6
+_GIVE_UP_S = 86400.0
+"""The watchdog, where there is one, speaks long before."""
 _CONNECT_S = 60.0
 _GONE = "a rank of this node has ended while others waited for it"
 _NAMING_S = 5.0
@@ -88,12 +91,11 @@ class SpinningBarrier:
         for _ in range(200):
             if request.Test():
                 return
-        until = time.perf_counter() + _SPIN_S
-        while not request.Test():
-            if time.perf_counter() < until:
-                os.sched_yield()
-            else:
-                time.sleep(_NAP_S)
+        if not poll(request.Test, timeout_s=_GIVE_UP_S, spin_s=_SPIN_S, longest_nap_s=_NAP_S):
+            raise TimedOutError(
+                f"timed out after {_GIVE_UP_S:g} s waiting for the other ranks of this node; see "
+                "what they do (an exception, another code path)"
+            )
 
     def close(self) -> None:
         """Collective: give the communicator back."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hpctrain as hpc
-import hpctrain.data.arrays
+import hpctrain.data
 from hpctrain.data.storage.writing import write_shards
 
 ROWS = 37
@@ -49,7 +49,7 @@ def arrays():
 def test_shards_hold_what_was_written(world, folder, form):
     given = arrays()
     data = {"dict": given, "tuple": tuple(given.values()), "array": given["x"]}[form]
-    source = hpc.data.arrays.ArraySource(data)
+    source = hpc.data.ArraySource(data)
     manifest = write_shards(world, source, folder / "out", samples_per_shard=5)
     assert (manifest.num_samples, len(manifest.shards), manifest.layout) == (ROWS, 8, form)
     opened = hpc.files(world, folder / "out")
@@ -71,7 +71,7 @@ def halve(batch):
 
 
 def test_shards_through_a_function_that_drops_samples(world, folder):
-    source = hpc.data.arrays.ArraySource(arrays())
+    source = hpc.data.ArraySource(arrays())
     manifest = write_shards(world, source, folder, samples_per_shard=10, change=halve)
     opened = hpc.files(world, folder)
     assert len(opened) == manifest.num_samples == 5 + 5 + 5 + 4
@@ -84,7 +84,7 @@ def test_shards_through_a_function_that_drops_samples(world, folder):
 
 
 def test_a_broken_shard_is_named_on_all_ranks(world, folder):
-    source = hpc.data.arrays.ArraySource(arrays())
+    source = hpc.data.ArraySource(arrays())
     manifest = write_shards(world, source, folder, samples_per_shard=5)
     victim = folder / manifest.shards[3].files[1].name
     write(world, lambda: os.truncate(victim, 130))
@@ -267,7 +267,7 @@ def test_a_function_gets_tensors_from_every_kind_of_file(world, folder):
 
 def test_columns_whose_names_are_alike_keep_their_files_apart(world, folder):
     given = {name: np.full(7, number) for number, name in enumerate(["a b", "column0", "X", "x"])}
-    source = hpc.data.arrays.ArraySource(given)
+    source = hpc.data.ArraySource(given)
     write_shards(world, source, folder / "out", samples_per_shard=7)
     got = hpc.files(world, folder / "out").take(np.arange(7))
     assert {name: int(part[0]) for name, part in got.items()} == {
@@ -276,7 +276,7 @@ def test_columns_whose_names_are_alike_keep_their_files_apart(world, folder):
         "X": 2,
         "x": 3,
     }
-    source = hpc.data.arrays.ArraySource({1: np.zeros(7), "1": np.ones(7)})
+    source = hpc.data.ArraySource({1: np.zeros(7), "1": np.ones(7)})
     with pytest.raises(hpc.ConfigError, match="not all different as text"):
         write_shards(world, source, folder / "bad", samples_per_shard=7)
 

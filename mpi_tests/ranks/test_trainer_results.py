@@ -98,7 +98,7 @@ def test_a_plateau_steps_after_evaluations_and_goes_on_after_a_stop(
 
 def test_rates_and_norms_are_in_every_line(world, engines, shared, monkeypatch):
     """The norm is that of the averaged gradients, and only steps that are logged compute it."""
-    from hpctrain.precision.treatment import Treatment
+    from hpctrain.precision.gradients import Treatment
 
     computed = []
     note = Treatment._note_norm

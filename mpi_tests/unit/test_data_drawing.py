@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.batches import Batching
-from hpctrain.data.drawing import LengthDraw, WeightedDraw
-from hpctrain.data.plan import Seat, plan_parts
+from hpctrain.data.partition import Batching, Seat, plan_parts
+from hpctrain.data.shuffle import LengthDraw, WeightedDraw
 
 WEIGHTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20).filter(any)
 RULES = st.builds(

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.data.storage.manifest import (
+from hpctrain.data.storage.shards import (
     ColumnSpec,
     Manifest,
     ShardFile,
+    Shards,
     ShardSpec,
+    check_shard,
     digest_file,
     read_manifest,
     write_manifest,
 )
-from hpctrain.data.storage.shards import Shards, check_shard
 
 
 def shards_in(folder):

@@ -14,13 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hpctrain.data.chunks import MESSAGE_BYTES, share_length, split_bytes, split_rows
 from hpctrain.data.columns import Dense, Objects, Ragged, describe_column
 from hpctrain.data.gathering import find_trouble
-from hpctrain.data.outline import flatten
 from hpctrain.data.sharing import Layout
 from hpctrain.data.staging import list_files
-from hpctrain.data.table import Room, Table
+from hpctrain.data.table import (
+    MESSAGE_BYTES,
+    Arrivals,
+    Table,
+    flatten,
+    share_length,
+    split_bytes,
+    split_rows,
+)
 from hpctrain.errors import ConfigError
 from hpctrain.metrics import Confusion, _merge, _times
 
@@ -83,7 +89,7 @@ def there_and_back(data, rows):
     """Read rows as bytes, and make them again somewhere else, some at a time."""
     table = Table(data)
     shapes = None if table.shapes is None else table.shapes[rows]
-    room = Room(pickle.loads(pickle.dumps(table.form)), len(rows), shapes)
+    room = Arrivals(pickle.loads(pickle.dumps(table.form)), len(rows), shapes)
     sizes = table.sizes if isinstance(table.sizes, int) else table.sizes[rows]
     for start, stop in split_rows(sizes, len(rows), 64):
         num_bytes = sizes * (stop - start) if isinstance(sizes, int) else sizes[start:stop].sum()

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from hpctrain.cli import main
 from hpctrain.data.storage import name_files, open_named, open_path
-from hpctrain.data.storage.numpy_files import open_npz
-from hpctrain.data.storage.opening import Named, name_columns
-from hpctrain.data.storage.row_parts import RowParts, find_parts
-from hpctrain.data.storage.torch_files import open_pt
+from hpctrain.data.storage.formats import open_npz, open_pt
+from hpctrain.data.storage.opening import Named, RowParts, find_parts, name_columns
 from hpctrain.errors import ConfigError, DataError
 
 

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.partition import block, cyclic, quotas, split, stratified, weighted
-from hpctrain.data.partition_files import file_spans, whole_files
+from hpctrain.data.partition import (
+    block,
+    cyclic,
+    file_spans,
+    quotas,
+    split,
+    stratified,
+    weighted,
+    whole_files,
+)
 from hpctrain.errors import ConfigError
 
 SIZES = st.integers(0, 500)

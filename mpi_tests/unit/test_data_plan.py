@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.batches import Batching, part_of
-from hpctrain.data.plan import Seat, plan_parts
-from hpctrain.data.progress import read_state, trouble_with
+from hpctrain.data.loader import read_state, trouble_with
+from hpctrain.data.partition import Batching, Seat, part_of, plan_parts
 from hpctrain.data.shuffle import Order
 from hpctrain.errors import ConfigError
 

@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from hpctrain.data.adopting import as_source
-from hpctrain.data.settling import Arguments, digest_data, settle
+from hpctrain.data.arguments import Arguments, digest_data, settle
 from hpctrain.data.shuffle import LARGEST_IN_MEMORY, Order
-from hpctrain.data.subset import split_source
+from hpctrain.data.source import split_source
 from hpctrain.errors import ConfigError
 from mpi_tests.datasets import Counting, Noisy
 

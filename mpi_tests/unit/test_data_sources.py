@@ -23,12 +23,10 @@ from torch.utils.data import (
 )
 
 from hpctrain.data.adopting import adopt, as_source
-from hpctrain.data.arrays import ArraySource
-from hpctrain.data.mapped import MapSource
-from hpctrain.data.prefetch import read_ahead
-from hpctrain.data.randomness import OwnGenerators
+from hpctrain.data.mapped import MapSource, OwnGenerators
+from hpctrain.data.source import ArraySource, SubsetSource, split_source
 from hpctrain.data.stream import Stream
-from hpctrain.data.subset import SubsetSource, split_source
+from hpctrain.data.transfer import read_ahead
 from hpctrain.errors import ConfigError
 
 ROWS = np.array([4, 0, 4, 2])

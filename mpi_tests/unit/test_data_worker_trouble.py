@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data.mapped import MapSource
-from hpctrain.data.worker_trouble import (
+from hpctrain.data.workers import (
     explain_unpicklable,
     has_main_guard,
     trouble_with_function,

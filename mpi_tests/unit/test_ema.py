@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hpctrain as hpc
-from hpctrain.optim.node_ema import divide
+from hpctrain.optim.ema import divide
 
 
 def make(dtype=torch.float64):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import Arena, ParameterSpec, plan
 from hpctrain.fusion.layout import CONTROL_WORDS
-from hpctrain.fusion.order import Watcher, complete
+from hpctrain.fusion.usage import Watcher, complete
 from hpctrain.replica.overlapping import bucket_size
 from hpctrain.replica.window import Turn, Window
 

@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 from hpctrain.errors import ConfigError
 from hpctrain.fusion.layout import ParameterSpec, cut_into_runs, plan
 from hpctrain.precision import LossScaling
-from hpctrain.precision.arithmetic import (
+from hpctrain.precision.casting import Casting
+from hpctrain.precision.gradients import (
     clip_factor,
     excluded_from_clipping,
     multiply,
     sum_of_squares,
 )
-from hpctrain.precision.casting import Casting
-from hpctrain.precision.options import check_choice
-from hpctrain.precision.scaler import Scaler
+from hpctrain.precision.loss_scaling import Scaler, check_choice
 from hpctrain.replica.outcome import Step
 
 CPU = torch.device("cpu")

@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 from hpctrain.engines import Op
 from hpctrain.engines.node import combine, slice_bounds
 from hpctrain.log import format_bytes
-from hpctrain.update.sharing import Fragment, cut_elements, divide_parameters
-from hpctrain.update.state import Entry, lay_out
-from hpctrain.update.summary import describe_shares, some_names
+from hpctrain.update.pieces import Entry, lay_out
+from hpctrain.update.sharing import (
+    Fragment,
+    cut_elements,
+    describe_shares,
+    divide_parameters,
+    some_names,
+)
 from hpctrain.world.barrier import must_sleep
 from hpctrain.world.shared_memory import Backing, _attach, page_slices, places
 

@@ -16,9 +16,8 @@ from hpctrain.errors import ConfigError
 from hpctrain.timeline.clocks import Offset, Ping, add, correct, estimate
 from hpctrain.timeline.files import Event, RankTrace, read_folder, read_rank
 from hpctrain.timeline.merging import merge, merge_folder
-from hpctrain.timeline.recording import Recorder, rank_file
+from hpctrain.timeline.recording import Recorder, Tap, rank_file
 from hpctrain.timeline.slowest import find_slowest, own_times
-from hpctrain.timeline.tap import Tap
 from hpctrain.world.observing import observed, phase
 from mpi_tests.trace_format import complaints
 

@@ -11,10 +11,8 @@ import torch
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import is_dense, like_parameter
 from hpctrain.replica.sharing_work import choose_update
-from hpctrain.update.kinds import shards_by
-from hpctrain.update.memory import flat_gradient, flat_memory
-from hpctrain.update.pieces import make_inner, make_pieces, take_options
-from hpctrain.update.sharing import Fragment
+from hpctrain.update.pieces import flat_gradient, flat_memory, make_inner, make_pieces, take_options
+from hpctrain.update.sharing import Fragment, shards_by
 from hpctrain.world.shared_memory import PrivateView
 
 DENSE = {

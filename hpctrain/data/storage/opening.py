@@ -1,28 +1,170 @@
-"""A path to a source: what it holds is told by its name, or by the manifest in it."""
+"""A path to a source: what it holds is told by its name, or by the manifest in it.
+
+Files whose rows follow each other are one source of many parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
+import torch
+
 from hpctrain.data.alike import require_alike
-from hpctrain.data.arrays import ArraySource
-from hpctrain.data.source import Source
-from hpctrain.data.storage.container import choose_columns
-from hpctrain.data.storage.formats import Hdf5, NetCdf, Zarr
-from hpctrain.data.storage.manifest import MANIFEST
-from hpctrain.data.storage.numpy_files import open_npy, open_npz
-from hpctrain.data.storage.row_parts import RowParts, find_parts, form_of
-from hpctrain.data.storage.shards import Shards
-from hpctrain.data.storage.torch_files import SUFFIXES as PT
-from hpctrain.data.storage.torch_files import open_pt
+from hpctrain.data.partition import Indices
+from hpctrain.data.source import ArraySource, Source, leaves, map_leaves
+from hpctrain.data.storage.formats import SUFFIXES as PT
+from hpctrain.data.storage.formats import (
+    Container,
+    Hdf5,
+    NetCdf,
+    Zarr,
+    choose_columns,
+    open_npy,
+    open_npz,
+    open_pt,
+)
+from hpctrain.data.storage.shards import MANIFEST, Shards, describe_dtype, most_mapped
 from hpctrain.errors import ConfigError, DataError, HpcTrainError
 from hpctrain.world import World, agree, takes_timeout
 
-__all__ = ["Named", "files", "name_columns", "name_files", "open_named", "open_path"]
+__all__ = [
+    "Named",
+    "RowParts",
+    "files",
+    "find_parts",
+    "form_of",
+    "inspect",
+    "name_columns",
+    "name_files",
+    "open_named",
+    "open_path",
+]
+
+
+_PARTS = (".npz", ".pt", ".pth")
+"""Files that name their arrays: in a folder of them each can only be a part of the rows."""
+
+Form = list[tuple[str, str, tuple[int, ...]]]
+
+
+class RowParts:
+    """The rows of several files, one file after the other.
+
+    Files are opened when they are first read. Those not used for longest are closed where there are
+    more than a process may have open.
+
+    Args:
+        paths: The files, in the order of their rows.
+        opened: Opens one of them.
+
+    Raises:
+        ConfigError: they have other columns, dtypes or shapes than the first one.
+    """
+
+    is_in_memory = False
+
+    def __init__(self, paths: Sequence[Path], opened: Callable[[Path], Source]) -> None:
+        self._paths = tuple(paths)
+        self._open = opened
+        self._sources: OrderedDict[int, Source] = OrderedDict()
+        first: Form = []
+        lengths = []
+        for number, path in enumerate(self._paths):
+            source = self._part(number)
+            lengths.append(len(source))
+            form = form_of(source)
+            first = first if number else form
+            if form != first:
+                raise ConfigError(
+                    f"{path} has {form}, and {self._paths[0]} has {first} (name, dtype, shape of "
+                    "a sample); files whose rows follow each other must be alike"
+                )
+        self._ends = np.cumsum(lengths)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def take(self, indices: Indices) -> Any:
+        """These samples as one batch: from each file one gather of rows."""
+        indices = np.asarray(indices, np.int64)
+        if not len(indices):
+            return self._part(0).take(indices)
+        if not 0 <= indices.min() <= indices.max() < len(self):
+            raise ConfigError(
+                f"samples from {indices.min()} to {indices.max()} are not all from 0 to "
+                f"{len(self) - 1}"
+            )
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        batch: Any = None
+        outs: list[Any] = []
+        for number in np.unique(numbers):
+            places = np.flatnonzero(numbers == number)
+            first = int(self._ends[number - 1]) if number else 0
+            rows = self._part(int(number)).take(indices[places] - first)
+            if len(places) == len(indices):
+                return rows
+            if not outs:
+                batch = rows
+                outs = [_room(len(indices), leaf) for _, leaf in leaves(rows)]
+            for out, (_, leaf) in zip(outs, leaves(rows), strict=True):
+                out[torch.from_numpy(places) if isinstance(out, torch.Tensor) else places] = leaf
+        filled = iter(outs)
+        return map_leaves(lambda _: next(filled), batch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the open files: whoever gets this opens them again."""
+        return {**self.__dict__, "_sources": OrderedDict()}
+
+    def _part(self, number: int) -> Source:
+        if number not in self._sources:
+            while len(self._sources) >= most_mapped():
+                self._sources.popitem(last=False)
+            self._sources[number] = self._open(self._paths[number])
+        self._sources.move_to_end(number)
+        return self._sources[number]
+
+
+def _room(num_rows: int, leaf: Any) -> Any:
+    shape = (num_rows, *leaf.shape[1:])
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty(shape, dtype=leaf.dtype)
+    return np.empty(shape, leaf.dtype)
+
+
+def form_of(source: Source) -> Form:
+    """What a batch consists of, seen on one without rows: name, dtype, shape of a sample."""
+    batch = source.take(np.empty(0, np.int64))
+    return [(name, str(leaf.dtype), tuple(leaf.shape[1:])) for name, leaf in leaves(batch)]
+
+
+def find_parts(folder: Path) -> list[Path]:
+    """The `.npz` or `.pt` files of a folder, by name, numbers by their size; none is no error.
+
+    Raises:
+        ConfigError: there are files of both kinds.
+    """
+    found = [path for path in folder.iterdir() if path.suffix in _PARTS and path.is_file()]
+    kinds = sorted({".pt" if path.suffix == ".pth" else path.suffix for path in found})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{folder} has {' and '.join(kinds)} files; keep one kind in a folder, or name the "
+            "files: rows=[...]"
+        )
+    return sorted(found, key=lambda path: _natural(path.name))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """So that part-2 comes before part-10."""
+    pieces = re.split(r"(\d+)", name)
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
+
 
 _CONTAINERS: dict[str, type[Hdf5] | type[Zarr] | type[NetCdf]] = {
     ".h5": Hdf5,
@@ -262,3 +404,62 @@ def _no_shards(folder: Path) -> str:
 def _pick(path: Path, arrays: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
     lengths = {name: array.shape[0] for name, array in arrays.items() if array.shape}
     return {name: arrays[name] for name in choose_columns(path, lengths, columns)}
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Describe a file or a folder of shards as plain data.
+
+    Raises:
+        DataError: it is missing or broken; the message names the file.
+        ConfigError: what the file holds is unknown.
+    """
+    if path.suffix == ".npy" and path.is_file():
+        return _of_arrays("npy", {"data": open_npy(path)}, path)
+    if path.suffix == ".npz" and path.is_file():
+        return _of_arrays("npz", open_npz(path), path)
+    source = open_path(path)
+    if isinstance(source, Shards):
+        manifest = source.manifest
+        columns = [
+            {"name": c.name, "dtype": c.dtype, "shape": list(c.shape)} for c in manifest.columns
+        ]
+        return {
+            "kind": "shards",
+            "num_samples": manifest.num_samples,
+            "num_shards": len(manifest.shards),
+            "num_bytes": manifest.num_bytes,
+            "columns": columns,
+        }
+    if isinstance(source, Container):
+        described = source.describe().items()
+        columns = [
+            {"name": name, "dtype": dtype, "shape": list(shape[1:])}
+            for name, (dtype, shape) in described
+        ]
+        return _result(type(source).__name__.lower(), len(source), columns, path)
+    columns = [
+        {"name": name.strip("[']") or "data", "dtype": dtype, "shape": list(shape)}
+        for name, dtype, shape in form_of(source)
+    ]
+    kind = "parts" if isinstance(source, RowParts) else path.suffix.removeprefix(".")
+    return _result(kind, len(source), columns, path)
+
+
+def _of_arrays(kind: str, arrays: dict[str, np.ndarray], path: Path) -> dict[str, Any]:
+    columns = [
+        {"name": name, "dtype": describe_dtype(array.dtype), "shape": list(array.shape[1:])}
+        for name, array in arrays.items()
+    ]
+    lengths = [array.shape[0] for array in arrays.values() if array.ndim]
+    return _result(kind, max(lengths, default=0), columns, path)
+
+
+def _result(kind: str, num_samples: int, columns: list[Any], path: Path) -> dict[str, Any]:
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return {
+        "kind": kind,
+        "num_samples": num_samples,
+        "num_shards": None,
+        "num_bytes": sum(file.stat().st_size for file in files),
+        "columns": columns,
+    }

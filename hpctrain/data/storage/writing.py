@@ -14,8 +14,8 @@ import torch
 
 from hpctrain import log
 from hpctrain.data.alike import require_alike
-from hpctrain.data.source import Source
-from hpctrain.data.storage.manifest import (
+from hpctrain.data.source import Source, as_tensor, map_leaves
+from hpctrain.data.storage.shards import (
     MANIFEST,
     ColumnSpec,
     Manifest,
@@ -24,7 +24,6 @@ from hpctrain.data.storage.manifest import (
     describe_dtype,
     write_manifest,
 )
-from hpctrain.data.structure import as_tensor, map_leaves
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.world import World, agree, takes_timeout
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
 from hpctrain.doctor.nodes.report import Link
+from hpctrain.world import poll
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,17 +47,10 @@ class _Line:
         self._wait(self._comm.Irecv(buffer, source=self._other, tag=self._tag), buffer)
 
     def _wait(self, request: Request, buffer: object) -> None:
-        begin = time.monotonic()
-        while not request.Test():
-            now = time.monotonic()
-            if now > self._deadline:
-                self._abandoned += [request, buffer]
-                raise SilentError
-            # Fast answers are awaited awake; slow ones leave the core to others.
-            if now - begin < _SPIN_S:
-                os.sched_yield()
-            else:
-                time.sleep(1e-4)
+        left_s = self._deadline - time.monotonic()
+        if not poll(request.Test, timeout_s=left_s, spin_s=_SPIN_S, longest_nap_s=1e-4):
+            self._abandoned += [request, buffer]
+            raise SilentError
 
 
 def measure_link(comm: Comm, other: int, *, turn: int, limit_s: float) -> Link:

@@ -1,4 +1,4 @@
-"""A loader's arguments, settled into what it runs with. Pure."""
+"""A loader's arguments, and what the loader runs with. Pure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ import numpy as np
 from torch.utils.data import Subset, TensorDataset
 
 from hpctrain.data.adopting import Adopted, adopt, as_source, is_stream
-from hpctrain.data.batches import Batching
-from hpctrain.data.drawing import Draw, LengthDraw, WeightedDraw
 from hpctrain.data.feeds import Feed, MapFeed, ScatteredFeed, SourceFeed, StreamFeed
 from hpctrain.data.fingerprint import digest_sample
 from hpctrain.data.mapped import Collate, MapSource
-from hpctrain.data.plan import Seat
-from hpctrain.data.shuffle import choose_kind
-from hpctrain.data.source import Scattered
+from hpctrain.data.partition import Batching, Seat
+from hpctrain.data.shuffle import Draw, LengthDraw, WeightedDraw, choose_kind
+from hpctrain.data.source import Scattered, leaves
 from hpctrain.data.stream import Split, Stream
-from hpctrain.data.structure import leaves
-from hpctrain.data.worker_trouble import trouble_with_function
-from hpctrain.data.workers import WorkerOptions
+from hpctrain.data.workers import WorkerOptions, trouble_with_function
 from hpctrain.errors import ConfigError
 
 __all__ = ["Arguments", "Settled", "Shuffle", "digest_data", "settle"]
+
 
 Shuffle: TypeAlias = bool | Literal["keyed", "numpy", "local"] | None
 

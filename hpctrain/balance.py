@@ -1,0 +1,30 @@
+"""Things of different sizes, dealt to parts so that the parts are about equally large. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+__all__ = ["largest_first"]
+
+
+def largest_first(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Deal the largest first, each to the part that has least so far.
+
+    The parts differ by no more than the largest thing. Equal sizes go in order, to the first of
+    equal parts, so that everyone who computes this gets the same.
+
+    Args:
+        sizes: Of each thing.
+        num_parts: How many parts.
+
+    Returns:
+        By part: the indices of its things, ascending.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [(0, part) for part in range(num_parts)]
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        load, part = heapq.heappop(loads)
+        parts[part].append(index)
+        heapq.heappush(loads, (load + sizes[index], part))
+    return [sorted(part) for part in parts]
