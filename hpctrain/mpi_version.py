@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-__all__ = ["MpiVersion", "choose_plugin", "identify", "parse_plugins"]
+__all__ = ["MpiVersion", "choose_plugin", "identify"]
 
 # Most specific first: Cray, Intel and MVAPICH all derive from MPICH and may mention it.
 _FAMILIES = (
@@ -87,19 +87,6 @@ def identify(version_text: str) -> MpiVersion:
 
 def _major(version: str) -> str:
     return version.split(".", 1)[0]
-
-
-def parse_plugins(text: str) -> frozenset[str]:
-    """Read the output of `srun --mpi=list`, whichever version wrote it."""
-    names: set[str] = set()
-    for line in text.splitlines():
-        body = re.sub(r"^srun:\s*", "", line.strip())
-        if body.lower().startswith(("mpi plugin types", "mpi types")):
-            continue
-        body = re.sub(r"^specific \w+ plugin versions available:\s*", "", body, flags=re.IGNORECASE)
-        words = [word.strip() for word in body.split(",")]
-        names.update(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word))
-    return frozenset(names)
 
 
 def choose_plugin(mpi: MpiVersion, offered: Collection[str]) -> str | None:

@@ -9,16 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpctrain.batch_systems import Ask, JobState, ask_program, find_system, find_template
 from hpctrain.bench.local import tell_end
 from hpctrain.bench.sweep import Folder, Measured, Sweep
 from hpctrain.errors import ConfigError, JobError
-from hpctrain.submit.batch import JobState, find_system
-from hpctrain.submit.batch.system import Ask, ask_program
-from hpctrain.submit.following import last_lines, log_paths
-from hpctrain.submit.kinds import find_template
 from hpctrain.submit.ledger import Entry, Ledger
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
+from hpctrain.submit.status import last_lines, log_paths
 from hpctrain.submit.submission import submit
 
 __all__ = ["Batch", "gather", "group_launches", "submit_sweep"]
@@ -86,7 +84,7 @@ def submit_sweep(
             for key in batch.keys
         )
         several = len(commands) > 1
-        slurm_like = find_system(_batch_of(site)).has_arrays
+        has_arrays = find_system(_batch_of(site)).has_arrays
         job = replace(
             request,
             commands=commands,
@@ -95,7 +93,7 @@ def submit_sweep(
             cpus_per_rank=max(1, num_cores // batch.ranks_per_node),
             array_size=len(commands) if several else None,
             # One at a time: launches that share a node would be measured with each other.
-            array_limit=1 if several and slurm_like else None,
+            array_limit=1 if several and has_arrays else None,
         )
         ids = submit(
             job, site, directory=Path.cwd(), ledger=ledger, show=lambda text: None, ask=ask

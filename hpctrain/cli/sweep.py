@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
+from hpctrain.batch_systems import Refused, ask_program
 from hpctrain.cli.job.options import (
     add_job_options,
     add_snapshot,
@@ -20,7 +21,6 @@ from hpctrain.cli.job.options import (
     snapshot_for,
 )
 from hpctrain.errors import ConfigError
-from hpctrain.submit.batch.system import Refused, ask_program
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
 from hpctrain.submit.render import render

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain.batch_systems import all_systems, parse_plugins
 from hpctrain.doctor.verdict import Check
-from hpctrain.install.asking import Answer
-from hpctrain.mpi_version import MpiVersion, choose_plugin, parse_plugins
+from hpctrain.mpi_version import MpiVersion, choose_plugin
+from hpctrain.programs import Answer
 
-__all__ = ["TOOLS", "judge_batch"]
+__all__ = ["judge_batch", "known_tools"]
 
-TOOLS: Mapping[str, tuple[str, ...]] = {
-    "Slurm": ("sbatch", "srun"),
-    "PBS or Grid Engine": ("qsub",),
-    "LSF": ("bsub",),
-    "Flux": ("flux",),
-}
+
+def known_tools() -> dict[str, tuple[str, ...]]:
+    """The tools of each batch system; those that have the same tools cannot be told apart."""
+    titles: dict[tuple[str, ...], list[str]] = {}
+    for system in all_systems():
+        if system.tools:
+            titles.setdefault(system.tools, []).append(system.title)
+    return {" or ".join(same): tools for tools, same in titles.items()}
 
 
 def judge_batch(tools: Mapping[str, Path], plugins: Answer | None, mpi: MpiVersion | None) -> Check:
@@ -30,7 +33,7 @@ def judge_batch(tools: Mapping[str, Path], plugins: Answer | None, mpi: MpiVersi
     name = "batch system"
     systems = [
         f"{system} ({', '.join(tool for tool in names if tool in tools)})"
-        for system, names in TOOLS.items()
+        for system, names in known_tools().items()
         if any(tool in tools for tool in names)
     ]
     details: dict[str, object] = {"tools": {tool: str(path) for tool, path in tools.items()}}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.doctor.verdict import Check
-from hpctrain.install.asking import Answer
+from hpctrain.programs import Answer
 
 __all__ = ["ClockState", "judge_clock", "parse_chronyc", "parse_timedatectl", "read_clock"]
 

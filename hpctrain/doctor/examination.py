@@ -130,7 +130,7 @@ def _clock(facts: Facts) -> Check:
 
 
 def _batch(facts: Facts) -> Check:
-    names = [tool for tools in batch.TOOLS.values() for tool in tools]
+    names = [tool for tools in batch.known_tools().values() for tool in tools]
     tools = {tool: path for tool in names if (path := facts.which(tool))}
     srun = tools.get("srun")
     plugins = facts.ask(str(srun), "--mpi=list", limit_s=15) if srun else None

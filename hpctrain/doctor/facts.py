@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 import hpctrain
+from hpctrain.batch_systems import all_systems
 from hpctrain.errors import LaunchError
-from hpctrain.install.asking import Answer, ask
 from hpctrain.install.mpi import (
     LoadedMpi,
     MpiVersion,
@@ -20,14 +20,14 @@ from hpctrain.install.mpi import (
     probe_mpi4py,
 )
 from hpctrain.launch.command import launch_command, launch_environment
+from hpctrain.programs import Answer, ask
 
 __all__ = ["Facts", "Match", "without_launcher"]
 
-# A launcher or batch system around us must not steer the two ranks that are started here.
-_FOREIGN = (
-    "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_",
-    "PALS_", "SLURM_", "PBS_", "LSB_", "JSM_", "FLUX_",
-)  # fmt: skip
+_OF_LAUNCHERS = (
+    *("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_"),
+    *("MV2_COMM_WORLD_", "PALS_", "JSM_"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +40,9 @@ class Match:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Drop what a launcher or a batch system set. Pure."""
-    return {name: value for name, value in environ.items() if not name.startswith(_FOREIGN)}
+    """Drop what a launcher or a batch system set: it must not steer ranks started here. Pure."""
+    outer = (*_OF_LAUNCHERS, *(word for each in all_systems() for word in each.variable_prefixes))
+    return {name: value for name, value in environ.items() if not name.startswith(outer)}
 
 
 class Facts:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["TooLongError", "end_group", "interruptible", "keep_open", "kept_open", "run_logged"]
+from hpctrain.programs import end_group
+
+__all__ = ["TooLongError", "interruptible", "keep_open", "kept_open", "run_logged"]
 
 _KEPT_OPEN: ContextVar[tuple[int, ...]] = ContextVar("kept_open", default=())
 
@@ -117,9 +118,3 @@ def interruptible() -> Iterator[None]:
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)
-
-
-def end_group(pid: int) -> None:
-    """End a process that leads its group, with all its children."""
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.install.asking import Answer, ask
 from hpctrain.install.mpi import MpiVersion
+from hpctrain.programs import Answer, ask
 
 __all__ = ["MPI4PY_PROOF", "run_two_ranks", "two_rank_command"]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.batch_systems import find_system_titled
 from hpctrain.errors import ConfigError
 from hpctrain.mpi_version import MpiVersion
 
@@ -144,7 +145,8 @@ def launch_environment(
     if version.family == "openmpi":
         scarce = 2 * num_ranks > num_cores
         return {"OMPI_MCA_mpi_yield_when_idle": "1"} if scarce else {}
-    return {"SLURM_MPI_TYPE": "none"} if batch_system == "Slurm" else {}
+    system = find_system_titled(batch_system)
+    return {} if system is None else dict(system.mpirun_variables)
 
 
 def explain_unstarted(mpirun: str, code: int, absent: int, unknown: Sequence[str] | None) -> str:

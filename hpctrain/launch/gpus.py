@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.install.asking import ask
+from hpctrain.programs import ask
 
 __all__ = ["count_gpus", "count_present", "explain_sharing", "limit_visible"]
 

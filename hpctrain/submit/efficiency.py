@@ -1,43 +1,21 @@
 """What a job used of what it asked for: cores, memory, GPUs and time; what to ask for next time.
 
-Slurm's accounting (`sacct`) knows it for any job. Where there is none, the run itself does:
-`hpctrain train` and the Trainer leave what they used in `summary.json`. Reading and arithmetic are
-pure.
+A batch system's accounting knows it for any job. Where there is none, the run itself does:
+`hpctrain train` and the Trainer leave what they used in `summary.json`. The arithmetic is pure.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.submit.batch.system import Ask
-from hpctrain.submit.units import format_clock, format_memory
+from hpctrain.batch_systems import JobUse, format_clock
 
-__all__ = [
-    "FIELDS",
-    "JobUse",
-    "advise_request",
-    "ask_sacct",
-    "find_summaries",
-    "read_accounting",
-    "read_sacct_memory",
-    "read_sacct_time",
-    "read_used",
-]
+__all__ = ["advise_request", "find_summaries", "read_used"]
 
-FIELDS = (
-    *("JobID", "State", "Elapsed", "Timelimit", "AllocCPUS", "NNodes", "NTasks", "TotalCPU"),
-    *("MaxRSS", "ReqMem", "AllocTRES", "TRESUsageInTot", "TRESUsageInAve", "TRESUsageInMax"),
-)
-_TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+(?:\.\d+)?)", re.ASCII)
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]?)([nc]?)", re.ASCII)
-_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
-_MIB = 1 << 20
 _IDLE = 0.5
 """Less of something than this was used: ask for less."""
 _FULL = 0.95
@@ -49,63 +27,6 @@ _USED = (
     *("gpu_memory_bytes", "used_gpu_memory_bytes"),
 )
 _DEPTHS = ("summary.json", "*/summary.json", "*/*/summary.json")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobUse:
-    """What a job had, and what it used of it. None: nobody knows."""
-
-    job: str
-    state: str
-    source: str
-    """Who says so: `sacct`, or the path of a summary."""
-    elapsed_s: float
-    limit_s: float | None = None
-    num_nodes: int = 1
-    cores: int = 0
-    """Processors of all nodes that the job had."""
-    busy_cores: float | None = None
-    """How many of them were busy on average; MPI that waits by polling is busy too."""
-    memory_bytes: int | None = None
-    """Of all nodes together."""
-    used_memory_bytes: int | None = None
-    """The most that all ranks together had; memory that ranks share counts for each of them."""
-    gpus: int = 0
-    busy_gpus: float | None = None
-    """How many GPUs were busy on average."""
-    gpu_memory_bytes: int | None = None
-    """Of one GPU."""
-    used_gpu_memory_bytes: int | None = None
-    """The most that one rank had on its GPU."""
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """What, used, asked for, and the share; for a table."""
-        kept = [
-            ("cores", self.busy_cores, self.cores, _number),
-            ("memory", self.used_memory_bytes, self.memory_bytes, _size),
-            ("GPUs", self.busy_gpus, self.gpus, _number),
-            ("memory of a GPU", self.used_gpu_memory_bytes, self.gpu_memory_bytes, _size),
-            ("time", self.elapsed_s, self.limit_s, lambda s: format_clock(round(s))),
-        ]
-        rows = []
-        for what, used, given, text in kept:
-            if not used and not given:
-                continue
-            share = f"{100 * used / given:.0f} %" if used is not None and given else ""
-            words = ("not known" if value is None else text(value) for value in (used, given))
-            rows.append((what, *words, share))
-        return rows  # type: ignore[return-value]
-
-    def shares(self) -> dict[str, float]:
-        """Used over asked for, of what is known."""
-        pairs = {
-            "cores": (self.busy_cores, self.cores),
-            "memory": (self.used_memory_bytes, self.memory_bytes),
-            "gpus": (self.busy_gpus, self.gpus),
-            "gpu_memory": (self.used_gpu_memory_bytes, self.gpu_memory_bytes),
-            "time": (self.elapsed_s, self.limit_s),
-        }
-        return {k: used / given for k, (used, given) in pairs.items() if used is not None and given}
 
 
 def advise_request(use: JobUse) -> list[str]:
@@ -163,126 +84,6 @@ def _advise_time(use: JobUse) -> Iterator[str]:
             yield f"It took {took} of {limit}: with --time {format_clock(enough)} it starts sooner."
 
 
-def read_sacct_time(text: str) -> float | None:
-    """Seconds of `[days-]hours:minutes:seconds` or `minutes:seconds.fraction`; None: no time."""
-    match = _TIME.fullmatch(text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (float(field or 0) for field in match.groups())
-    return 86400 * days + 3600 * hours + 60 * minutes + seconds
-
-
-def read_sacct_memory(text: str, *, num_nodes: int = 1, num_cores: int = 1) -> int | None:
-    """Bytes of `1234K`, `1.50G` or a bare number of bytes; None: no size.
-
-    Slurm before 21.08 asks for memory by node (`16Gn`) or core (`4000Mc`): it is multiplied out.
-    """
-    match = _MEMORY.fullmatch(text.strip())
-    if match is None:
-        return None
-    number, unit, per = match.groups()
-    times = {"n": num_nodes, "c": num_cores}.get(per, 1)
-    return round(float(number) * _BYTES[unit] * times)
-
-
-def _tres(text: str) -> dict[str, str]:
-    """`cpu=8,gres/gpu=2,mem=32G` by name."""
-    return dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair)
-
-
-def read_accounting(said: str) -> list[JobUse]:
-    """Read the lines of `sacct --parsable2` with `FIELDS`: one result per job or task. Pure.
-
-    The line of an allocation has what was given and the processor time of all steps; those of its
-    steps (`12.batch`, `12.0`) have memory and GPUs, of which the largest step counts.
-    """
-    jobs: dict[str, dict[str, str]] = {}
-    steps: dict[str, list[dict[str, str]]] = {}
-    for line in said.splitlines():
-        row = dict(zip(FIELDS, line.split("|"), strict=False))
-        if len(row) == len(FIELDS):
-            job, dot, _ = row["JobID"].partition(".")
-            if dot:
-                steps.setdefault(job, []).append(row)
-            else:
-                jobs[job] = row
-    return [use for job, row in jobs.items() if (use := _read_job(job, row, steps.get(job, ())))]
-
-
-def _read_job(
-    job: str, row: Mapping[str, str], steps: Sequence[Mapping[str, str]]
-) -> JobUse | None:
-    elapsed = read_sacct_time(row["Elapsed"])
-    if not elapsed:  # it has not begun
-        return None
-    nodes, cores = (_whole(row[name]) or 1 for name in ("NNodes", "AllocCPUS"))
-    given = _tres(row["AllocTRES"])
-    cpu_s = read_sacct_time(row["TotalCPU"])
-    memory = read_sacct_memory(given.get("mem", "")) or read_sacct_memory(
-        row["ReqMem"], num_nodes=nodes, num_cores=cores
-    )
-    gpus = _count_gpus(given)
-    busy = [value for step in steps if (value := _busy_gpus(step)) is not None]
-    gpu_memory = [
-        size
-        for step in steps
-        if (size := read_sacct_memory(_tres(step["TRESUsageInMax"]).get("gres/gpumem", "")))
-    ]
-    state = row["State"].split()[0] if row["State"] else "UNKNOWN"
-    return JobUse(
-        job=job,
-        state=state,
-        source="sacct",
-        elapsed_s=elapsed,
-        limit_s=read_sacct_time(row["Timelimit"]),
-        num_nodes=nodes,
-        cores=cores,
-        busy_cores=cpu_s / elapsed if cpu_s else None,
-        memory_bytes=memory or None,
-        used_memory_bytes=max((_step_memory(step) for step in steps), default=0) or None,
-        gpus=gpus,
-        busy_gpus=min(float(gpus), max(busy)) if busy and gpus else None,
-        used_gpu_memory_bytes=max(gpu_memory, default=None),
-    )
-
-
-def _step_memory(step: Mapping[str, str]) -> int:
-    """What all tasks of a step had together: Slurm's sum, else the largest for each."""
-    total = read_sacct_memory(_tres(step["TRESUsageInTot"]).get("mem", ""))
-    largest = read_sacct_memory(step["MaxRSS"]) or 0
-    return total or largest * (_whole(step["NTasks"]) or 1)
-
-
-def _busy_gpus(step: Mapping[str, str]) -> float | None:
-    """GPUs that a step kept busy: the percentage of a task, which adds up over its GPUs."""
-    share = _tres(step["TRESUsageInAve"]).get("gres/gpuutil", "")
-    if not share.isdigit():
-        return None
-    return int(share) / 100 * (_whole(step["NTasks"]) or 1)
-
-
-def _count_gpus(given: Mapping[str, str]) -> int:
-    if "gres/gpu" in given:
-        return _whole(given["gres/gpu"]) or 0
-    return sum(_whole(n) or 0 for name, n in given.items() if name.startswith("gres/gpu:"))
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if text.strip().isdigit() else None
-
-
-def ask_sacct(job: str, ask: Ask) -> tuple[list[JobUse], str]:
-    """What accounting knows of a job; else why it does not."""
-    words = ["sacct", "--parsable2", "--noheader", f"--jobs={job}"]
-    answer = ask([*words, f"--format={','.join(FIELDS)}"], None)
-    if answer is None:
-        return [], "sacct is not on PATH"
-    if answer.code != 0:
-        return [], f"sacct answers: {' '.join(answer.err.split()) or f'exit code {answer.code}'}"
-    found = read_accounting(answer.out)
-    return found, "" if found else f"sacct knows no job {job} that has begun"
-
-
 def find_summaries(directory: Path, job: str) -> list[Path]:
     """The summaries of runs of a job, in its directory and two levels below; newest last."""
     found = [path for depth in _DEPTHS for path in directory.glob(depth)]
@@ -313,13 +114,3 @@ def _object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _number(value: float) -> str:
-    return f"{value:g}" if float(value).is_integer() else f"{value:.1f}"
-
-
-def _size(value: float) -> str:
-    if value < _MIB:
-        return f"{value / 1024:.0f}K"
-    return format_memory(round(value / _MIB)) if value < 10 * _MIB else f"{value / (1 << 30):.2f}G"

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.errors import InstallError, JobError
+from hpctrain.batch_systems import find_system
+from hpctrain.errors import ConfigError, InstallError, JobError
 from hpctrain.install.lock import held
 
 __all__ = ["Entry", "Ledger", "split_task"]
@@ -116,20 +116,20 @@ class Ledger:
 
     def find(self, job: str | None) -> Entry | None:
         """The newest entry of that id (or of its array), or the newest of all."""
-        wanted = {job, split_task(job)[0]} if job else set()
         for entry in reversed(self.entries()):
-            if job is None or entry.job in wanted:
+            if job is None or job == entry.job or split_task(entry, job)[0] == entry.job:
                 return entry
         return None
 
 
-def split_task(job: str) -> tuple[str, int | None]:
-    """The array and the index in the id of a task: 12_3 (Slurm), 12[3].server (PBS), 12[3] (LSF).
+def split_task(entry: Entry, job: str) -> tuple[str, int | None]:
+    """The array and the index in the id of a task of a job.
 
-    The index is the batch system's own: LSF counts from 1.
+    The index is the batch system's own, and some count from 1. The batch system of an old job may
+    be a plug-in that is no longer installed: its ids are not taken apart.
     """
-    if match := re.fullmatch(r"(\w+?)_(\d+)|(\w+)\[(\d+)\](\..*)?", job):
-        slurm, first, other, second, server = match.groups()
-        base = slurm or (f"{other}[]{server}" if server else other)
-        return base, int(first or second)
-    return job, None
+    try:
+        system = find_system(entry.batch)
+    except ConfigError:
+        return job, None
+    return system.split_task(job)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.batch_systems import format_clock, parse_duration
 from hpctrain.errors import ConfigError
-from hpctrain.submit.units import format_clock, parse_duration
 
 __all__ = ["QUEUE_OPTIONS", "Queue", "check_limits", "queue_from_table"]
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpctrain.batch_systems import (
+    BatchSystem,
+    Template,
+    find_system,
+    find_template,
+    format_clock,
+    parse_duration,
+    parse_memory,
+)
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.freed_memory import launch_variables
-from hpctrain.submit.kinds import TEMPLATES, Template, find_template
 from hpctrain.submit.limits import check_limits
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
-from hpctrain.submit.units import format_clock, parse_duration, parse_memory
 
 __all__ = ["Plan", "make_plan"]
 
@@ -22,7 +29,6 @@ class Plan:
 
     request: Request
     site: Site
-    template_name: str
     template: Template
     mpi: str
     ranks_per_node: int
@@ -34,6 +40,11 @@ class Plan:
     account: str
     qos: str
     constraint: str
+
+    @property
+    def system(self) -> BatchSystem:
+        """The batch system that the template is for."""
+        return find_system(self.template.batch)
 
     @property
     def num_ranks(self) -> int:
@@ -93,9 +104,8 @@ def make_plan(request: Request, site: Site) -> Plan:
     plan = Plan(
         request=request,
         site=site,
-        template_name=name,
         template=template,
-        mpi=_choose_mpi(request, site, name, template),
+        mpi=_choose_mpi(request, site, template),
         ranks_per_node=request.ranks_per_node or _ranks(site, gpus),
         cpus_per_rank=request.cpus_per_rank or site.cpus_per_rank,
         gpus_per_node=gpus,
@@ -123,12 +133,14 @@ def _memory(site: Site, gpus: int) -> int | None:
     return max(1, parse_memory(site.memory) * share // (site.gpus_per_node or 1))
 
 
-def _choose_mpi(request: Request, site: Site, name: str, template: Template) -> str:
+def _choose_mpi(request: Request, site: Site, template: Template) -> str:
     of_site = site.mpi if site.mpi in template.mpis else ""
     mpi = request.mpi or of_site or (template.mpis[0] if template.mpis else "")
     if mpi not in (template.mpis or ("",)):
         known = ", ".join(template.mpis) or "nothing: leave --mpi out"
-        raise ConfigError(f"--mpi {mpi} does not go with template {name}; choose from {known}")
+        raise ConfigError(
+            f"--mpi {mpi} does not go with template {template.name}; choose from {known}"
+        )
     return mpi
 
 
@@ -150,12 +162,11 @@ def _check(plan: Plan) -> None:
     if site.needs_account and not plan.account:
         raise ConfigError(f"{site.title} charges every job to a project; give --account")
     if plan.template.needs_image and request.image is None:
-        raise ConfigError(f"template {plan.template_name} needs a container image; give --image")
+        raise ConfigError(f"template {plan.template.name} needs a container image; give --image")
     if request.image is not None and not plan.template.needs_image:
-        batch = plan.template.batch
-        others = [n for n, t in TEMPLATES.items() if t.needs_image and t.batch == batch]
+        others = [each.name for each in plan.system.templates if each.needs_image]
         cure = f"use --template {' or '.join(others)}" if others else "leave --image out"
-        raise ConfigError(f"template {plan.template_name} starts no container; {cure}")
+        raise ConfigError(f"template {plan.template.name} starts no container; {cure}")
     if site.cpu_masks and plan.ranks_per_node > len(site.cpu_masks):
         raise ConfigError(
             f"{plan.ranks_per_node} ranks per node were asked for, and {site.title} has cores for "
@@ -171,59 +182,10 @@ def _check(plan: Plan) -> None:
             f"{site.title} gives each rank the GPU of its number, so {plan.ranks_per_node} ranks "
             f"per node need as many GPUs, not {plan.gpus_per_node}; ask for fewer ranks"
         )
-    if plan.template.launcher == "srun" and request.signal in ("TERM", "HUP"):
-        raise ConfigError(
-            f"srun kills its ranks on {request.signal} instead of passing it on; leave --signal "
-            "out (USR2)"
-        )
-    _check_dialect(plan)
-
-
-def _check_dialect(plan: Plan) -> None:
-    request, site, batch = plan.request, plan.site, plan.template.batch
-    absent = {
-        ("pbs", "constraint"): plan.constraint,
-        ("pbs", "qos"): plan.qos,
-        ("pbs", "reservation"): request.reservation,
-        ("lsf", "constraint"): plan.constraint,
-        ("lsf", "qos"): plan.qos,
-        ("lsf", "memory"): plan.memory_mib,
-        ("flux", "qos"): plan.qos,
-        ("flux", "reservation"): request.reservation,
-        ("flux", "memory"): plan.memory_mib,
-        ("flux", "array_limit"): request.array_limit,
-    }
-    for (which, what), given in absent.items():
-        if which == batch and given:
-            raise ConfigError(
-                f"{what} {given} cannot be written for {batch}; leave it out, or give the site's "
-                "own way as --directive"
-            )
-    if batch == "pbs" and site.whole_nodes and request.memory_mib:
-        raise ConfigError(f"{site.title} gives nodes out whole; leave --memory out")
-    if request.expedite and batch != "slurm":
-        raise ConfigError(f"{batch} has no expedited restarts, only Slurm from 25.11; leave it out")
-    lead_s = request.signal_lead_s
-    if batch == "lsf" and lead_s and -(-lead_s // 60) >= -(-request.walltime_s // 60):
-        raise ConfigError(
-            f"LSF counts in minutes, in which a signal {lead_s} s before the end of "
-            f"{request.walltime_s} s comes at the start; shorten the lead"
-        )
-    if request.max_requeues and plan.is_array and batch == "pbs":
-        raise ConfigError("a task of a PBS array cannot be submitted again; leave --requeue out")
-    if request.max_requeues and request.after and batch in ("pbs", "flux"):
-        raise ConfigError(
-            f"a restart in {batch} is a new job, for which no other would wait; use --after and "
-            "--chain, or --requeue, not both"
-        )
-    if request.max_requeues and batch in ("pbs", "flux") and request.script is None:
-        raise ConfigError(
-            f"{batch} requeues by submitting the script again, which needs its path; render it "
-            "into a file with -o, or submit it"
-        )
+    plan.system.check(plan)
 
 
 def _one_gpu_each(plan: Plan) -> str:
-    if plan.template.batch == "lsf" or plan.site.gpu_request == "gpus-per-task":
+    if plan.system.one_gpu_per_rank or plan.site.gpu_request == "gpus-per-task":
         return "one GPU"
     return "a GPU by its index" if plan.site.gpu_visibility == "reversed" else ""

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from hpctrain import __version__
+from hpctrain.batch_systems import BatchSystem
 from hpctrain.doctor.leftovers import NAMES
+from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import DIED, REQUEUE
-from hpctrain.submit.directives import write_directives
-from hpctrain.submit.kinds import MANIFESTS
-from hpctrain.submit.kubernetes import check_manifest, manifest_context, quote_json
-from hpctrain.submit.launchers import (
-    each_node_words,
-    launch_words,
-    local_rank_variable,
-    passed_signals,
-)
 from hpctrain.submit.places import JOBS
 from hpctrain.submit.plan import Plan, make_plan
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
-from hpctrain.submit.words import quote, quote_all
+from hpctrain.submit.words import check_directive_value, quote, quote_all
 
-__all__ = ["render", "render_plan"]
+__all__ = ["render", "render_plan", "write_directives"]
 
 
 def render(request: Request, site: Site, *, templates: Path = JOBS / "templates") -> str:
@@ -44,8 +38,10 @@ def render_plan(plan: Plan, *, templates: Path = JOBS / "templates") -> str:
     """
     import jinja2
 
+    system, template = plan.system, plan.template
+    own = [] if system.template_folder is None else [system.template_folder]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates),
+        loader=jinja2.FileSystemLoader([*own, templates]),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # bash, not HTML: every value goes through quote
         trim_blocks=True,
@@ -55,40 +51,62 @@ def render_plan(plan: Plan, *, templates: Path = JOBS / "templates") -> str:
     environment.filters["q"] = quote
     environment.filters["qa"] = quote_all
     environment.filters["j"] = quote_json
-    named = {"template_name": plan.template_name, "version": __version__}
-    if plan.template_name in MANIFESTS:
-        check_manifest(plan)
-        template = environment.get_template(f"{plan.template_name}.yaml.j2")
-        return template.render(named | manifest_context(plan))
-    text = environment.get_template(f"{plan.template_name}.sh.j2").render(named | _context(plan))
-    return re.sub(r"\n{3,}", "\n\n", text)
+    named: dict[str, object] = {"template_name": template.name, "version": __version__}
+    named |= {"plan": plan, "request": plan.request, "site": plan.site}
+    is_script = template.suffix == ".sh"
+    found = environment.get_template(f"{template.name}{template.suffix}.j2")
+    text = found.render(named | (_context(plan) if is_script else system.manifest(plan)))
+    return re.sub(r"\n{3,}", "\n\n", text) if is_script else text
 
 
 def _context(plan: Plan) -> dict[str, object]:
-    request, site = plan.request, plan.site
+    """What the template of a script is filled with, besides the plan."""
+    request, site, system = plan.request, plan.site, plan.system
     return {
         "died_code": DIED,
         "directives": write_directives(plan),
-        "each_node": each_node_words(plan),
+        "each_node": system.node_words(plan),
         "environment": plan.environment,
         "hints": _hints(plan),
         "image_options": _image_options(plan),
         "job_folders": _job_folders(plan),
-        "launch": launch_words(plan),
+        "launch": system.launch_words(plan),
         "modules": [*site.modules, *request.modules, *site.modules_after],
         "on_nodes": bool(request.stage or request.pack or request.prologue),
-        "plan": plan,
         "rank_setup": _rank_setup(plan),
-        "request": request,
         "requeue_code": REQUEUE,
         "restart_codes": plan.restart_codes,
         "shared_memory": [f"/dev/shm/{name}" for name, who in NAMES.items() if who != "hpctrain"],
-        "signals": passed_signals(plan),
-        "site": site,
-        # A step may still hold a node that does not answer any more.
-        "sweep_options": ["--overlap"] if plan.template.batch == "slurm" else [],
+        "signals": system.passed_signals(plan),
+        "sweep_options": list(system.overlap_options),
         "source": request.source,
+        "system": system,
     }
+
+
+def write_directives(plan: Plan) -> list[str]:
+    """All directive lines of a script, in order; additional ones, checked, last."""
+    system = plan.system
+    extras = [*plan.site.directives, *plan.request.directives]
+    words = [*system.directives(plan), *(_check_extra(system, extra) for extra in extras)]
+    return [f"{system.directive_prefix} {word}" for word in words]
+
+
+def _check_extra(system: BatchSystem, extra: str) -> str:
+    match = system.option.fullmatch(extra)
+    if match is None:
+        raise ConfigError(
+            f"directive {extra!r} is not understood; for {system.name} write {system.option_form}"
+        )
+    name, value = match.groups()
+    if system.manages(name, value):
+        raise ConfigError(
+            f"directive {extra!r} is written by hpctrain itself, or changes what the script is; "
+            "use the option for it (hpctrain job render --help)"
+        )
+    if value is not None:
+        check_directive_value(value, f"directive {name}")
+    return extra
 
 
 def _hints(plan: Plan) -> list[str]:
@@ -113,7 +131,7 @@ def _rank_setup(plan: Plan) -> str:
     """What a rank does before it becomes the command: make its folders, choose its GPU."""
     folders = " ".join(f'"${name}"' for name in _job_folders(plan))
     setup = [f"mkdir -p -- {folders}"] if folders else []
-    local_rank = local_rank_variable(plan)
+    local_rank = plan.system.local_rank_variable(plan)
     if plan.gpus_per_node and plan.site.gpu_visibility in ("local-rank", "reversed"):
         index = f"${local_rank}"
         if plan.site.gpu_visibility == "reversed":
@@ -126,3 +144,8 @@ def _image_options(plan: Plan) -> list[str]:
     vendor = {"CUDA_VISIBLE_DEVICES": "--nv", "ROCR_VISIBLE_DEVICES": "--rocm"}
     option = vendor.get(plan.site.gpu_variable) if plan.gpus_per_node else None
     return [*([option] if option else []), *plan.site.image_options]
+
+
+def quote_json(value: object) -> str:
+    """A scalar or list of YAML that means exactly this: JSON is YAML."""
+    return json.dumps(value, ensure_ascii=False)

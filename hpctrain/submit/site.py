@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpctrain.batch_systems import find_template, parse_duration, parse_memory
 from hpctrain.errors import ConfigError
-from hpctrain.submit.kinds import find_template
 from hpctrain.submit.limits import QUEUE_OPTIONS, Queue, queue_from_table
-from hpctrain.submit.units import parse_duration, parse_memory
 from hpctrain.submit.words import (
     check_directive_value,
     check_identifier,

@@ -10,9 +10,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hpctrain.batch_systems import Ask, BatchSystem, Refused, ask_program
 from hpctrain.errors import ConfigError, JobError
-from hpctrain.submit.batch import BatchSystem, find_system
-from hpctrain.submit.batch.system import Ask, Refused, ask_program
 from hpctrain.submit.ledger import Entry, Ledger
 from hpctrain.submit.plan import make_plan
 from hpctrain.submit.render import render_plan
@@ -63,7 +62,7 @@ def submit(
         text = render_plan(plan)
         show(text)
         write_script(path, text)
-        system = find_system(plan.template.batch)
+        system = plan.system
         for index in _indices(system, request):
             try:
                 jobs.append(system.submit(path, ask, index=index))

@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.batch_systems import Ask, JobState, find_system
 from hpctrain.errors import ConfigError
-from hpctrain.submit.batch import JobState, find_system
-from hpctrain.submit.batch.system import Ask
 from hpctrain.submit.ledger import Entry, split_task
-from hpctrain.submit.states import ask_states
+from hpctrain.submit.status import ask_states
 
 __all__ = [
     "RESULT",
@@ -252,7 +251,7 @@ def job_states(directory: Path, ask: Ask) -> dict[int, JobState]:
     for number, entry in enumerate(entries):
         first = find_system(entry.batch).first_index
         for state in ask_states(entry, ask):
-            task = split_task(state.job)[1]
+            task = split_task(entry, state.job)[1]
             if entry.array_size is None:
                 found[number] = state
             elif task is not None:

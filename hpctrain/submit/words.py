@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from hpctrain.batch_systems import all_systems
 from hpctrain.errors import ConfigError
 
 __all__ = [
@@ -35,7 +36,7 @@ _BASH_OWN = {
     *("BASHOPTS", "BASHPID", "BASH_ENV", "BASH_VERSINFO", "ENV", "EUID", "IFS", "PATH"),
     *("POSIXLY_CORRECT", "PPID", "SHELLOPTS", "UID", "_"),
 }
-_OWN_PREFIXES = ("HPCTRAIN_", "hpc_", "BASH_", "SLURM_", "PBS_", "LSB_", "FLUX_")
+_OWN_PREFIXES = ("HPCTRAIN_", "hpc_", "BASH_")
 
 
 def check_printable(text: str, what: str) -> str:
@@ -72,7 +73,8 @@ def check_path(text: str, what: str) -> str:
 def check_variable(name: str) -> str:
     """An environment variable that a job may set."""
     _check(_VARIABLE, name, "environment variable", "letters, digits and _")
-    if name in _BASH_OWN or name.startswith(_OWN_PREFIXES):
+    own = (*_OWN_PREFIXES, *(word for each in all_systems() for word in each.variable_prefixes))
+    if name in _BASH_OWN or name.startswith(own):
         raise ConfigError(
             f"environment variable {name} belongs to the shell, the batch system or hpctrain; "
             "set it in a file of your own and name that with --source"

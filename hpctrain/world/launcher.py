@@ -1,8 +1,6 @@
-"""Who started this process: one row of variable names per launcher and per batch system.
+"""Who started this process, by its environment; `batch_systems` has the names of the variables.
 
-MPI itself is the truth about ranks; these variables are the cross-check. Rows are tried from the
-most specific to the least, Slurm last: `mpirun` inside `sbatch` leaks the variables of its own step
-into every rank, where several ranks all see SLURM_PROCID=0.
+MPI itself is the truth about ranks; these variables are the cross-check.
 
 This is the only module that reads the environment of a running job.
 """
@@ -10,20 +8,17 @@ This is the only module that reads the environment of a running job.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hpctrain.batch_systems import BatchSystem, LauncherRow, detect_launcher, detect_system
 from hpctrain.errors import LaunchError
 from hpctrain.world.bench import Asked, parse_asked
 
 __all__ = [
-    "BATCH_SYSTEMS",
     "BENCH_VARIABLE",
     "CHAOS_VARIABLE",
-    "LAUNCHERS",
     "Launch",
-    "LauncherRow",
     "current_launch",
     "detect",
 ]
@@ -31,112 +26,6 @@ __all__ = [
 BENCH_VARIABLE = "HPCTRAIN_BENCH"
 CHAOS_VARIABLE = "HPCTRAIN_CHAOS"
 """Where a sweep says what it asks for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LauncherRow:
-    """The variables one launcher sets. Where several names are given, the first one set counts."""
-
-    name: str
-    title: str
-    present: tuple[str, ...]
-    """All of these must be set for the row to match."""
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...] = ()
-    local_size: tuple[str, ...] = ()
-    tasks_per_node: str = ""
-    """A list in Slurm's form (`4(x2),1`), read at the position `node_id`."""
-    node_id: str = ""
-    starts_mpi: bool = True
-
-
-LAUNCHERS: tuple[LauncherRow, ...] = (
-    LauncherRow(
-        name="openmpi",
-        title="Open MPI mpirun",
-        present=("OMPI_COMM_WORLD_RANK",),
-        rank=("OMPI_COMM_WORLD_RANK",),
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    LauncherRow(
-        name="mvapich",
-        title="MVAPICH2 mpirun_rsh",
-        present=("MV2_COMM_WORLD_RANK",),
-        rank=("MV2_COMM_WORLD_RANK",),
-        size=("MV2_COMM_WORLD_SIZE",),
-        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    LauncherRow(
-        name="pals",
-        title="Cray PALS mpiexec",
-        present=("PALS_LOCAL_RANKID",),
-        rank=("PALS_RANKID", "PMI_RANK"),
-        size=("PMI_SIZE",),
-        local_rank=("PALS_LOCAL_RANKID",),
-        local_size=("PALS_LOCAL_SIZE",),
-        node_id="PALS_NODEID",
-    ),
-    LauncherRow(
-        name="hydra",
-        title="MPICH or Intel MPI mpiexec",
-        present=("PMI_RANK", "MPI_LOCALRANKID"),
-        rank=("PMI_RANK",),
-        size=("PMI_SIZE",),
-        local_rank=("MPI_LOCALRANKID",),
-        local_size=("MPI_LOCALNRANKS",),
-    ),
-    LauncherRow(
-        name="jsrun",
-        title="jsrun",
-        present=("JSM_NAMESPACE_RANK",),
-        rank=("JSM_NAMESPACE_RANK",),
-        size=("JSM_NAMESPACE_SIZE",),
-        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-        local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
-    ),
-    LauncherRow(
-        name="flux",
-        title="flux run",
-        present=("FLUX_TASK_RANK",),
-        rank=("FLUX_TASK_RANK",),
-        size=("FLUX_JOB_SIZE",),
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-    ),
-    LauncherRow(
-        name="torchrun",
-        title="torchrun",
-        present=("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-        rank=("RANK",),
-        size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-        starts_mpi=False,
-    ),
-    LauncherRow(
-        name="srun",
-        title="srun",
-        # The batch shell has SLURM_PROCID too; only a step has SLURM_STEP_ID.
-        present=("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
-        rank=("SLURM_PROCID",),
-        size=("SLURM_STEP_NUM_TASKS",),
-        local_rank=("SLURM_LOCALID",),
-        tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
-        node_id="SLURM_NODEID",
-    ),
-)
-
-BATCH_SYSTEMS: Mapping[str, tuple[str, ...]] = {
-    # name: the variables that must be set; the first holds the job id
-    "Slurm": ("SLURM_JOB_ID",),
-    "PBS": ("PBS_JOBID",),
-    "LSF": ("LSB_JOBID",),
-    "Flux": ("FLUX_JOB_ID",),
-    "Grid Engine": ("JOB_ID", "PE_HOSTFILE"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +50,7 @@ class Launch:
     pmi: str | None = None
     """Which process-management interface srun offers: `pmix`, `pmi2`, or None."""
     job_index: int | None = None
-    """The task of a job array, where the job id does not tell it (LSF)."""
+    """The task of a job array, where the job id does not tell it."""
     end_time: float | None = None
     """When the allocation ends (Unix time), where a variable says so."""
     bench: Asked | None = None
@@ -191,9 +80,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
     Raises:
         LaunchError: a launcher's variable is set but is not a number, or its size is missing.
     """
-    row = next((r for r in LAUNCHERS if all(name in environ for name in r.present)), None)
-    batch = next((b for b, names in BATCH_SYSTEMS.items() if all(n in environ for n in names)), "")
-    job_id = environ[BATCH_SYSTEMS[batch][0]] if batch else None
+    row, system = detect_launcher(environ), detect_system(environ)
     rank, size, local_rank, local_size = _places(row, environ) if row else (0, 1, None, None)
     return Launch(
         row=row,
@@ -201,20 +88,19 @@ def detect(environ: Mapping[str, str]) -> Launch:
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        batch_system=batch or None,
-        job_id=job_id,
+        batch_system=system.title if system else None,
+        job_id=environ[system.job_variables[0]] if system else None,
         num_threads=_threads(environ),
         host_suffix=environ.get("HPCTRAIN_HOST_SUFFIX", ""),
         terminal_columns=_number(environ, "HPCTRAIN_COLUMNS"),
         control_fd=_number(environ, "HPCTRAIN_CONTROL_FD"),
         pmi=_pmi(environ),
-        # 0 is LSF's word for "no array".
-        job_index=(_number(environ, "LSB_JOBINDEX") or None) if batch == "LSF" else None,
-        end_time=_end_time(environ, batch),
+        job_index=(_number(environ, system.index_variable) or None) if system else None,
+        end_time=_end_time(environ, system),
         bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
         chaos=environ.get(CHAOS_VARIABLE) or None,
         trace_dir=environ.get("HPCTRAIN_TRACE") or None,
-        cluster=_cluster(environ, batch),
+        cluster=system.cluster(environ) if system else None,
         notes_dir=environ.get("HPCTRAIN_NOTES") or None,
     )
 
@@ -235,26 +121,12 @@ def _places(
             "environment is incomplete: start the job with mpirun, mpiexec, srun or `hpctrain run`"
         )
     local_size = _first_number(environ, row.local_size)
-    if local_size is None and row.tasks_per_node in environ:
-        counts = parse_task_counts(environ[row.tasks_per_node])
+    if local_size is None and row.read_counts is not None and row.tasks_per_node in environ:
+        counts = row.read_counts(environ[row.tasks_per_node])
         node = _number(environ, row.node_id)
         if node is not None and 0 <= node < len(counts):
             local_size = counts[node]
     return rank, size, _first_number(environ, row.local_rank), local_size
-
-
-def parse_task_counts(text: str) -> list[int]:
-    """Expand Slurm's list of tasks per node: `2(x3),1` becomes `[2, 2, 2, 1]`."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise LaunchError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of counts like '4(x2),1'; "
-                "unset it or start the step again"
-            )
-        counts += [int(match.group(1))] * int(match.group(2) or 1)
-    return counts
 
 
 def _first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
@@ -281,20 +153,12 @@ def _threads(environ: Mapping[str, str]) -> int | None:
     return int(first)
 
 
-def _end_time(environ: Mapping[str, str], batch: str) -> float | None:
-    # The first is for job scripts of systems that do not tell; Slurm sets the second from 23.02 on.
+def _end_time(environ: Mapping[str, str], system: BatchSystem | None) -> float | None:
+    # The first is for job scripts of systems that do not tell.
     given = _number(environ, "HPCTRAIN_END_TIME")
-    if given is None and batch == "Slurm":
-        given = _number(environ, "SLURM_JOB_END_TIME")
+    if given is None and system is not None:
+        given = _number(environ, system.end_time_variable)
     return float(given) if given is not None and given > 0 else None
-
-
-def _cluster(environ: Mapping[str, str], batch: str) -> str | None:
-    if batch == "Slurm":
-        return environ.get("SLURM_CLUSTER_NAME") or None
-    if batch == "PBS":  # 123.server
-        return environ["PBS_JOBID"].partition(".")[2] or None
-    return None
 
 
 def _pmi(environ: Mapping[str, str]) -> str | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
-import subprocess
 from typing import TYPE_CHECKING
 
 from hpctrain import log
+from hpctrain.batch_systems import ask_plugins, ask_program
 from hpctrain.errors import LaunchError
-from hpctrain.mpi_version import identify, parse_plugins
+from hpctrain.mpi_version import identify
 from hpctrain.world.launcher import Launch
 from hpctrain.world.mismatch import explain_mismatch, foresee_trouble
 from hpctrain.world.watching import DEFAULT_S
@@ -68,24 +68,15 @@ def load_mpi(launch: Launch, *, script: str, timeout_s: float = DEFAULT_S) -> Mo
         _finalize_at_exit()
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     if explain_mismatch(launch, rank=rank, size=size, mpi=library, script=script):
-        offered = _ask_srun() if launch.row is not None and launch.row.name == "srun" else ()
+        offered = (
+            ask_plugins(ask_program) if launch.row is not None and launch.row.name == "srun" else ()
+        )
         raise LaunchError(
             explain_mismatch(
                 launch, rank=rank, size=size, mpi=library, script=script, offered=offered
             )
         )
     return MPI
-
-
-def _ask_srun() -> frozenset[str]:
-    """What this Slurm can start MPI with; nothing where srun is not here or does not answer."""
-    try:
-        said = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_ASK_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return frozenset()
-    return parse_plugins(f"{said.stdout}\n{said.stderr}") if said.returncode == 0 else frozenset()
 
 
 def _finalize_at_exit() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hpctrain.doctor import frameworks, mpi
 from hpctrain.doctor.facts import Match
 from hpctrain.doctor.torch_facts import parse_config
-from hpctrain.install.asking import Answer
 from hpctrain.install.horovod.check import HorovodCheck
 from hpctrain.install.mpi import LoadedMpi, MpiVersion
+from hpctrain.programs import Answer
 
 MPICH = MpiVersion(family="mpich", version="5.0.2")
 OPENMPI = MpiVersion(family="openmpi", version="4.1.4")

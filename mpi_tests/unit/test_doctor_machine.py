@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.batch_systems import parse_plugins
 from hpctrain.doctor import batch, clock, machine
-from hpctrain.install.asking import Answer
-from hpctrain.mpi_version import MpiVersion, parse_plugins
+from hpctrain.mpi_version import MpiVersion
+from hpctrain.programs import Answer
 from hpctrain.world.cores import CoreMap
 
 MPICH = MpiVersion(family="mpich", version="5.0.2")

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.doctor.examination import CHECKS, examine
 from hpctrain.doctor.facts import Facts, without_launcher
 from hpctrain.doctor.verdict import Check, as_json, exit_code, render, summarise
-from hpctrain.install.asking import ask
+from hpctrain.programs import ask
 
 
 def facts(limit_s: float = 5.0) -> Facts:

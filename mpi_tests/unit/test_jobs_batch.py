@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.batch_systems import JobState, ask_program, find_system
+from hpctrain.batch_systems.slurm import read_sacct, read_scontrol
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError, JobError
-from hpctrain.submit.batch import JobState, find_system
-from hpctrain.submit.batch.slurm import read_sacct, read_scontrol
-from hpctrain.submit.batch.system import Answer, ask_program
-from hpctrain.submit.following import follow, last_lines, log_paths
+from hpctrain.programs import Answer
 from hpctrain.submit.ledger import Entry, Ledger
+from hpctrain.submit.status import follow, last_lines, log_paths
 from mpi_tests.unit.jobs_kit import Recorder
 
 ROOT = Path(__file__).parents[2]
@@ -211,8 +211,8 @@ def test_jobs_are_remembered_by_many_at_once(tmp_path):
     assert sorted(int(row.job) for row in ledger.entries()) == list(range(15))
     ledger.add(entry("77", array_size=4))
     assert ledger.find(None) == ledger.find("77_3") == ledger.find("77")
-    for job, task in (("88[].server", "88[3].server"), ("99", "99[3]")):
-        ledger.add(entry(job, array_size=4))
+    for job, task, batch in (("88[].server", "88[3].server", "pbs"), ("99", "99[3]", "lsf")):
+        ledger.add(entry(job, array_size=4, batch=batch))
         assert ledger.find(task) == ledger.find(job)
     assert ledger.find("5000") is None
     ledger.path.write_text("{")
@@ -236,7 +236,7 @@ def test_a_log_is_followed_to_the_end_of_its_job(tmp_path):
             log.write("é more\n")
         return Answer(code=0 if state else 1, out=f"JobId=12 JobState={state}\n", err="")
 
-    import hpctrain.submit.following as following
+    import hpctrain.submit.status as following
 
     before = following._ASK_EVERY_S, following._POLL_S
     following._ASK_EVERY_S, following._POLL_S = 0.01, 0.01

@@ -9,27 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.batch_systems import JobUse, find_system
+from hpctrain.batch_systems.slurm import ACCOUNTING_FIELDS, read_accounting, read_memory
+from hpctrain.batch_systems.units import read_clock
 from hpctrain.cli import main
-from hpctrain.submit.batch.system import Answer
-from hpctrain.submit.efficiency import (
-    FIELDS,
-    JobUse,
-    advise_request,
-    ask_sacct,
-    find_summaries,
-    read_accounting,
-    read_sacct_memory,
-    read_sacct_time,
-    read_used,
-)
+from hpctrain.programs import Answer
+from hpctrain.submit.efficiency import advise_request, find_summaries, read_used
 from hpctrain.submit.ledger import Entry, Ledger
 from hpctrain.train.used import RankUse, add_up, cpu_seconds, memory_limit
 
+SLURM = find_system("slurm")
 GIB = 1 << 30
 
 
 def line(**fields):
-    return "|".join(str(fields.get(name, "")) for name in FIELDS)
+    return "|".join(str(fields.get(name, "")) for name in ACCOUNTING_FIELDS)
 
 
 def job(**more):
@@ -77,7 +71,7 @@ def steps(**more):
     ],
 )
 def test_times_of_sacct(text, seconds):
-    assert read_sacct_time(text) == (None if seconds is None else pytest.approx(seconds))
+    assert read_clock(text) == (None if seconds is None else pytest.approx(seconds))
 
 
 @pytest.mark.parametrize(
@@ -97,13 +91,13 @@ def test_times_of_sacct(text, seconds):
     ],
 )
 def test_sizes_of_sacct(text, size):
-    assert read_sacct_memory(text, num_nodes=2, num_cores=16) == size
+    assert read_memory(text, num_nodes=2, num_cores=16) == size
 
 
 @given(st.text(max_size=20))
 def test_whatever_stands_in_a_field_is_no_crash(text):
-    assert isinstance(read_sacct_time(text), float | None)
-    assert isinstance(read_sacct_memory(text), int | None)
+    assert isinstance(read_clock(text), float | None)
+    assert isinstance(read_memory(text), int | None)
     read_accounting(job(AllocTRES=text, TotalCPU=text, NTasks=text) + "\n" + steps(MaxRSS=text))
 
 
@@ -225,20 +219,26 @@ def test_why_accounting_knows_nothing_is_said():
     def answer(code, out, err):
         return lambda *_: Answer(code=code, out=out, err=err)
 
-    assert ask_sacct("1", lambda *_: None) == ([], "sacct is not on PATH")
-    uses, why = ask_sacct("1", answer(1, "", "Slurm accounting storage is disabled\n"))
-    assert (uses, why) == ([], "sacct answers: Slurm accounting storage is disabled")
-    assert ask_sacct("1", answer(0, "", ""))[1] == "sacct knows no job 1 that has begun"
+    assert SLURM.ask_use("1", lambda *_: None) == ([], "sacct is not on PATH")
+    uses, why = SLURM.ask_use("1", answer(1, "", "Slurm accounting storage is disabled\n"))
+    assert (uses, why) == ([], "sacct failed: Slurm accounting storage is disabled")
+    assert SLURM.ask_use("1", answer(0, "", ""))[1] == "sacct knows no job 1 that has started"
     asked = []
 
     def record(words, stdin):
         asked.append(words)
         return Answer(code=0, out=f"{job()}\n{steps()}\n", err="")
 
-    uses, why = ask_sacct("4711", record)
+    uses, why = SLURM.ask_use("4711", record)
     assert (len(uses), why) == (1, "")
     assert asked == [
-        ["sacct", "--parsable2", "--noheader", "--jobs=4711", f"--format={','.join(FIELDS)}"]
+        [
+            "sacct",
+            "--parsable2",
+            "--noheader",
+            "--jobs=4711",
+            f"--format={','.join(ACCOUNTING_FIELDS)}",
+        ]
     ]
 
 
@@ -335,7 +335,7 @@ def test_accounting_is_asked_first_for_any_job(tmp_path, capsys, monkeypatch):
     sacct.write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n")
     assert main(["job", "efficiency", "77"]) != 0
     said = capsys.readouterr().err
-    assert "nobody knows what job 77 used: sacct answers: Slurm accounting storage is" in said
+    assert "it is not known what job 77 used: sacct failed: Slurm accounting storage" in said
     made = {"batch": "slurm", "name": "a", "site": "slurm", "script": "s", "log_dir": "logs"}
     entry = Entry(job="77", directory=str(tmp_path), submitted="2026-11-15T06:30:00Z", **made)
     Ledger(tmp_path / "state" / "hpctrain").add(entry)

@@ -210,7 +210,7 @@ def test_what_a_manifest_cannot_say_is_refused(field):
 
 
 def test_every_field_of_a_request_is_written_or_refused():
-    from hpctrain.submit.kubernetes import _WRITTEN
+    from hpctrain.batch_systems.kubernetes import _WRITTEN
 
     assert {entry.name for entry in dataclasses.fields(Request)} >= _WRITTEN
 

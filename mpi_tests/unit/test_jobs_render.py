@@ -10,15 +10,16 @@ import sys
 
 import pytest
 
+from hpctrain.batch_systems import templates
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.submit import render
-from hpctrain.submit.kinds import MANIFESTS, TEMPLATES
 from hpctrain.submit.lint import lint
 from hpctrain.submit.places import JOBS
 from mpi_tests.unit.jobs_kit import Recorder, ask, site
 
+TEMPLATES = {name: each for name, each in templates().items() if each.suffix == ".sh"}
 EXAMPLES = dict(
     line.split(": ", 1)
     for line in (JOBS / "examples" / "commands.txt").read_text().splitlines()
@@ -90,8 +91,7 @@ def test_no_example_is_without_its_command():
     assert files == {"commands.txt", *EXAMPLES}
     assert {path.name.split(".")[0] for path in (JOBS / "templates").glob("*.j2")} == {
         "base",
-        *TEMPLATES,
-        *MANIFESTS,
+        *templates(),
     }
 
 

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.batch_systems import templates
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import DIED, REQUEUE, TIMED_OUT
 from hpctrain.submit import render
-from hpctrain.submit.kinds import TEMPLATES
 from hpctrain.world.launcher import detect
 from hpctrain.world.notes import note_checkpoint, note_exit, note_failed_hosts
 from mpi_tests.unit.jobs_kit import Recorder, ask, site
 
 # What ranks would say: the notes of hpctrain.world.notes.
+TEMPLATES = {name: each for name, each in templates().items() if each.suffix == ".sh"}
 LAUNCHER = """#!/bin/bash
 printf '%s\\0' "$#" "${0##*/}" "$@" >>"$RECORD"
 case " $* " in

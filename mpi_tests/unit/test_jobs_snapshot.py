@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.batch_systems import find_system
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
-from hpctrain.submit.batch.slurm import why_no_expedite
-from hpctrain.submit.batch.system import Answer
+from hpctrain.programs import Answer
 from hpctrain.submit.snapshot import run_snapshot, take_snapshot
 from mpi_tests.unit.jobs_kit import ask as make_request
 
@@ -186,9 +186,11 @@ def test_submission_makes_one_copy_for_a_chain_and_none_where_it_is_refused(
 )
 def test_expedited_restarts_are_asked_of_a_slurm_that_has_them(version, config, why):
     said = {"sbatch": version, "scontrol": config}
-    found = why_no_expedite(lambda words, _: Answer(code=0, out=said[words[0]], err=""))
+    found = find_system("slurm").why_no_expedite(
+        lambda words, _: Answer(code=0, out=said[words[0]], err="")
+    )
     assert found is None if why is None else why in found
-    assert why_no_expedite(lambda *_: None) is None
+    assert find_system("slurm").why_no_expedite(lambda *_: None) is None
 
 
 def test_an_old_slurm_gets_the_usual_restart_and_that_is_said(tmp_path, monkeypatch, capsys):

@@ -7,9 +7,9 @@ import pytest
 from hpctrain.errors import ConfigError, JobError
 from hpctrain.install.mpi import LoadedMpi
 from hpctrain.mpi_version import MpiVersion
-from hpctrain.submit.batch.system import Answer
+from hpctrain.programs import Answer
+from hpctrain.submit.mpi_choice import choose_srun_mpi
 from hpctrain.submit.render import render
-from hpctrain.submit.srun_mpi import settle_mpi
 from mpi_tests.unit.jobs_kit import ask as make_request
 from mpi_tests.unit.jobs_kit import site
 
@@ -30,7 +30,9 @@ def settle(request, *, family: str | None = "mpich", offered: str | None = NEW, 
         asked.append(words)
         return answer
 
-    made = settle_mpi(request, site(where), say=told.append, ask=ask, probe=lambda python: loaded)
+    made = choose_srun_mpi(
+        request, site(where), say=told.append, ask=ask, probe=lambda python: loaded
+    )
     return made, told, asked
 
 
@@ -85,5 +87,5 @@ def test_an_srun_that_hangs_is_not_waited_for():
 
     told: list[str] = []
     request = make_request()
-    assert settle_mpi(request, site(), say=told.append, ask=ask) == request
+    assert choose_srun_mpi(request, site(), say=told.append, ask=ask) == request
     assert len(told) == 1

@@ -10,10 +10,10 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
+from hpctrain.programs import Answer
 from hpctrain.submit import render
-from hpctrain.submit.batch.system import Answer
 from hpctrain.submit.ledger import Entry, Ledger
-from hpctrain.submit.states import Told, ask_states, read_end, runs_of
+from hpctrain.submit.status import Told, ask_states, read_end, runs_of
 from mpi_tests.unit.jobs_kit import ask as make_request
 from mpi_tests.unit.jobs_kit import site
 

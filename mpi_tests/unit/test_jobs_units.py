@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.errors import ConfigError
-from hpctrain.submit.units import (
+from hpctrain.batch_systems.flux import format_duration
+from hpctrain.batch_systems.lsf import format_minutes
+from hpctrain.batch_systems.units import (
     format_clock,
-    format_duration,
     format_memory,
-    format_minutes,
     parse_duration,
     parse_memory,
 )
+from hpctrain.errors import ConfigError
 
 
 @pytest.mark.parametrize(

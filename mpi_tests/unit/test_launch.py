@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hpctrain import launch
 from hpctrain.cli.sharing import tell_of_sharing
 from hpctrain.errors import ConfigError
-from hpctrain.install.asking import Answer
 from hpctrain.launch import gpus, tee
 from hpctrain.launch.command import (
     Hosts,
@@ -29,6 +28,7 @@ from hpctrain.launch.external import is_another_python, read_program
 from hpctrain.launch.gpus import count_gpus, count_present, limit_visible
 from hpctrain.launch.screen import Screen
 from hpctrain.mpi_version import MpiVersion, identify
+from hpctrain.programs import Answer
 
 names = st.from_regex(r"[a-z][a-z0-9]{0,8}(-[a-z0-9]{1,4})?", fullmatch=True)
 

@@ -11,7 +11,7 @@ from hpctrain.bench.jobs import gather, group_launches, submit_sweep
 from hpctrain.bench.local import tell_end
 from hpctrain.bench.sweep import Folder, Measured, Settings, Sweep, plan_points
 from hpctrain.errors import ConfigError
-from hpctrain.submit.batch.system import Answer
+from hpctrain.programs import Answer
 from hpctrain.submit.ledger import Ledger
 from mpi_tests.unit.jobs_kit import ask as make_request
 from mpi_tests.unit.jobs_kit import site

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.batch_systems import find_system_titled
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
-from hpctrain.faults.allocation import ask_job, read_job
+from hpctrain.faults.allocation import ask_job
+from hpctrain.programs import Answer
 from hpctrain.train.config import parse_config
 from hpctrain.train.directory import RunDirectory
 from hpctrain.train.display import Live
@@ -298,7 +300,8 @@ def test_the_lock_of_a_killed_job_elsewhere_is_taken_when_the_batch_system_says_
     ],
 )
 def test_whether_another_job_has_ended_is_the_batch_systems_word(batch, code, out, err, said):
-    assert read_job(batch, code, out, err) == said
+    answer = Answer(code=code, out=out, err=err)
+    assert find_system_titled(batch).read_activity(answer) == said
     assert ask_job("Flux", "1") is None
 
 

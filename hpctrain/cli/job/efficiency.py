@@ -9,16 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpctrain import log
+from hpctrain.batch_systems import JobUse, all_systems, ask_program, find_system
 from hpctrain.cli.job.known import add_job, meant
 from hpctrain.errors import JobError
-from hpctrain.submit.batch.system import ask_program
-from hpctrain.submit.efficiency import (
-    JobUse,
-    advise_request,
-    ask_sacct,
-    find_summaries,
-    read_used,
-)
+from hpctrain.submit.efficiency import advise_request, find_summaries, read_used
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
 from hpctrain.submit.request import check_job_id
@@ -77,16 +71,18 @@ def _of_job(job: str | None) -> list[JobUse]:
         check_job_id(job)
     entry = Ledger(state_home(os.environ)).find(job) if job is not None else meant(None)
     wanted = job or (entry.job if entry is not None else "")
-    why = f"{entry.batch} is not asked for accounting" if entry is not None else ""
-    if entry is None or entry.batch == "slurm":
-        uses, why = ask_sacct(wanted, ask_program)
+    reasons = []
+    accounted = [system for system in all_systems() if system.has_accounting]
+    for system in accounted if entry is None else [find_system(entry.batch)]:
+        uses, why = system.ask_use(wanted, ask_program)
         if uses:
             return uses
+        reasons += [why] if why else []
     paths = [] if entry is None else find_summaries(Path(entry.directory), wanted)
     found = [use for path in paths if (use := read_used(path)) is not None]
     if not found:
         raise JobError(
-            f"nobody knows what job {wanted} used: {why}, and no summary.json of a finished run "
-            "has this job's id; name its run directory with --run"
+            f"it is not known what job {wanted} used: {', '.join(reasons)}, and no summary.json of "
+            "a finished run has this job's id; name its run directory with --run"
         )
     return found[-1:]

@@ -8,8 +8,8 @@ import json
 import re
 from pathlib import Path
 
-from hpctrain.errors import ConfigError, JobError
-from hpctrain.submit.batch.system import ask_program
+from hpctrain.batch_systems import ask_program, find_system
+from hpctrain.errors import ConfigError
 from hpctrain.submit.lint import LEVELS, Finding, lint
 
 __all__ = ["add_arguments", "main"]
@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     shown = LEVELS[: LEVELS.index(args.level) + 1]
     found: dict[str, list[Finding]] = {}
     notes = 0
-    slurm = slurm_version()
+    slurm = find_system("slurm").version(ask_program)
     for path in args.scripts:
         try:
             text = path.read_bytes().decode("utf-8", errors="replace")
@@ -56,16 +56,6 @@ def main(args: argparse.Namespace) -> int:
         if notes:
             print(f"{notes} more of level note, often harmless: --level note shows them")
     return 1 if any(found.values()) else 0
-
-
-def slurm_version() -> tuple[int, int] | None:
-    """The version of the Slurm of this machine; None where there is none or it does not answer."""
-    try:
-        answer = ask_program(["srun", "--version"])
-    except JobError:
-        return None
-    match = re.match(r"slurm\S* (\d+)\.(\d+)", answer.out) if answer else None
-    return (int(match.group(1)), int(match.group(2))) if match else None
 
 
 def check(path: Path, text: str) -> str:

@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
+from hpctrain.batch_systems import ask_program
 from hpctrain.cli.job.known import add_job, meant
 from hpctrain.errors import ConfigError
-from hpctrain.submit.batch.system import ask_program
-from hpctrain.submit.following import follow, last_lines, log_paths
 from hpctrain.submit.ledger import Entry
-from hpctrain.submit.states import runs_of
+from hpctrain.submit.status import follow, last_lines, log_paths, runs_of
 
 __all__ = ["add_arguments", "main"]
 

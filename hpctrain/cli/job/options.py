@@ -11,18 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain import log
+from hpctrain.batch_systems import (
+    ask_program,
+    find_system,
+    find_template,
+    parse_duration,
+    parse_memory,
+    templates,
+)
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import RESTART
-from hpctrain.submit.batch.slurm import why_no_expedite
-from hpctrain.submit.batch.system import ask_program
-from hpctrain.submit.kinds import TEMPLATES
+from hpctrain.submit.mpi_choice import choose_srun_mpi
 from hpctrain.submit.places import JOBS, user_sites
 from hpctrain.submit.request import AFTER_KINDS, SIGNALS, Request
 from hpctrain.submit.site import Site, load_site
 from hpctrain.submit.snapshot import run_snapshot, take_snapshot
-from hpctrain.submit.srun_mpi import settle_mpi
 from hpctrain.submit.submission import new_folder
-from hpctrain.submit.units import parse_duration, parse_memory
 
 __all__ = [
     "add_job_options",
@@ -55,10 +59,11 @@ def job_from(
         ConfigError: one of the options is wrong.
     """
     request, site = request_from(args, commands, script=script), site_from(args)
-    if request.expedite and (why_not := why_no_expedite(ask_program)):
+    system = find_system(find_template(request.template or site.template).batch)
+    if request.expedite and (why_not := system.why_no_expedite(ask_program)):
         log.notice(f"restarts wait their turn: {why_not}")
         request = replace(request, expedite=False)
-    return settle_mpi(request, site, say=log.notice), site
+    return choose_srun_mpi(request, site, say=log.notice), site
 
 
 def add_snapshot(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +101,8 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_size(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--site", default="slurm", metavar="S", help="profile, or path of one")
-    group.add_argument("--template", choices=TEMPLATES, metavar="T", help="not the site's usual")
+    scripts = [name for name, each in templates().items() if each.suffix == ".sh"]
+    group.add_argument("--template", choices=scripts, metavar="T", help="not the site's usual")
     group.add_argument("--time", required=True, metavar="T", help="walltime: 2h30m, 02:30:00")
     group.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
     group.add_argument("--ranks-per-node", type=int, metavar="N", help="default: the site's")

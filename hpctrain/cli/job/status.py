@@ -7,10 +7,9 @@ import dataclasses
 import json
 
 from hpctrain import log
+from hpctrain.batch_systems import JobState, ask_program
 from hpctrain.cli.job.known import add_job, meant, recent
-from hpctrain.submit.batch import JobState
-from hpctrain.submit.batch.system import ask_program
-from hpctrain.submit.states import ask_states
+from hpctrain.submit.status import ask_states
 
 __all__ = ["add_arguments", "main"]
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
+from hpctrain.batch_systems import Refused
 from hpctrain.cli.job.options import (
     add_job_options,
     add_snapshot,
@@ -18,7 +19,6 @@ from hpctrain.cli.job.options import (
     snapshot_for,
 )
 from hpctrain.errors import ConfigError, JobError
-from hpctrain.submit.batch.system import Refused
 from hpctrain.submit.ledger import Ledger
 from hpctrain.submit.places import state_home
 from hpctrain.submit.plan import make_plan

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain import log
+from hpctrain.batch_systems import parse_duration
 from hpctrain.checkpoint.layout import Item
 from hpctrain.cli.job.options import site_folders
 from hpctrain.cli.plan.asking import profile_from
@@ -29,7 +30,6 @@ from hpctrain.predict import (
 from hpctrain.submit.render import render
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import load_site
-from hpctrain.submit.units import parse_duration
 
 __all__ = ["print_rehearsal"]
 

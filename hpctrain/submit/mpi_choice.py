@@ -11,20 +11,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.errors import ConfigError, JobError
+from hpctrain.batch_systems import Ask, ask_plugins, ask_program, find_template
+from hpctrain.errors import ConfigError
 from hpctrain.install.mpi import LoadedMpi, probe_mpi4py
-from hpctrain.mpi_version import choose_plugin, parse_plugins
-from hpctrain.submit.batch.system import Ask, ask_program
-from hpctrain.submit.kinds import find_template
+from hpctrain.mpi_version import choose_plugin
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 
-__all__ = ["settle_mpi"]
+__all__ = ["choose_srun_mpi"]
 
 _UNSURE = "; MPICH needs --mpi pmi2, and `srun --mpi=list` on the cluster shows what it has"
 
 
-def settle_mpi(
+def choose_srun_mpi(
     request: Request,
     site: Site,
     *,
@@ -51,7 +50,7 @@ def settle_mpi(
     if request.image is not None:
         say(f"srun gets --mpi={default}: the MPI in {request.image} is not known here{_UNSURE}")
         return request
-    offered = _offered(ask)
+    offered = ask_plugins(ask)
     if not offered:
         say(f"srun gets --mpi={default}: srun cannot be asked here{_UNSURE}")
         return request
@@ -69,13 +68,3 @@ def settle_mpi(
         )
     say(f"srun gets --mpi={known}, for {loaded.mpi} of {python}")
     return dataclasses.replace(request, mpi=known)
-
-
-def _offered(ask: Ask) -> frozenset[str]:
-    try:
-        answer = ask(["srun", "--mpi=list"], None)
-    except JobError:  # it did not answer
-        return frozenset()
-    if answer is None or answer.code != 0:
-        return frozenset()
-    return parse_plugins(f"{answer.out}\n{answer.err}")

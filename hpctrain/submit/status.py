@@ -1,25 +1,39 @@
-"""How a job is doing: the batch system's word, and where it has forgotten the job, its log's.
+"""How a submitted job is doing: its state, its restarts and its logs.
 
-PBS and Flux restart a job as a new one, whose id only the log of the one before has.
+The batch system is asked first; where it has forgotten the job, the end of the job's log tells. PBS
+and Flux restart a job as a new one, whose id only the log of the one before has.
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.batch_systems import Ask, JobState, find_system
+from hpctrain.errors import ConfigError, JobError
 from hpctrain.exit_codes import REQUEUE
-from hpctrain.submit.batch import JobState, find_system
-from hpctrain.submit.batch.system import Ask
-from hpctrain.submit.following import log_paths
 from hpctrain.submit.ledger import Entry, split_task
 
-__all__ = ["Told", "ask_states", "is_over", "read_end", "runs_of"]
+__all__ = [
+    "Told",
+    "ask_states",
+    "follow",
+    "is_over",
+    "last_lines",
+    "log_paths",
+    "read_end",
+    "runs_of",
+]
 
+_POLL_S = 0.5
+_ASK_EVERY_S = 5.0
+_CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 18
 _MOST_RUNS = 1001
 _ENDED = re.compile(r"^hpctrain job: exit code (\d+) after (\d+) s$", re.MULTILINE)
@@ -82,7 +96,7 @@ def ask_states(entry: Entry, ask: Ask, *, job: str | None = None) -> list[JobSta
     states = find_system(entry.batch).ask_state(newest.job, ask)
     states = [state for state in states if state.job == job] or states
     if not states:
-        states = _by_log(newest, job if job and split_task(job)[1] is not None else None)
+        states = _by_log(newest, job if job and split_task(entry, job)[1] is not None else None)
     if restarts:
         states = [dataclasses.replace(state, restarts=restarts) for state in states]
     return states
@@ -127,3 +141,76 @@ def _tail(path: Path) -> str:
     except OSError:
         return ""
     return data.decode("utf-8", errors="replace")
+
+
+def log_paths(entry: Entry, task: int | None = None, *, job: str | None = None) -> list[Path]:
+    """The logs of a job; of an array all tasks, unless one is named.
+
+    Args:
+        entry: The job.
+        task: The task, counted from 0.
+        job: What the user called it: the id of one task of an array means that task.
+
+    Raises:
+        ConfigError: it has no such task.
+    """
+    system = find_system(entry.batch)
+    index = split_task(entry, job)[1] if job and job != entry.job else None
+    if task is None and index is not None:
+        task = index - system.first_index
+    count = entry.array_size
+    if task is not None and (count is None or not 0 <= task < count):
+        has = "is no array" if count is None else f"has tasks 0 to {count - 1}"
+        raise ConfigError(f"job {entry.job} {has}; task {task} is none of it")
+    tasks = [task] if task is not None or count is None else list(range(count))
+    return [Path(entry.log_dir) / system.log_name(entry.name, entry.job, each) for each in tasks]
+
+
+def last_lines(path: Path, count: int | None) -> str:
+    """The end of a log, or all of it.
+
+    Raises:
+        JobError: there is no such log yet.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise JobError(
+            f"{path} cannot be read ({error.strerror}); the job may not have started: "
+            "`hpctrain job status` tells"
+        ) from error
+    lines = text.splitlines(keepends=True)
+    return "".join(lines if count is None else lines[max(0, len(lines) - count) :])
+
+
+def follow(entry: Entry, path: Path, write: Callable[[str], None], ask: Ask) -> None:
+    """Write what a log has and gets, until the job is over.
+
+    A job that the batch system does not know is over as well; it is asked twice, because a
+    controller that is being restarted knows nothing either.
+    """
+    system, position, over, unknown = find_system(entry.batch), 0, False, 0
+    decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    asked = time.monotonic() - _ASK_EVERY_S
+    while True:
+        if not over and time.monotonic() - asked >= _ASK_EVERY_S:
+            asked = time.monotonic()
+            states = system.ask_state(entry.job, ask)
+            unknown = 0 if states else unknown + 1
+            over = unknown > 1 or (bool(states) and all(state.is_final for state in states))
+        if grown := _read_from(path, position):
+            position += len(grown)
+            write(decode(grown))
+        elif over:  # asked before the last look: nothing can come any more
+            return
+        else:
+            time.sleep(_POLL_S)
+
+
+def _read_from(path: Path, position: int) -> bytes:
+    try:
+        with path.open("rb") as log:
+            log.seek(position)
+            return log.read(_CHUNK_BYTES)
+    except OSError:
+        return b""

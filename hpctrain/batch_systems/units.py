@@ -14,16 +14,16 @@ from hpctrain.errors import ConfigError
 
 __all__ = [
     "format_clock",
-    "format_duration",
     "format_memory",
-    "format_minutes",
     "parse_duration",
     "parse_memory",
+    "read_clock",
 ]
 
 _LONGEST_S = 366 * 86400
 _LARGEST_MIB = 1 << 40
 _CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4}):(\d{1,3}):(\d{1,3})", re.ASCII)
+_TOLD = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+(?:\.\d+)?)", re.ASCII)
 _PIECE = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([a-z]+)\s*", re.ASCII)
 _SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
@@ -84,15 +84,13 @@ def format_clock(seconds: int) -> str:
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def format_minutes(seconds: int) -> str:
-    """`HH:MM`, rounded up: the one form of LSF."""
-    minutes = -(-seconds // 60)
-    return f"{minutes // 60:02d}:{minutes % 60:02d}"
-
-
-def format_duration(seconds: int) -> str:
-    """`9000s`: the form of Flux that needs no thought."""
-    return f"{seconds}s"
+def read_clock(text: str) -> float | None:
+    """Seconds of `[days-][[hours:]minutes:]seconds[.fraction]`; None for anything else."""
+    match = _TOLD.fullmatch(text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (float(field or 0) for field in match.groups())
+    return 86400 * days + 3600 * hours + 60 * minutes + seconds
 
 
 def parse_memory(text: str) -> int:
