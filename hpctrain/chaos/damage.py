@@ -6,8 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from hpctrain.checkpoint import verify
-from hpctrain.checkpoint.catalog import Entry, list_checkpoints
+from hpctrain.checkpoint import Entry, list_checkpoints, verify
 
 __all__ = ["SmallDisk", "flip_byte", "num_bytes_of", "truncate", "valid_checkpoints"]
 

@@ -16,7 +16,7 @@ from hpctrain.chaos.damage import SmallDisk, flip_byte, num_bytes_of, truncate, 
 from hpctrain.chaos.scenarios import Scenario, patterns
 from hpctrain.chaos.shortened import EVERY_STEPS, write_config
 from hpctrain.chaos.weights import compare_ends
-from hpctrain.checkpoint.catalog import Entry
+from hpctrain.checkpoint import Entry
 from hpctrain.errors import CheckpointError, LaunchError
 from hpctrain.faults import FaultKind, Injection
 

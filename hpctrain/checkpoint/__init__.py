@@ -11,19 +11,30 @@ from typing import TYPE_CHECKING
 from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.alone import read_checkpoint, write_checkpoint
-    from hpctrain.checkpoint.catalog import Entry, list_checkpoints
-    from hpctrain.checkpoint.comparing import differences
+    from hpctrain.checkpoint.alone import write_checkpoint
+    from hpctrain.checkpoint.catalog import Entry
+    from hpctrain.checkpoint.comparing import Cut, differences
     from hpctrain.checkpoint.exporting import export, import_torch
     from hpctrain.checkpoint.finding import find_checkpoint, load_weights
     from hpctrain.checkpoint.retention import Keep
     from hpctrain.checkpoint.store import Loaded, Store
-    from hpctrain.checkpoint.verifying import verify
+    from hpctrain.checkpoint.stores import (
+        CheckpointStore,
+        list_checkpoints,
+        read_checkpoint,
+        store_class,
+        verify,
+    )
+    from hpctrain.pieces import Piece, Region
 
 __all__ = [
+    "CheckpointStore",
+    "Cut",
     "Entry",
     "Keep",
     "Loaded",
+    "Piece",
+    "Region",
     "Store",
     "differences",
     "export",
@@ -32,6 +43,7 @@ __all__ = [
     "list_checkpoints",
     "load_weights",
     "read_checkpoint",
+    "store_class",
     "verify",
     "write_checkpoint",
 ]
@@ -39,13 +51,20 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        ".alone": ("read_checkpoint", "write_checkpoint"),
-        ".catalog": ("Entry", "list_checkpoints"),
-        ".comparing": ("differences",),
+        ".alone": ("write_checkpoint",),
+        ".catalog": ("Entry",),
+        ".comparing": ("Cut", "differences"),
         ".exporting": ("export", "import_torch"),
         ".finding": ("find_checkpoint", "load_weights"),
         ".retention": ("Keep",),
         ".store": ("Loaded", "Store"),
-        ".verifying": ("verify",),
+        ".stores": (
+            "CheckpointStore",
+            "list_checkpoints",
+            "read_checkpoint",
+            "store_class",
+            "verify",
+        ),
+        "hpctrain.pieces": ("Piece", "Region"),
     },
 )

@@ -16,7 +16,8 @@ from hpctrain.checkpoint.assembling import Assembly
 from hpctrain.checkpoint.catalog import next_number, quick_check
 from hpctrain.checkpoint.checksums import read_checked
 from hpctrain.checkpoint.finishing import OWNER, Outline, Records, finish, write_own_part
-from hpctrain.checkpoint.layout import divide
+from hpctrain.checkpoint.holding import refuse_gaps
+from hpctrain.checkpoint.layout import assign, divide
 from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.checkpoint.naming import TREE, partial_name
 from hpctrain.checkpoint.part import Staging, lay_out
@@ -99,9 +100,14 @@ def write_checkpoint(
 
 def _write(directory: Path, folder: Path, number: int, prepared: Prepared) -> Path:
     tensors = prepared.flat.tensors
-    (pieces,) = divide(items_of(tensors), 1)
-    image = lay_out(pieces, tensors, {})
-    data = Staging().fill(image, pieces, tensors, {})
+    held = prepared.flat.held()
+    holders = {key: (0,) for key in held}
+    refuse_gaps(prepared.flat, holders)
+    widths = {name: piece.tensor.element_size() for name, piece in prepared.flat.pieces.items()}
+    assigned, _ = assign(holders, widths, (0,), (0,))
+    (segments,) = divide(items_of(tensors), 1, assigned)
+    image = lay_out(segments, prepared.flat, {})
+    data = Staging().fill(image, segments, prepared.flat.sources, {})
     records = Records()
     records.tell(write_own_part(folder, 0, 1, data, data_start=len(image.header), own={}))
     outline = Outline(
@@ -115,6 +121,7 @@ def _write(directory: Path, folder: Path, number: int, prepared: Prepared) -> Pa
         versions=versions(),
         metrics=prepared.metrics,
         note=prepared.note,
+        version=2 if held else 1,
     )
-    tree = render_tree(describe(prepared.flat), [pieces])
+    tree = render_tree(describe(prepared.flat), [segments])
     return finish(outline, tree, records, deadline=time.monotonic())

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hpctrain import log
-from hpctrain.checkpoint.alone import read_checkpoint
 from hpctrain.checkpoint.finding import average_name, weights_in
+from hpctrain.checkpoint.stores import read_checkpoint
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.tensor_names import are_plain, plain_keys
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.catalog import Entry, list_checkpoints
-from hpctrain.checkpoint.naming import step_of
+from hpctrain.checkpoint.catalog import Entry
 from hpctrain.checkpoint.retention import Candidate, choose_best
+from hpctrain.checkpoint.stores import is_checkpoint, list_checkpoints, read_checkpoint
 from hpctrain.errors import CheckpointError, ConfigError
 
 __all__ = ["average_name", "checkpoints_of", "find_checkpoint", "load_weights", "weights_in"]
@@ -21,7 +21,7 @@ def checkpoints_of(path: Path) -> list[Entry]:
     Raises:
         CheckpointError: there is none, or several folders have some.
     """
-    if step_of(path) is not None:
+    if is_checkpoint(path):
         path = path.absolute()
         found = [entry for entry in list_checkpoints(path.parent) if entry.path == path]
         return found or _none(path)
@@ -90,8 +90,6 @@ def load_weights(
         CheckpointError: there is no such checkpoint, or it is damaged.
         ConfigError: it has no such model, or no average.
     """
-    from hpctrain.checkpoint.alone import read_checkpoint
-
     found = find_checkpoint(path, best=best)
     return weights_in(read_checkpoint(found), found, ema=ema, key=key)
 

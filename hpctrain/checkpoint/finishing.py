@@ -84,6 +84,8 @@ class Outline:
     versions: Mapping[str, str]
     metrics: Mapping[str, float] = field(default_factory=dict)
     note: Any = None
+    version: int = 1
+    """Of the format."""
 
     @property
     def path(self) -> Path:
@@ -140,6 +142,7 @@ def finish(outline: Outline, tree_text: str, records: Records, *, deadline: floa
             own=_own_places(parts, outline.num_ranks) if outline.has_own else None,
             metrics=outline.metrics,
             note=outline.note,
+            version=outline.version,
         )
         write_text(outline.folder / MANIFEST, render_manifest(manifest))
         for part in range(len(parts)):

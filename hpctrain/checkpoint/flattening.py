@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.checkpoint.dtypes import dtype_name
+from hpctrain.checkpoint.layout import Source
 from hpctrain.errors import CheckpointError
+from hpctrain.pieces import Piece, Region
 
 __all__ = ["MOST_DEPTH", "Flat", "flatten"]
 
@@ -38,8 +40,30 @@ class Flat:
     skeleton: _Json = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """By name; a tensor that stands in several places is here once."""
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    """By name: tensors of which this rank holds a part."""
     leaves: dict[str, str] = field(default_factory=dict)
     """What stands at each place, in words: ranks compare it."""
+
+    @property
+    def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of every tensor, whole or in pieces, by name."""
+        whole = {name: (t.dtype, tuple(t.shape)) for name, t in self.tensors.items()}
+        return whole | {n: (p.tensor.dtype, tuple(p.shape)) for n, p in self.pieces.items()}
+
+    def held(self) -> dict[tuple[str, Region], Tensor]:
+        """What this rank holds of the tensors that are in pieces."""
+        return {
+            (name, region): tensor
+            for name, piece in self.pieces.items()
+            for region, tensor in piece.held()
+        }
+
+    @property
+    def sources(self) -> dict[Source, Tensor]:
+        """Everything that this rank can write: whole tensors, and blocks that it holds."""
+        whole: dict[Source, Tensor] = dict(self.tensors.items())
+        return whole | dict(self.held().items())
 
     def fingerprint(self) -> int:
         """A number that is the same for trees with the same leaves, whatever their order."""
@@ -62,7 +86,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.flat = Flat()
-        self._tied: dict[tuple[object, ...], str] = {}
+        self._tied: dict[object, str] = {}
         self._above: set[int] = set()
 
     def encode(self, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
@@ -71,6 +95,8 @@ class _Walk:
             return self._inside(value, path, place, depth)
         if kind is Tensor or kind is Parameter:
             return self._tensor(value, path, place)
+        if kind is Piece:
+            return self._piece(value, path, place)
         if kind is np.ndarray:
             return self._array(value, path, place)
         encoder = _PLAIN.get(kind) or (_numpy_scalar if isinstance(value, np.generic) else None)
@@ -114,12 +140,22 @@ class _Walk:
         trouble = _why_not(value)
         if trouble:
             raise CheckpointError(f"{place} is {trouble}; {_hint()}")
-        encoded: dict[str, _Json] = {"$": "tensor", "name": self._name(value, path)}
-        if type(value) is Parameter:
-            encoded["parameter"] = True
-        if value.requires_grad:
-            encoded["requires_grad"] = True
+        encoded = _tensor_node(self._name(value, path), value)
         self.flat.leaves[place] = f"{encoded} {dtype_name(value.dtype)} {tuple(value.shape)}"
+        return encoded
+
+    def _piece(self, value: Piece, path: tuple[str, ...], place: str) -> _Json:
+        """A tensor that is sharded over ranks: all but what of it is here must match."""
+        trouble = _why_not(value.tensor) or value.mistake()
+        if trouble:
+            raise CheckpointError(f"{place} is {trouble}")
+        # By identity, not by memory: an empty piece has none, and names must match on all ranks.
+        if id(value) not in self._tied:
+            name = self._tied[id(value)] = self._free_name(path)
+            self.flat.pieces[name] = Piece(value.tensor.detach(), value.offset, value.shape)
+        encoded = _tensor_node(self._tied[id(value)], value.tensor)
+        kind = dtype_name(value.tensor.dtype)
+        self.flat.leaves[place] = f"{encoded} {kind} {tuple(value.shape)} in pieces"
         return encoded
 
     def _array(self, value: np.ndarray, path: tuple[str, ...], place: str) -> _Json:
@@ -145,13 +181,27 @@ class _Walk:
         return self._tied[same]
 
     def _new_name(self, path: tuple[str, ...], value: Tensor) -> str:
-        name = wanted = "/".join(path) or "value"
-        count = 1
-        while name in self.flat.tensors:  # {0: a, "0": b}, or a slash inside a key
-            count += 1
-            name = f"{wanted}~{count}"
+        name = self._free_name(path)
         self.flat.tensors[name] = value.detach()
         return name
+
+    def _free_name(self, path: tuple[str, ...]) -> str:
+        name = wanted = "/".join(path) or "value"
+        count = 1
+        # {0: a, "0": b}, or a slash inside a key
+        while name in self.flat.tensors or name in self.flat.pieces:
+            count += 1
+            name = f"{wanted}~{count}"
+        return name
+
+
+def _tensor_node(name: str, value: Tensor) -> dict[str, _Json]:
+    encoded: dict[str, _Json] = {"$": "tensor", "name": name}
+    if type(value) is Parameter:
+        encoded["parameter"] = True
+    if value.requires_grad:
+        encoded["requires_grad"] = True
+    return encoded
 
 
 def _why_not(value: Tensor) -> str | None:
@@ -289,5 +339,5 @@ def _article(kind: type) -> str:
 def _hint() -> str:
     return (
         "a state consists of dictionaries, lists, tuples, tensors, numpy arrays, numbers, text, "
-        "bytes and None; convert it, or leave it out"
+        "bytes, None and pieces of tensors; convert it, or leave it out"
     )

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from hpctrain.pieces import Region
 
 __all__ = [
     "LEAST_PART_BYTES",
     "MOST_PARTS",
     "MOST_PER_NODE",
     "Item",
-    "Piece",
+    "Segment",
+    "Source",
+    "assign",
     "choose_ranks",
     "divide",
     "writer_of",
@@ -28,6 +32,9 @@ LEAST_PART_BYTES = 64 << 20
 """Below it making, syncing and closing a file costs more than a second writer brings."""
 MOST_PARTS = 256
 """So many streams fill the file systems that are known; more files only load its directory."""
+
+
+Source = str | tuple[str, Region]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +52,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class Segment:
     """Elements of a tensor, counted as if it were flat, that one writer writes."""
 
     name: str
@@ -53,6 +60,8 @@ class Piece:
     stop: int
     element_bytes: int
     is_whole: bool
+    region: Region | None = None
+    """The block of the tensor that the elements are counted in; None: all of it."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +71,14 @@ class Piece:
     @property
     def key(self) -> str:
         """What it is called in its file."""
+        if self.region is not None:
+            return f"{self.name}{self.region}"
         return self.name if self.is_whole else f"{self.name}[{self.start}:{self.stop}]"
+
+    @property
+    def source(self) -> Source:
+        """What it is copied from: a whole tensor, or a block that a rank holds."""
+        return self.name if self.region is None else (self.name, self.region)
 
 
 def choose_ranks(
@@ -107,32 +123,92 @@ def writer_of(node_of: Sequence[int], writers: Sequence[int]) -> list[int]:
     return parts
 
 
-def divide(items: Iterable[Item], num_parts: int) -> list[list[Piece]]:
+def assign(
+    holders: Mapping[tuple[str, Region], Sequence[int]],
+    element_bytes: Mapping[str, int],
+    node_of: Sequence[int],
+    writers: Sequence[int],
+) -> tuple[list[list[Segment]], dict[Source, int]]:
+    """Who writes each block of the tensors that are in pieces, once.
+
+    A writer that holds a block writes it; where none does, one of a holder's node gets it sent.
+
+    Args:
+        holders: By tensor and block, the ranks that hold it.
+        element_bytes: By tensor.
+        node_of: The node of each rank.
+        writers: The rank that writes each part.
+
+    Returns:
+        By part, what it has to write; by tensor and block, the rank that has it.
+    """
+    part_of = {rank: part for part, rank in enumerate(writers)}
+    on_node: dict[int, list[int]] = {}
+    for part, rank in enumerate(writers):
+        on_node.setdefault(node_of[rank], []).append(part)
+    parts_of: list[list[Segment]] = [[] for _ in writers]
+    sources: dict[Source, int] = {}
+    loads = [0] * len(writers)
+    for key in sorted(holders, key=lambda key: (-key[1].num_elements, key)):
+        name, region = key
+        segment = Segment(
+            name=name,
+            start=0,
+            stop=region.num_elements,
+            element_bytes=element_bytes[name],
+            is_whole=True,
+            region=region,
+        )
+        ranks = sorted(holders[key])
+        parts = [part_of[rank] for rank in ranks if rank in part_of]
+        parts = parts or [part for rank in ranks for part in on_node.get(node_of[rank], ())]
+        part = min(parts or range(len(writers)), key=lambda part: (loads[part], part))
+        loads[part] += segment.num_bytes
+        parts_of[part].append(segment)
+        writer = writers[part]
+        near = [rank for rank in ranks if node_of[rank] == node_of[writer]]
+        sources[key] = writer if writer in ranks else (near or ranks)[0]
+    return parts_of, sources
+
+
+def divide(
+    items: Iterable[Item], num_parts: int, assigned: Sequence[Sequence[Segment]] = ()
+) -> list[list[Segment]]:
     """Share tensors among writers so that all have about equally many bytes.
 
     Tensors are kept whole, except those that are larger than a writer's share. In each part wide
     elements come first, so that everything is aligned to its own width.
+
+    Args:
+        items: Whole tensors, which any writer has.
+        num_parts: How many writers there are.
+        assigned: By part, what it has to write already.
     """
     ordered = sorted(items, key=lambda item: (-item.num_bytes, item.name))
     share = max(LEAST_PART_BYTES, -(-sum(item.num_bytes for item in ordered) // num_parts))
-    pieces = [piece for item in ordered for piece in _cut(item, share)]
-    pieces.sort(key=lambda piece: (-piece.num_bytes, piece.name, piece.start))
-    loads = [(0, part) for part in range(num_parts)]
-    parts: list[list[Piece]] = [[] for _ in range(num_parts)]
-    for piece in pieces:  # the largest first, each to the writer that has least
+    segments = [segment for item in ordered for segment in _cut(item, share)]
+    segments.sort(key=lambda segment: (-segment.num_bytes, segment.name, segment.start))
+    parts = [list(given) for given in assigned] or [[] for _ in range(num_parts)]
+    loads = [(sum(s.num_bytes for s in given), part) for part, given in enumerate(parts)]
+    heapq.heapify(loads)
+    for segment in segments:  # the largest first, each to the writer that has least
         load, part = heapq.heappop(loads)
-        heapq.heappush(loads, (load + piece.num_bytes, part))
-        parts[part].append(piece)
-    for part_pieces in parts:
-        part_pieces.sort(key=lambda piece: (-piece.element_bytes, piece.name, piece.start))
+        heapq.heappush(loads, (load + segment.num_bytes, part))
+        parts[part].append(segment)
+    for in_part in parts:
+        in_part.sort(key=_place_in_file)
     return parts
 
 
-def _cut(item: Item, share: int) -> list[Piece]:
+def _place_in_file(segment: Segment) -> tuple[object, ...]:
+    return -segment.element_bytes, segment.name, segment.region or (), segment.start
+
+
+def _cut(item: Item, share: int) -> list[Segment]:
     count = 1 if item.num_bytes <= share else math.ceil(item.num_bytes / share)
     bounds = [item.num_elements * i // count for i in range(count + 1)]
     return [
-        Piece(
+        Segment(
             name=item.name,
             start=bounds[i],
             stop=bounds[i + 1],

@@ -11,17 +11,17 @@ from hpctrain import log
 from hpctrain.checkpoint.alone import read_tree
 from hpctrain.checkpoint.assembling import Assembly
 from hpctrain.checkpoint.catalog import list_checkpoints, quick_check
-from hpctrain.checkpoint.comparing import differences, tensor_shapes
-from hpctrain.checkpoint.flattening import flatten
+from hpctrain.checkpoint.comparing import Cut, flatten_like, refuse_misfit, want
+from hpctrain.checkpoint.flattening import Flat
 from hpctrain.checkpoint.manifest import Manifest
+from hpctrain.checkpoint.meeting import meet
 from hpctrain.checkpoint.reading import read_parts
 from hpctrain.checkpoint.tree_file import Tree
 from hpctrain.checkpoint.unflattening import unflatten
 from hpctrain.errors import CheckpointError
-from hpctrain.tensor_names import plain_keys
 from hpctrain.world import World, agree
 
-__all__ = ["Loaded", "load", "refuse_misfit"]
+__all__ = ["Loaded", "load"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,8 @@ def load(
             that are there is.
     """
     refused: list[tuple[str, str]] = []
-    offers = _offers(directory, path, like, refused) if world.rank == 0 else iter(())
+    wanted, in_pieces = _agree_on_wanted(world, like, timeout_s)
+    offers = _offers(directory, path, wanted, refused) if world.rank == 0 else iter(())
     while True:
         offer, trouble = None, None
         try:
@@ -78,7 +79,7 @@ def load(
         offer = world.comm.bcast(offer, root=0)
         if offer is None:
             break
-        loaded, trouble = _try(world, offer, timeout_s)
+        loaded, trouble = _try(world, offer, wanted, in_pieces=in_pieces, timeout_s=timeout_s)
         if loaded is not None:
             for each, why in refused:  # on rank 0
                 log.warn(f"checkpoint {each} is refused: {why}")
@@ -97,6 +98,22 @@ def load(
     )
 
 
+def _agree_on_wanted(
+    world: World, like: Mapping[str, object] | None, timeout_s: float
+) -> tuple[dict[str, Flat | Cut], bool]:
+    """Collective: what this rank wants, and whether any rank wants pieces."""
+    wanted: dict[str, Flat | Cut] = {}
+    trouble = None
+    try:
+        wanted = flatten_like(like)
+    except CheckpointError as error:
+        trouble = f"like= cannot be used: {error}"
+    agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
+    mine = any(not isinstance(each, Flat) or bool(each.pieces) for each in wanted.values())
+    (is_same,) = meet(world, [mine], "asking for pieces", timeout_s=timeout_s)
+    return wanted, mine or not is_same
+
+
 def _by_reason(refused: Sequence[tuple[str, str]]) -> str:
     """Each reason once, with the checkpoints that it holds for."""
     reasons: dict[str, list[str]] = {}
@@ -108,7 +125,7 @@ def _by_reason(refused: Sequence[tuple[str, str]]) -> str:
 def _offers(
     directory: Path,
     path: Path | None,
-    like: Mapping[str, object] | None,
+    like: Mapping[str, Flat | Cut],
     refused: list[tuple[str, str]],
 ) -> Iterator[_Offer]:
     """Rank 0's part: checkpoints that look right, the newest first."""
@@ -121,7 +138,7 @@ def _offers(
         if manifest is not None and trouble is None:
             try:
                 tree = read_tree(each, manifest)
-                refuse_misfit(tree, like or {})
+                refuse_misfit(tree, like)
                 yield _Offer(path=each, manifest=manifest, tree=tree)
                 continue
             except CheckpointError as error:
@@ -129,13 +146,28 @@ def _offers(
         refused.append((str(each), str(trouble)))
 
 
-def _try(world: World, offer: _Offer, timeout_s: float) -> tuple[Loaded | None, str | None]:
+def _try(
+    world: World,
+    offer: _Offer,
+    like: Mapping[str, Flat | Cut],
+    *,
+    in_pieces: bool,
+    timeout_s: float,
+) -> tuple[Loaded | None, str | None]:
     """Collective: read a checkpoint; what is wrong with it is the same on all ranks."""
     manifest = offer.manifest
+    same = manifest.num_ranks == world.size
+    own_rank = world.rank if same else None
     try:
-        same = manifest.num_ranks == world.size
-        assembly = Assembly(manifest, offer.tree, own_rank=world.rank if same else None)
-        trouble = read_parts(world, offer.path, manifest, assembly, timeout_s=timeout_s)
+        if in_pieces:
+            assembly, trouble = _want_pieces(world, offer, like, own_rank)
+            if assembly is None:
+                return None, trouble
+        else:
+            assembly = Assembly(manifest, offer.tree, own_rank=own_rank)
+        trouble = read_parts(
+            world, offer.path, manifest, assembly, in_pieces=in_pieces, timeout_s=timeout_s
+        )
         if trouble is not None:
             return None, trouble
         return Loaded(
@@ -151,18 +183,19 @@ def _try(world: World, offer: _Offer, timeout_s: float) -> tuple[Loaded | None, 
         return None, str(error)
 
 
-def refuse_misfit(tree: Tree, like: Mapping[str, object]) -> None:
-    """Compare the tensors under certain keys of a checkpoint with those that are here. Pure.
-
-    Raises:
-        CheckpointError: they have other names or shapes; the first differences are named.
-    """
-    for key, wanted in like.items():
-        flat = flatten(wanted)
-        found = tensor_shapes(tree.skeleton, {k: s.shape for k, s in tree.tensors.items()}, key)
-        if found is None:
-            raise CheckpointError(f"it holds no {key}")
-        here = tensor_shapes(flat.skeleton, {k: tuple(t.shape) for k, t in flat.tensors.items()})
-        wrong = differences(plain_keys(found), plain_keys(here or {}))
-        if wrong:
-            raise CheckpointError(f"its {key} is of another model: {'; '.join(wrong)}")
+def _want_pieces(
+    world: World, offer: _Offer, like: Mapping[str, Flat | Cut], own_rank: int | None
+) -> tuple[Assembly | None, str | None]:
+    """Collective: memory for what this rank wants; what is wrong is the same on all ranks."""
+    assembly, trouble = None, None
+    try:
+        refuse_misfit(offer.tree, like)
+        skeleton, wanted = want(offer.tree, like)
+        assembly = Assembly(
+            offer.manifest, offer.tree, own_rank=own_rank, wanted=wanted, skeleton=skeleton
+        )
+    except CheckpointError as error:
+        trouble = str(error)
+    told = world.comm.allgather(trouble)
+    first = next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), None)
+    return (assembly, None) if first is None else (None, first)

@@ -25,7 +25,8 @@ BLOCK_BYTES = 16 << 20
 """Each so many bytes of a file have a checksum of their own: several ranks can read and check one
 file, and a message can say where it is broken."""
 _FORMAT = "hpctrain-checkpoint"
-_VERSION = 1
+_VERSIONS = (1, 2)
+"""2 has tensors in pieces; where there are none, 1 is written, which older releases read."""
 _TAIL = ',\n "crc32": "'
 
 
@@ -59,6 +60,8 @@ class Manifest:
     metrics: Mapping[str, float]
     note: Any
     block_bytes: int = BLOCK_BYTES
+    version: int = 1
+    """Of the format."""
 
     @property
     def files(self) -> tuple[FileSpec, ...]:
@@ -73,7 +76,7 @@ class Manifest:
 
 def render_manifest(manifest: Manifest) -> str:
     """As text: one line for each item, the last one with the checksum of all before it."""
-    items = {"format": _FORMAT, "version": _VERSION, **asdict(manifest)}
+    items = {"format": _FORMAT, "version": manifest.version, **asdict(manifest)}
     # JSON has no nan and no infinite numbers.
     items["metrics"] = {n: v if v - v == 0 else str(v) for n, v in manifest.metrics.items()}
     lines = [f" {json.dumps(key)}: {json.dumps(item)}" for key, item in items.items()]
@@ -92,10 +95,10 @@ def parse_manifest(text: str, path: object) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its checksum does not match what it says")
     try:
         told = json.loads(body + "\n}")
-        if (told["format"], told["version"]) != (_FORMAT, _VERSION):
+        if told["format"] != _FORMAT or told["version"] not in _VERSIONS:
             raise CheckpointError(
                 f"{path} says {told['format']!r} version {told['version']!r}; this hpctrain reads "
-                f"{_FORMAT!r} version {_VERSION}"
+                f"{_FORMAT!r} version {' and '.join(map(str, _VERSIONS))}"
             )
         own = told["own"]
         return Manifest(
@@ -110,6 +113,7 @@ def parse_manifest(text: str, path: object) -> Manifest:
             metrics={name: float(value) for name, value in told["metrics"].items()},
             note=told["note"],
             block_bytes=int(told["block_bytes"]),
+            version=int(told["version"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no manifest of a checkpoint ({error!r})") from error

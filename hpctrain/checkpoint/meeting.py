@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.errors import TimedOutError
 from hpctrain.world import World, roll_call
 
-__all__ = ["meet"]
+__all__ = ["meet", "most"]
 
 _LONGEST_NAP_S = 0.0005
 _MARGIN_S = 60.0
@@ -24,14 +24,25 @@ def meet(world: World, numbers: Sequence[int], what: str, *, timeout_s: float) -
     Raises:
         TimedOutError: some ranks did not come in time; they are named.
     """
+    mine = np.array([*numbers, *(-number for number in numbers)], np.int64)
+    found = most(world, mine, what, timeout_s=timeout_s)
+    half = len(numbers)
+    return [bool(found[i] == -found[half + i]) for i in range(half)]
+
+
+def most(world: World, mine: np.ndarray, what: str, *, timeout_s: float) -> np.ndarray:
+    """Collective: the largest of each number on all ranks.
+
+    Raises:
+        TimedOutError: some ranks did not come in time; they are named.
+    """
     if world.size == 1:
-        return [True] * len(numbers)
+        return mine
     from mpi4py import MPI
 
-    mine = np.array([*numbers, *(-number for number in numbers)], np.int64)
-    most = np.empty_like(mine)
+    found = np.empty_like(mine)
     with world.watching.announce(what, timeout_s=timeout_s):
-        request = world.comm.Iallreduce(mine, most, op=MPI.MAX)
+        request = world.comm.Iallreduce(mine, found, op=MPI.MAX)
         # Where there is a watchdog, it speaks first: it can tell what the missing ranks do.
         limit_s = timeout_s if world.watching.watchdog is None else 2 * timeout_s + _MARGIN_S
         deadline = time.monotonic() + limit_s
@@ -42,5 +53,4 @@ def meet(world: World, numbers: Sequence[int], what: str, *, timeout_s: float) -
                 raise TimedOutError(f"{what}: the ranks did not meet within {limit_s:g} s")
             time.sleep(nap)
             nap = min(nap * 2 + 1e-5, _LONGEST_NAP_S)
-    half = len(numbers)
-    return [bool(most[i] == -most[half + i]) for i in range(half)]
+    return found

@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.dtypes import safetensors_name
-from hpctrain.checkpoint.layout import Piece
+from hpctrain.checkpoint.flattening import Flat
+from hpctrain.checkpoint.layout import Segment, Source
 from hpctrain.checkpoint.manifest import BLOCK_BYTES, FileSpec
 
-__all__ = ["Image", "Staging", "lay_out", "own_key", "sync_directory", "write_part", "write_text"]
+__all__ = [
+    "Image",
+    "Staging",
+    "bytes_of",
+    "lay_out",
+    "own_key",
+    "sync_directory",
+    "write_part",
+    "write_text",
+]
 
 _ALIGN_BYTES = 64
 _CHUNK_BYTES = 2 << 20
@@ -41,24 +51,26 @@ def own_key(rank: int) -> str:
     return f"own/{rank}"
 
 
-def lay_out(
-    pieces: Sequence[Piece], tensors: Mapping[str, Tensor], own: Mapping[int, bytes]
-) -> Image:
-    """Where everything goes: pieces in their order, then what ranks alone know. Pure."""
+def lay_out(segments: Sequence[Segment], flat: Flat, own: Mapping[int, bytes]) -> Image:
+    """Where everything goes: segments in their order, then what ranks alone know. Pure."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    kinds = flat.kinds
     starts = []
     end = 0
-    for piece in pieces:
-        tensor = tensors[piece.name]
-        name = safetensors_name(tensor.dtype)
-        shape = list(tensor.shape) if piece.is_whole else [piece.stop - piece.start]
+    for segment in segments:
+        dtype, shape = kinds[segment.name]
+        if segment.region is not None:
+            shape = segment.region.shape
+        elif not segment.is_whole:
+            shape = (segment.stop - segment.start,)
+        name = safetensors_name(dtype)
         starts.append(end)
-        entries[piece.key] = {
+        entries[segment.key] = {
             "dtype": name or "U8",
-            "shape": shape if name else [piece.num_bytes],
-            "data_offsets": [end, end + piece.num_bytes],
+            "shape": list(shape) if name else [segment.num_bytes],
+            "data_offsets": [end, end + segment.num_bytes],
         }
-        end += piece.num_bytes
+        end += segment.num_bytes
     own_starts = {}
     for rank, blob in own.items():
         own_starts[rank] = end
@@ -86,24 +98,30 @@ class Staging:
     def fill(
         self,
         image: Image,
-        pieces: Sequence[Piece],
-        tensors: Mapping[str, Tensor],
+        segments: Sequence[Segment],
+        tensors: Mapping[Source, Tensor],
         own: Mapping[int, bytes],
     ) -> memoryview:
         """Copy a file's content; afterwards the tensors may change.
 
+        Segments that no tensor is given for are left out: their holders send them.
+
         Returns:
             The file's bytes, valid until the next call.
         """
-        on_gpu = [tensors[p.name].device for p in pieces if tensors[p.name].device.type == "cuda"]
+        here = [
+            (segment, start, tensors[segment.source])
+            for segment, start in zip(segments, image.starts, strict=True)
+            if segment.num_bytes and segment.source in tensors
+        ]
+        on_gpu = [tensor.device for _, _, tensor in here if tensor.device.type == "cuda"]
         memory = self._take(image.num_bytes, pinned=bool(on_gpu))
         base = len(image.header)
         view = memory.numpy().data
         view[:base] = image.header
-        for piece, start in zip(pieces, image.starts, strict=True):
-            if piece.num_bytes:
-                room = memory[base + start : base + start + piece.num_bytes]
-                _copy(tensors[piece.name], piece, room)
+        for segment, start, tensor in here:
+            room = memory[base + start : base + start + segment.num_bytes]
+            _copy(tensor, segment, room)
         for rank, start in image.own_starts.items():
             view[base + start : base + start + len(own[rank])] = own[rank]
         for device in set(on_gpu):
@@ -134,17 +152,29 @@ def _huge_pages(num_bytes: int) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _copy(tensor: Tensor, piece: Piece, room: Tensor) -> None:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A copy of a tensor's bytes on the CPU, in row-major order."""
+    data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+    segment = Segment(
+        name="", start=0, stop=tensor.numel(), element_bytes=tensor.element_size(), is_whole=True
+    )
+    _copy(tensor, segment, data)
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+    return data
+
+
+def _copy(tensor: Tensor, segment: Segment, room: Tensor) -> None:
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # As bytes: some dtypes can be stored and viewed, but not copied.
         flat = tensor.reshape(-1)
-        if not piece.is_whole:
-            flat = flat[piece.start : piece.stop]
+        if not segment.is_whole:
+            flat = flat[segment.start : segment.stop]
         room.copy_(flat.view(torch.uint8), non_blocking=True)
-    elif piece.is_whole:
+    elif segment.is_whole:
         room.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
     else:
-        flat = tensor.reshape(-1)[piece.start : piece.stop]
+        flat = tensor.reshape(-1)[segment.start : segment.stop]
         room.view(tensor.dtype).copy_(flat, non_blocking=True)
 
 

@@ -40,7 +40,7 @@ def prepare(
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"step={step!r} must be a whole number of at least 0")
     noted = flatten(note)
-    if noted.tensors:
+    if noted.tensors or noted.pieces:
         raise CheckpointError("a note holds no tensors or arrays; put them into the state")
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}

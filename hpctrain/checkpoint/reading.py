@@ -44,9 +44,24 @@ def blocks_of(manifest: Manifest) -> list[_Block]:
 
 
 def read_parts(
-    world: World, folder: Path, manifest: Manifest, assembly: Assembly, *, timeout_s: float
+    world: World,
+    folder: Path,
+    manifest: Manifest,
+    assembly: Assembly,
+    *,
+    in_pieces: bool = False,
+    timeout_s: float,
 ) -> str | None:
-    """Collective: read all parts into `assembly`; folder and manifest must match.
+    """Collective: read all parts into `assembly`; all arguments but it must match.
+
+    Args:
+        world: The ranks.
+        folder: Of the checkpoint.
+        manifest: Of the checkpoint.
+        assembly: What this rank wants of it.
+        in_pieces: Whether ranks want different things. Then only blocks that somebody wants are
+            read, and what one rank alone wants it reads itself.
+        timeout_s: How long the disk may take.
 
     Returns:
         The same on all ranks: what is wrong with the checkpoint, or None.
@@ -56,10 +71,59 @@ def read_parts(
     readers = choose_ranks([info.node_rank for info in world.ranks], manifest.num_bytes)
     with ExitStack() as stack:
         reader = _Reader(folder, manifest, stack)
+        if in_pieces and world.size > 1:
+            alone, blocks = _vote(world, blocks, reader, assembly)
+            trouble = _read_alone(world, alone, reader, assembly, timeout_s)
+            if trouble is not None:
+                return trouble
         mine = [
             block for turn, block in enumerate(blocks) if readers[turn % len(readers)] == world.rank
         ]
         return _stream(world, readers, blocks, mine, reader, assembly, timeout_s)
+
+
+def _vote(
+    world: World, blocks: Sequence[_Block], reader: _Reader, assembly: Assembly
+) -> tuple[list[_Block], list[_Block]]:
+    """Collective: the blocks that this rank alone wants, and those that several want."""
+    from mpi4py import MPI
+
+    here, nobody = world.rank, -world.size - 1
+    mine = np.full((2, len(blocks)), nobody, np.int64)
+    for index, block in enumerate(blocks):
+        part, start = block[0], block[1] * reader.block_bytes
+        if assembly.is_wanted(part, start, start + reader.size(block)):
+            mine[:, index] = here, -here
+    both = np.empty_like(mine)
+    world.comm.Allreduce(mine, both, op=MPI.MAX)
+    last, first = both[0], -both[1]
+    alone = [block for i, block in enumerate(blocks) if last[i] == first[i] == here]
+    several = [block for i, block in enumerate(blocks) if last[i] != nobody and last[i] > first[i]]
+    return alone, several
+
+
+def _read_alone(
+    world: World,
+    blocks: Sequence[_Block],
+    reader: _Reader,
+    assembly: Assembly,
+    timeout_s: float,
+) -> str | None:
+    """Collective: each rank reads its own blocks; what is wrong is the same on all ranks."""
+    trouble = None
+    with world.watching.patience(timeout_s):  # the disk may be slow
+        ahead = reader.start(blocks[0]) if blocks else None
+        for turn, (part, number) in enumerate(blocks):
+            if ahead is None:
+                break
+            data, trouble = ahead.result()
+            if trouble is not None:
+                break
+            ahead = reader.start(blocks[turn + 1]) if turn + 1 < len(blocks) else None
+            size = reader.size((part, number))
+            assembly.take(part, number * reader.block_bytes, data[:size])
+    told: list[str | None] = world.comm.allgather(trouble)
+    return next((text for text in told if text), None)
 
 
 def _stream(

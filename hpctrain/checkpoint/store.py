@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from hpctrain import log
+from hpctrain.checkpoint.alone import read_checkpoint
 from hpctrain.checkpoint.background import Background
+from hpctrain.checkpoint.catalog import Entry, list_checkpoints
 from hpctrain.checkpoint.company import Company
 from hpctrain.checkpoint.finishing import Record
+from hpctrain.checkpoint.holding import Holdings
 from hpctrain.checkpoint.loading import Loaded, load
 from hpctrain.checkpoint.part import Staging
 from hpctrain.checkpoint.preparing import prepare
 from hpctrain.checkpoint.removing import await_own_writing, describe_owner, sweep
 from hpctrain.checkpoint.retention import Keep
 from hpctrain.checkpoint.saving import Saving, Settings, begin
+from hpctrain.checkpoint.verifying import verify
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.world import World, agree, parse_cpus, roll_call
 
@@ -81,6 +86,7 @@ class Store:
         self._saving: Saving | None = None
         self._last: Path | None = None
         self._staging = Staging()
+        self._holdings = Holdings()
         self._polite, self._hurried = self._make_threads()
         self._is_closed = self._is_claimed = False
         world.at_exit(self.close)
@@ -101,7 +107,9 @@ class Store:
 
         Args:
             state: A tree of dictionaries, lists, tuples, tensors, arrays and plain values, the same
-                on all ranks. Each writer copies and writes its part of it.
+                on all ranks. Each writer copies and writes its part of it. Where a tensor is
+                sharded, each rank gives its `Piece`; together they must be the whole, and what
+                several ranks hold is written once.
             step: The number of steps it stands for; must match.
             own: A tree of what this rank alone knows, such as its random state; on all ranks or on
                 none.
@@ -139,7 +147,15 @@ class Store:
             prepared = prepare(state, step=step, own=own, note=note, metrics=metrics)
         except CheckpointError as error:
             trouble = str(error)
-        saving = begin(self._world, self._settings, prepared, trouble, self._staging, self._company)
+        saving = begin(
+            self._world,
+            self._settings,
+            prepared,
+            trouble,
+            self._staging,
+            self._company,
+            self._holdings,
+        )
         self._saving = saving
         in_a_hurry = wait or not self._asynchronous
         if saving.errand is not None:
@@ -158,11 +174,6 @@ class Store:
         """What has gone wrong on this rank with the save that was begun last, or None."""
         errand = self._saving.errand if self._saving else None
         return None if errand is None else errand.trouble(self.timeout_s)
-
-    @property
-    def last_path(self) -> Path | None:
-        """The checkpoint that `wait` has seen complete last."""
-        return self._last
 
     def poll(self) -> None:
         """Raise if writing has failed on this rank. Cheap; not collective.
@@ -234,7 +245,9 @@ class Store:
         Args:
             path: A certain checkpoint; None: the newest valid one of the directory.
             like: For some keys of the state a tree whose tensors must have the same names and
-                shapes, such as `{"model": model.state_dict()}`; others are refused.
+                shapes, such as `{"model": model.state_dict()}`; others are refused. Where it has a
+                `Piece`, this rank gets that piece of the tensor, whoever has written it. A function
+                of place and shape instead of a tree says which piece of each tensor is wanted.
 
         Returns:
             None if the directory holds no checkpoint.
@@ -254,6 +267,25 @@ class Store:
                 like=like,
                 timeout_s=self.timeout_s,
             )
+
+    def list(self) -> Sequence[Entry]:
+        """The checkpoints of the directory, oldest first, damaged ones included. Not collective."""
+        return list_checkpoints(self.directory)
+
+    @staticmethod
+    def entries(directory: Path) -> Sequence[Entry]:
+        """The same of any directory."""
+        return list_checkpoints(directory)
+
+    @staticmethod
+    def verify(path: Path) -> Sequence[str]:
+        """Read a whole checkpoint and compare all checksums; what is wrong, in words."""
+        return verify(path)
+
+    @staticmethod
+    def read(path: Path) -> Any:
+        """The state of a checkpoint, checked, on the CPU, pieces put together."""
+        return read_checkpoint(path)
 
     def claim(self) -> None:
         """Collective: refuse a directory that another job of rank 0's host is saving into.

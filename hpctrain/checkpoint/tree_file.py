@@ -6,6 +6,7 @@ JSON, the bytes of its tensors.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from hpctrain.checkpoint.dtypes import dtype_name, named_dtype
 from hpctrain.checkpoint.flattening import Flat, flatten
-from hpctrain.checkpoint.layout import Item, Piece, divide
+from hpctrain.checkpoint.layout import Item, Segment, divide
 from hpctrain.checkpoint.part import Staging, lay_out
-from hpctrain.checkpoint.unflattening import unflatten
+from hpctrain.checkpoint.unflattening import Wanted, unflatten
 from hpctrain.errors import CheckpointError
+from hpctrain.pieces import Region
 
 __all__ = [
     "Described",
@@ -37,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Bytes of a tensor: which part, where behind its header, how many, and from which byte on."""
+    """Bytes of a block: which part, where behind its header, how many, and from which byte on."""
 
     part: int
     start: int
@@ -51,7 +53,13 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: Mapping[Region, tuple[Place, ...]]
+    """By block: where its bytes are. A tensor that every rank had is one block."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks."""
+        return sum(place.num_bytes for places in self.places.values() for place in places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +89,32 @@ def items_of(tensors: Mapping[str, Tensor]) -> tuple[Item, ...]:
 
 def describe(flat: Flat) -> Described:
     """What `tree.json` says of a state, without holding on to its tensors."""
-    shapes = {name: (dtype_name(t.dtype), list(t.shape)) for name, t in flat.tensors.items()}
+    shapes = {name: (dtype_name(kind), list(shape)) for name, (kind, shape) in flat.kinds.items()}
     return Described(flat.skeleton, shapes)
 
 
-def render_tree(state: Described, parts: Sequence[Sequence[Piece]]) -> str:
-    """As text; `parts` are the pieces of each part, which follow each other without gaps."""
-    places: dict[str, list[list[int]]] = {name: [] for name in state.tensors}
-    for number, pieces in enumerate(parts):
+def render_tree(state: Described, parts: Sequence[Sequence[Segment]]) -> str:
+    """As text; `parts` are the segments of each part, which follow each other without gaps."""
+    whole: dict[str, list[list[int]]] = {name: [] for name in state.tensors}
+    blocks: dict[str, list[dict[str, Any]]] = {}
+    for number, segments in enumerate(parts):
         start = 0
-        for piece in pieces:
-            at = piece.start * piece.element_bytes
-            places[piece.name].append([number, start, piece.num_bytes, at])
-            start += piece.num_bytes
-    for found in places.values():
+        for segment in segments:
+            at = segment.start * segment.element_bytes
+            place = [number, start, segment.num_bytes, at]
+            start += segment.num_bytes
+            if segment.region is None:
+                whole[segment.name].append(place)
+            else:
+                block = {**segment.region._asdict(), "places": [place]}
+                blocks.setdefault(segment.name, []).append(block)
+    for found in whole.values():
         found.sort(key=lambda place: place[3])
+    for held in blocks.values():
+        held.sort(key=lambda block: block["offset"])
     tensors = {
-        name: {"dtype": dtype, "shape": shape, "places": places[name]}
+        name: {"dtype": dtype, "shape": shape}
+        | ({"pieces": blocks[name]} if name in blocks else {"places": whole[name]})
         for name, (dtype, shape) in state.tensors.items()
     }
     return json.dumps({"state": state.skeleton, "tensors": tensors}, separators=(",", ":"))
@@ -115,13 +132,25 @@ def parse_tree(text: bytes, path: object) -> Tree:
             name: TensorSpec(
                 spec["dtype"],
                 tuple(spec["shape"]),
-                tuple(Place(*map(int, place)) for place in spec["places"]),
+                _parse_places(spec),
             )
             for name, spec in told["tensors"].items()
         }
         return Tree(told["state"], tensors)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no tree of a checkpoint ({error!r})") from error
+
+
+def _parse_places(spec: Mapping[str, Any]) -> dict[Region, tuple[Place, ...]]:
+    blocks = spec.get("pieces")
+    if blocks is None:
+        blocks = [{**Region.whole(spec["shape"])._asdict(), "places": spec["places"]}]
+    return {
+        Region(tuple(block["offset"]), tuple(block["shape"])): tuple(
+            Place(*map(int, place)) for place in block["places"]
+        )
+        for block in blocks
+    }
 
 
 def pack(tree: object) -> bytes:
@@ -131,10 +160,15 @@ def pack(tree: object) -> bytes:
         CheckpointError: something in it cannot be stored.
     """
     flat = flatten(tree)
-    (pieces,) = divide(items_of(flat.tensors), 1)
-    image = lay_out(pieces, flat.tensors, {})
-    text = render_tree(describe(flat), [pieces]).encode()
-    data = Staging().fill(image, pieces, flat.tensors, {})
+    if flat.pieces:
+        raise CheckpointError(
+            f"{next(iter(flat.pieces))} is a piece of a tensor, and what one rank alone knows has "
+            "whole ones; put it into the state"
+        )
+    (segments,) = divide(items_of(flat.tensors), 1)
+    image = lay_out(segments, flat, {})
+    text = render_tree(describe(flat), [segments]).encode()
+    data = Staging().fill(image, segments, flat.sources, {})
     return len(text).to_bytes(8, "little") + text + bytes(data[len(image.header) :])
 
 
@@ -148,10 +182,10 @@ def unpack(blob: bytes | memoryview) -> Any:
     length = int.from_bytes(view[:8], "little")
     tree = parse_tree(bytes(view[8 : 8 + length]), "a packed tree")
     data = torch.frombuffer(bytearray(view[8 + length :] or b"\0"), dtype=torch.uint8)
-    tensors = {}
+    tensors: dict[Wanted, Tensor] = {}
     for name, spec in tree.tensors.items():
         made = torch.empty(spec.shape, dtype=named_dtype(spec.dtype))
-        for place in spec.places:
+        for place in itertools.chain.from_iterable(spec.places.values()):
             if place.num_bytes:
                 room = made.reshape(-1).view(torch.uint8)
                 room[place.at : place.at + place.num_bytes] = data[

@@ -6,6 +6,7 @@ import base64
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,39 @@ from torch.nn import Parameter
 
 from hpctrain.checkpoint.dtypes import named_dtype
 from hpctrain.errors import CheckpointError
+from hpctrain.pieces import Piece, Region, regions_of_run
 
-__all__ = ["unflatten"]
+__all__ = ["Ask", "Wanted", "unflatten"]
 
 _Json = Any
 
 
-def unflatten(skeleton: _Json, tensors: Mapping[str, Tensor]) -> Any:
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A piece of a stored tensor that this rank wants."""
+
+    name: str
+    offset: tuple[int, ...] | int
+    """As in a `Piece`."""
+    shape: tuple[int, ...]
+    """Of the piece."""
+    whole: tuple[int, ...]
+    """Shape of the stored tensor."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The blocks that it consists of, in the order of its elements."""
+        if isinstance(self.offset, int):
+            stop = self.offset + self.shape[0]
+            return tuple(regions_of_run(self.whole, self.offset, stop))
+        return (Region(self.offset, self.shape),)
+
+
+Wanted = str | Ask
+"""A whole tensor by its name, or a piece of one."""
+
+
+def unflatten(skeleton: _Json, tensors: Mapping[Wanted, Tensor]) -> Any:
     """Put a tree together; what was one tensor in several places is one again.
 
     Raises:
@@ -34,9 +61,10 @@ def unflatten(skeleton: _Json, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class _Walk:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[Wanted, Tensor]) -> None:
         self._tensors = tensors
-        self._made: dict[tuple[str, bool, bool], Tensor] = {}
+        self._made: dict[tuple[Wanted, bool, bool], Tensor] = {}
+        self._pieces: dict[int, Piece] = {}
 
     def decode(self, value: _Json) -> Any:
         if type(value) is list:
@@ -50,11 +78,20 @@ class _Walk:
     def pairs(self, value: _Json) -> list[tuple[Any, Any]]:
         return [(self.decode(key), self.decode(item)) for key, item in value["items"]]
 
-    def tensor(self, value: _Json) -> Tensor:
+    def tensor(self, value: _Json) -> Tensor | Piece:
+        wanted: Wanted = value["name"]
+        made = self._made_of(wanted, value)
+        if isinstance(wanted, str):
+            return made
+        if id(made) not in self._pieces:
+            self._pieces[id(made)] = Piece(made, wanted.offset, wanted.whole)
+        return self._pieces[id(made)]
+
+    def _made_of(self, wanted: Wanted, value: _Json) -> Tensor:
         wants_grad = bool(value.get("requires_grad", False))
-        key = (value["name"], bool(value.get("parameter", False)), wants_grad)
+        key = (wanted, bool(value.get("parameter", False)), wants_grad)
         if key not in self._made:
-            data = self._tensors[value["name"]]
+            data = self._tensors[wanted]
             if key[1]:
                 self._made[key] = Parameter(data, requires_grad=wants_grad)
             else:

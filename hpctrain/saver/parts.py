@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 from torch.nn import Module
 
+from hpctrain.checkpoint import Region
 from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.replica import Replica
@@ -15,7 +16,7 @@ from hpctrain.saver import optimizers, statistics
 from hpctrain.tensor_names import are_plain, fit_keys, plain_keys
 from hpctrain.world import World
 
-__all__ = ["Parts", "Stateful"]
+__all__ = ["Parts", "Sharded", "Stateful"]
 
 _OF_REPLICA = ("model", "optimizer", "counters")
 
@@ -30,6 +31,20 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> Any:
         """Go on from what `state_dict` gave."""
+        ...
+
+
+@runtime_checkable
+class Sharded(Stateful, Protocol):
+    """A part whose state is not whole on every rank: its `state_dict` has pieces of tensors."""
+
+    def piece_of(self, place: str, shape: tuple[int, ...]) -> Region | range | None:
+        """Which part of a saved tensor this rank wants back: a block, elements, or all of it.
+
+        Args:
+            place: In the part's state, as in `0/exp_avg`.
+            shape: Of the whole tensor.
+        """
         ...
 
 
@@ -96,11 +111,13 @@ class Parts:
 
     @property
     def like(self) -> dict[str, Any]:
-        """What a checkpoint must have the tensors of to be one of this run."""
-        return {
+        """What a checkpoint must have the tensors of, and which pieces this rank wants of them."""
+        models = {
             _key(name, "model"): plain_keys(one.model.state_dict())
             for name, one in self.replicas.items()
         }
+        sharded = {n: part.piece_of for n, part in self.others.items() if isinstance(part, Sharded)}
+        return models | sharded
 
     @property
     def watchdog(self) -> Any:
@@ -128,7 +145,7 @@ class Parts:
         for name, replica in self.replicas.items():
             model = plain_keys(replica.model.state_dict())
             named = plain_keys(dict(replica.model.named_buffers()))
-            buffers = {key: model[key] for key in named if key in model}
+            buffers = {key: model[key] for key in named if isinstance(model.get(key), Tensor)}
             own[_key(name, "model")] = mine = statistics.find_own(world, buffers)
             differing |= set(mine)
             model |= statistics.take_from_first(world, mine)

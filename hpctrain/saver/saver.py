@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain import log
-from hpctrain.checkpoint import Keep, Loaded, Store
+from hpctrain.checkpoint import CheckpointStore, Keep, Loaded, store_class
 from hpctrain.data import Batch, Loader
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.exit_codes import REQUEUE
@@ -74,6 +74,7 @@ class Saver:
         note: Plain data for the manifest, such as the configuration.
         timeout_s: How long a rank may be late, at a boundary, for a save or for a load, before the
             job ends and names it.
+        store: The checkpoint store, by name: `hpctrain`, or one that an installed package adds.
 
     Raises:
         ConfigError: on all ranks, when an argument is wrong on any.
@@ -96,6 +97,7 @@ class Saver:
         asynchronous: bool = True,
         note: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
+        store: str = "hpctrain",
     ) -> None:
         self.world = world
         self._preemption: Preemption | None = None
@@ -103,13 +105,14 @@ class Saver:
         try:
             self._parts = Parts(parts, named or {})
             self._timing = settle_timing(every_s, every_steps, mtbf_hours, lead_s)
+            kind = store_class(store)
             self._preemption = Preemption(signals) if signals else None
         except ConfigError as error:
             trouble = trouble or str(error)
         self._late_s = timeout_s
         with self._waiting() if trouble is None else nullcontext():
             agree(world.comm, trouble, error=ConfigError)
-            self._store = Store(
+            self._store: CheckpointStore = kind(
                 world,
                 Path(directory),
                 keep=keep or Keep(),

@@ -71,12 +71,13 @@ def test_what_is_saved_is_loaded(world, directory, per_node):
     assert bits(loaded.state) == bits(make_state(4))
     assert bits(loaded.own) == bits(own_of(world))
     assert (loaded.step, loaded.note, loaded.metrics) == (4, {"n": 4}, {"loss": 0.5})
-    assert loaded.path == path == store.last_path
+    assert loaded.path == path == store.wait()
     earlier = store.load(list_checkpoints(directory)[0].path)
     assert bits(earlier.state) == bits(make_state(3))
     assert bits(read_checkpoint(path)) == bits(make_state(4))
     parts = len(list(path.glob("*.safetensors")))
     assert parts == (1 if per_node is None else writers_of(world, per_node))
+    assert store.list() == list_checkpoints(directory)
     assert sorted(p.name for p in directory.iterdir()) == [
         e.path.name for e in list_checkpoints(directory)
     ]
@@ -114,7 +115,7 @@ def test_damaged_ones_are_refused_by_name(world, directory, kind, capfd):
     store = hpc.Store(world, directory / "all", writers_per_node=2)
     store.save(make_state(1), step=1, own=own_of(world), wait=True)
     store.save(make_state(2), step=2, own=own_of(world), wait=True)
-    newest = store.last_path
+    newest = store.wait()
     names = sorted(p.name for p in newest.iterdir() if p.name != "owner.json")
     assert len(names) == 2 + writers_of(world, 2)
     world.comm.Barrier()

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from hpctrain.checkpoint.alike import first_difference, heads_of
-from hpctrain.checkpoint.comparing import differences
+from hpctrain.checkpoint.comparing import differences, flatten_like, refuse_misfit
 from hpctrain.checkpoint.flattening import flatten
-from hpctrain.checkpoint.loading import refuse_misfit
 from hpctrain.checkpoint.tree_file import TensorSpec, Tree, pack, unpack
 from hpctrain.errors import CheckpointError
 from mpi_tests.checkpoints import bits
@@ -191,11 +190,11 @@ def test_another_model_is_named():
 def test_misfits_by_key():
     model = torch.nn.Linear(3, 2)
     flat = flatten({"model": model.state_dict(), "tied": [model.weight, model.weight]})
-    specs = {n: TensorSpec("float32", tuple(t.shape), ()) for n, t in flat.tensors.items()}
+    specs = {n: TensorSpec("float32", tuple(t.shape), {}) for n, t in flat.tensors.items()}
     tree = Tree(flat.skeleton, specs)
-    refuse_misfit(tree, {"model": torch.nn.Linear(3, 2).state_dict()})
-    refuse_misfit(tree, {"tied": [torch.ones(2, 3), torch.ones(2, 3)]})
+    refuse_misfit(tree, flatten_like({"model": torch.nn.Linear(3, 2).state_dict()}))
+    refuse_misfit(tree, flatten_like({"tied": [torch.ones(2, 3), torch.ones(2, 3)]}))
     with pytest.raises(CheckpointError, match="weight is 2x3 in it and 2x4 here"):
-        refuse_misfit(tree, {"model": torch.nn.Linear(4, 2).state_dict()})
+        refuse_misfit(tree, flatten_like({"model": torch.nn.Linear(4, 2).state_dict()}))
     with pytest.raises(CheckpointError, match="holds no ema"):
-        refuse_misfit(tree, {"ema": {}})
+        refuse_misfit(tree, flatten_like({"ema": {}}))
