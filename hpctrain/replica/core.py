@@ -24,9 +24,11 @@ from hpctrain.replica.finite import FiniteCheck
 from hpctrain.replica.habits import (
     check_finished,
     check_gradients,
+    check_not_in_backward,
     check_plain,
     check_stepped,
     check_unchanged,
+    check_untouched,
 )
 from hpctrain.replica.hints import check_state, explain_missing, own_statistics
 from hpctrain.replica.joining import Joining
@@ -120,7 +122,7 @@ class Replica:
             num_ranks=engine.size,
             watches=stops_at_nonfinite and precision.treatment.scaler is None,
         )
-        self._passes = PlainPasses(self._begin_plain, self._end_plain)
+        self._passes = PlainPasses(self._begin_plain, self._end_pass)
         self._passes.watch(self._mode.parameters)
         self._step_hooks = []
         for member in members_of(optimizer):
@@ -333,6 +335,11 @@ class Replica:
                     "precision='bf16' applies to replica(x) and inside `with replica.autocast():`; "
                     "this loss was computed by neither, so in float32"
                 )
+
+    def _end_pass(self) -> None:
+        """Collective unless under `no_sync()`: `loss.backward()` has added gradients, and ends."""
+        check_untouched(self._mode)
+        self._end_plain()
 
     def _end_plain(self) -> None:
         """Collective unless under `no_sync()`: average what `loss.backward()` has made."""
@@ -589,6 +596,7 @@ class Replica:
         Raises:
             NonFiniteError: on all ranks; too many steps in a row were skipped.
         """
+        check_not_in_backward()
         check_finished(self._window, is_open=self._passes.is_open)
         if self._mode.foreign():
             self._check_habits()
@@ -632,6 +640,7 @@ class Replica:
         if self._stepping > 1:  # by `step()`, or of a class whose step calls that of its base
             return None
         try:
+            check_not_in_backward()
             self._begin_update()
             closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
             if closure is None:

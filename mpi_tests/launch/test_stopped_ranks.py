@@ -215,7 +215,9 @@ def test_ctrl_c_reports_one_exit_code_where_a_saver_saves(tmp_path):
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert re.findall(r"exit code (\d+)", err) == ["130"], err
-    assert err.count("interrupted by SIGINT") == 1, err
+    assert err.count("interrupted by Ctrl-C (SIGINT)") == 1, err
+    # What the user did is said before what became of it.
+    assert re.search(r"Ctrl-C \(SIGINT\): all ranks get SIGTERM.*\n(.*\n)*.*saved step", err), err
     assert "Traceback" not in err
 
 

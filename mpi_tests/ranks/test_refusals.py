@@ -46,6 +46,24 @@ def test_arguments_that_differ_are_refused_with_rank_and_values(world, name, usu
         hpc.distribute(world, model, sgd(model), **{name: value})
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_that_belongs_to_a_replica_is_refused(world, kind, several):
+    model = nn.Linear(4, 2)
+    optimizer = kind(model.parameters(), 0.1)
+    replica = hpc.distribute(world, model, optimizer)
+    given = [optimizer] if several else optimizer
+    with pytest.raises(hpc.ConfigError, match=rf"this {kind.__name__} belongs to a.*close\(\)"):
+        hpc.distribute(world, model, given)
+    replica.close()
+    again = hpc.distribute(world, model, given)
+    model(torch.randn(3, 4)).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    again.optimizer.step()
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    again.close()
+
+
 def test_optimizers_that_differ_are_refused(world):
     last = others(world)
     model = build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,11 +107,22 @@ def name_files(
     """
     for name, given in (("rows", rows), ("columns", columns)):
         if isinstance(given, str | Path):
-            raise ConfigError(
-                f"{name}={str(given)!r} must be a list, as in {name}=[{str(given)!r}]"
-            )
+            spelled = _spell_pattern(given) if _is_pattern(given) else f"[{str(given)!r}]"
+            raise ConfigError(f"{name}={str(given)!r} must be a list, as in {name}={spelled}")
         if given is not None and not given:
             raise ConfigError(f"{name}= is empty; leave it out, or name at least one")
+    for path in paths:
+        if isinstance(path, list | tuple | set) and path:
+            raise ConfigError(_both_spellings(call, list(path), "were given as one list"))
+    named: list[object] = [*paths, *(rows or ())]
+    if not paths and rows is None and columns is not None:  # else they are names of arrays
+        named += columns.values() if isinstance(columns, Mapping) else columns
+    for one in named:
+        if not isinstance(one, str | os.PathLike):
+            raise ConfigError(
+                f"{call}: {one!r} is of type {type(one).__name__}, and must be the path of a "
+                "file: a text or a pathlib.Path"
+            )
     if len(paths) > 1:
         raise ConfigError(_both_spellings(call, paths, "can be parts of the rows or columns"))
     if paths and rows is not None:
@@ -130,6 +142,15 @@ def name_files(
     if isinstance(columns, Mapping):
         return Named(tuple(map(Path, columns.values())), "columns", tuple(columns))
     return Named(tuple(map(Path, columns)), "columns")
+
+
+def _is_pattern(path: str | Path) -> bool:
+    """Whether this is meant to stand for several files."""
+    return any(sign in str(path) for sign in "*?[") and not Path(path).exists()
+
+
+def _spell_pattern(pattern: str | Path) -> str:
+    return f"sorted(glob.glob({str(pattern)!r}))"
 
 
 def _both_spellings(call: str, paths: Sequence[str | Path], what: str) -> str:
@@ -215,6 +236,11 @@ def open_path(
 ) -> Source:
     """Open one file, or one folder of shards, on this rank alone."""
     if not path.exists():
+        if _is_pattern(path):
+            raise DataError(
+                f"{path} is missing; patterns are not expanded here: write rows="
+                f"{_spell_pattern(path)} where the rows of one file follow those of the other"
+            )
         raise DataError(f"{path} is missing")
     if (path / MANIFEST).is_file():  # whatever the folder is called
         return Shards(path, columns=columns, part=part)
