@@ -17,7 +17,7 @@ from hpctrain.errors import ConfigError
 
 __all__ = ["CONTROL_WORDS", "Bucket", "ParameterSpec", "cut_into_runs", "plan"]
 
-CONTROL_WORDS = 12
+CONTROL_WORDS = 14
 """See `hpctrain.replica.words`: sample counts, the number of the step, what a rank has found."""
 
 _ALIGN_BYTES = 64

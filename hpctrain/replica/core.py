@@ -108,7 +108,7 @@ class Replica:
         """A parameter and its gradient, as the last exchange or step has left it."""
         self._nonfinite: tuple[Words, str | None] | None = None
         """The sums in which a rank said that something is not finite, and what this rank found."""
-        self._num_exchanges = self._num_updates = 0
+        self._num_exchanges = self._num_updates = self._num_loads = 0
         world.shares.forget()  # batches that were looked at before there was anything to train
         self._batches_before = world.shares.num_batches
         self._late: list[LateSums] = []
@@ -130,7 +130,11 @@ class Replica:
             # Before a divided update, which must be last, and before it evaluates a closure.
             hooks: OrderedDict[int, Any] = member._optimizer_step_pre_hooks  # type: ignore[assignment]
             hooks.move_to_end(before.id, last=False)
-            self._step_hooks += [before, member.register_step_post_hook(self._after_step)]
+            self._step_hooks += [
+                before,
+                member.register_step_post_hook(self._after_step),
+                member.register_load_state_dict_post_hook(self._count_load),
+            ]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -157,7 +161,9 @@ class Replica:
     def _rebuild_mode(self, *, broadcast: bool) -> None:
         """Collective: lay the gradients out anew."""
         self._mode.close()
+        num_loads = self._num_loads
         self._mode = self._rebuild(broadcast)
+        self._num_loads = num_loads  # others take rank 0's state there
         self._identity = identity(self.optimizer)
         self._names = named_parameters(self.model, self.optimizer)[0]
         if self._passes.watches:
@@ -428,6 +434,7 @@ class Replica:
             sequence=self._num_exchanges + self._num_updates + self._num_batches(),
             rates=digest_rates(self.optimizer.param_groups),
             finding=self._finite.finding,
+            loads=self._num_loads,
         )
 
     def _num_batches(self) -> int:
@@ -571,6 +578,7 @@ class Replica:
     def count_as_all(self, comm: Comm) -> None:
         """Collective: for `join`: count the updates of a rank that has made all of them."""
         self._num_updates = max(comm.allgather(self._num_updates))
+        self._num_loads = max(comm.allgather(self._num_loads))
 
     def share_scale(self, root: int) -> None:
         """Collective: for `join`: take the loss scale of a rank that has made all steps."""
@@ -686,6 +694,10 @@ class Replica:
             if self._window.exchanged and not self._window.stepped:
                 self._window.stepped = True
                 self._count_step()
+
+    def _count_load(self, _optimizer: object) -> None:
+        """The user has loaded a state; all ranks must, which the next exchange sees."""
+        self._num_loads += 1
 
     def _begin_update(self) -> None:
         """The loop has called `optimizer.step()` by itself."""
