@@ -9,7 +9,15 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 
-__all__ = ["format_bytes", "format_done", "format_hours", "format_ranges", "notice", "table", "warn"]
+__all__ = [
+    "format_bytes",
+    "format_done",
+    "format_hours",
+    "format_ranges",
+    "notice",
+    "table",
+    "warn",
+]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 

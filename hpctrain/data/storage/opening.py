@@ -111,13 +111,12 @@ def name_files(
             raise ConfigError(f"{name}={str(given)!r} must be a list, as in {name}={spelled}")
         if given is not None and not given:
             raise ConfigError(f"{name}= is empty; leave it out, or name at least one")
-    for path in paths:
-        if isinstance(path, list | tuple | set) and path:
-            raise ConfigError(_both_spellings(call, list(path), "were given as one list"))
     named: list[object] = [*paths, *(rows or ())]
     if not paths and rows is None and columns is not None:  # else they are names of arrays
         named += columns.values() if isinstance(columns, Mapping) else columns
     for one in named:
+        if isinstance(one, list | tuple) and one:
+            raise ConfigError(_both_spellings(call, one, "were given as one list"))
         if not isinstance(one, str | os.PathLike):
             raise ConfigError(
                 f"{call}: {one!r} is of type {type(one).__name__}, and must be the path of a "
