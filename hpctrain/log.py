@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 __all__ = [
     "format_bytes",
+    "format_done",
     "format_hours",
     "format_ranges",
     "format_seconds",
@@ -50,6 +51,13 @@ def format_hours(hours: float) -> str:
     if hours < 100:
         return f"{hours:.3g} h"
     return f"{hours / 24:.3g} days"
+
+
+def format_done(done: int, asked: int | None, unit: str) -> str:
+    """How much of what was asked for is done, where nothing is left. Pure."""
+    if asked is not None and done > asked:
+        return f"{asked} {unit} were asked for, and {done} are done already"
+    return f"{done} of {asked} {unit} are done"
 
 
 def format_ranges(numbers: Iterable[int], *, limit: int | None = None) -> str:

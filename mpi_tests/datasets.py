@@ -71,15 +71,28 @@ class Parts(IterableDataset[dict[str, object]]):
 
 
 class Broken(IterableDataset[int]):
-    """A stream whose files are missing on one rank."""
+    """A stream whose files are missing on one rank, from some sample on."""
 
-    def __init__(self, rank: int, broken: int) -> None:
-        self.rank, self.broken = rank, broken
+    def __init__(self, rank: int, broken: int, after: int = 0) -> None:
+        self.rank, self.broken, self.after = rank, broken, after
 
     def __iter__(self) -> Iterator[int]:
-        if self.rank == self.broken:
-            raise OSError("shard-000.tar is gone")
-        yield from range(40)
+        for number in range(40):
+            if number == self.after and self.rank == self.broken:
+                raise OSError("shard-000.tar is gone")
+            yield number
+
+
+class Turning(IterableDataset[int]):
+    """A stream of numbers that has others from one place on."""
+
+    def __init__(self, size: int, *, turns_at: int | None = None) -> None:
+        self.size, self.turns_at = size, turns_at
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.size):
+            turned = self.turns_at is not None and number >= self.turns_at
+            yield number + 1000 * turned
 
 
 class Shares:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain import log
@@ -13,7 +14,7 @@ from hpctrain.cli.sharing import tell_of_sharing
 from hpctrain.cli.variables import add_variables, set_variables
 from hpctrain.errors import ConfigError
 
-__all__ = ["add_arguments", "main"]
+__all__ = ["add_arguments", "hint_at_order", "main"]
 
 _MORE = """\
 Outside a launcher, the mpirun that belongs to mpi4py's MPI is started; under mpirun, mpiexec or
@@ -30,6 +31,10 @@ examples:
   hpctrain run -n 2 -- nvidia-smi -L
   srun hpctrain run train.py
 """
+
+
+_PLACING = ("-n", "-np", "--ranks", "--hosts", "--hostfile")
+"""Options that say how many ranks there are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +128,10 @@ def main(args: argparse.Namespace) -> int:
             f"-n {num_ranks} is more than the {hosts.num_ranks} ranks of {hosts}; give the hosts "
             "more, as in host:4, or lower -n"
         )
+    if args.ranks is None and hosts is None and not program.is_command:
+        hint = hint_at_order(program.target, program.arguments)
+        if hint is not None:
+            log.notice(hint)
     if hosts is None:
         tell_of_sharing(num_ranks, environ, ["hpctrain", "run"], program.words())
     return start(
@@ -134,6 +143,18 @@ def main(args: argparse.Namespace) -> int:
         quiet=args.quiet,
         variables=tuple(variables),
     )
+
+
+def hint_at_order(target: str, arguments: Sequence[str]) -> str | None:
+    """What to say of options of ours that stand after the script: they may be its own. Pure."""
+    for word in arguments:
+        name = word.partition("=")[0]
+        if name in _PLACING:
+            return (
+                f"{name} stands after {target} and is passed to it; the script runs on 1 rank. If "
+                f"it is meant for hpctrain, put it first: hpctrain run {name} ... {target}"
+            )
+    return None
 
 
 def _read(path: Path) -> str:

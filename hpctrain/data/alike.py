@@ -1,20 +1,46 @@
-"""What must be equal on all ranks, compared before anything moves: arguments, and streams."""
+"""What must be equal on all ranks: arguments, compared before anything moves, and streams."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from hpctrain import log
+from hpctrain.data.fingerprint import DIGEST_BYTES
 from hpctrain.data.stream import Opening, Split
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.log import format_ranges
-from hpctrain.world import World, roll_call
+from hpctrain.world import World, announced, finish, roll_call
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Comm
+    from mpi4py.MPI import Comm, Op
 
-__all__ = ["require_alike", "require_fitting_streams", "trouble_with_streams"]
+__all__ = [
+    "Said",
+    "require_alike",
+    "require_fitting_streams",
+    "require_same_reading",
+    "sum_of_readings",
+    "trouble_with_readings",
+    "trouble_with_streams",
+]
+
+_NEXT_BATCH = "the next batch of a stream"
+
+
+class Said(NamedTuple):
+    """What a rank tells the others of what it read for one batch."""
+
+    num_read: int
+    """Samples of the epoch so far."""
+    digests: bytes = b""
+    """Of the samples since the batch before, one after the other; empty: not compared."""
+    failure: str = ""
+    """Why its stream could not be read."""
 
 
 def require_alike(
@@ -56,13 +82,7 @@ def require_fitting_streams(
     """
     roll_call(comm, "the beginning of a stream", timeout_s=timeout_s)
     told: list[Opening | str] = comm.allgather(opening or failure)
-    failed = {rank: text for rank, text in enumerate(told) if isinstance(text, str)}
-    if failed:
-        rank, text = next(iter(failed.items()))
-        raise DataError(
-            f"the stream of rank {format_ranges(failed, limit=16)} of {len(told)} could not be "
-            f"read; rank {rank}: {text}"
-        )
+    _refuse_failures([text if isinstance(text, str) else "" for text in told])
     openings = [found for found in told if not isinstance(found, str)]
     trouble = trouble_with_streams(openings, split)
     if trouble is not None:
@@ -72,6 +92,118 @@ def require_fitting_streams(
             f"samples of type {openings[0].shown} have no content that can be compared: whether "
             "all ranks read the same stream is not checked"
         )
+
+
+def require_same_reading(comm: Comm, said: Said) -> None:
+    """Collective: refuse a stream that has other samples, more or fewer, than those of other ranks.
+
+    Every rank calls it before every batch, and when its stream has ended, so that all ranks end
+    together. Costs one message of 40 bytes; only where something differs the ranks send more.
+
+    Args:
+        comm: The ranks.
+        said: What this rank read.
+
+    Raises:
+        DataError: the stream of another rank could not be read.
+        ConfigError: on all ranks, with the ranks and what to do.
+    """
+    # 63 bits: the digest and its negative must be numbers of MPI.
+    digest = hashlib.blake2b(said.digests, digest_size=8).digest()
+    short = int.from_bytes(digest, "little") >> 1
+    from mpi4py import MPI
+
+    own = [said.num_read, -said.num_read, short, -short, bool(said.failure)]
+    most_read, least_read, highest, lowest, failed = _reduce(comm, own, MPI.MAX)
+    if most_read == -least_read and highest == -lowest and not failed:
+        return
+    told: list[Said] = comm.allgather(said)
+    _refuse_failures([each.failure for each in told])
+    raise ConfigError(trouble_with_readings(told))
+
+
+def sum_of_readings(comm: Comm, num_samples: int, failure: str) -> int:
+    """Collective: how many samples all ranks have for the next batch.
+
+    Args:
+        comm: The ranks.
+        num_samples: This rank's.
+        failure: Why its stream could not be read, or nothing.
+
+    Raises:
+        DataError: the stream of another rank could not be read.
+    """
+    from mpi4py import MPI
+
+    total, failed = _reduce(comm, [num_samples, bool(failure)], MPI.SUM)
+    if failed:
+        _refuse_failures(comm.allgather(failure))
+    return int(total)
+
+
+def _reduce(comm: Comm, numbers: Sequence[int], op: Op) -> npt.NDArray[np.int64]:
+    """Collective: numbers of all ranks, put together one by one."""
+    mine, result = np.array(numbers, np.int64), np.empty(len(numbers), np.int64)
+    if comm.Get_size() == 1:
+        return mine
+    with announced(comm, _NEXT_BATCH) as timeout_s:
+        finish([comm.Iallreduce(mine, result, op)], _NEXT_BATCH, timeout_s=timeout_s)
+    return result
+
+
+def _refuse_failures(told: Sequence[str]) -> None:
+    failed = {rank: text for rank, text in enumerate(told) if text}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise DataError(
+            f"the stream of rank {format_ranges(failed, limit=16)} of {len(told)} could not be "
+            f"read; rank {rank}: {text}"
+        )
+
+
+def trouble_with_readings(told: Sequence[Said]) -> str:
+    """In what way ranks differ that read one stream up to the same batch. Pure."""
+    size = len(told)
+    first = _cut(told[0].digests)
+    begin = told[0].num_read - len(first)
+    places = {
+        rank: _first_difference(first, own)
+        for rank, own in enumerate(_cut(said.digests) for said in told)
+    }
+    others = [
+        rank
+        for rank, place in places.items()
+        if place < min(len(first), len(told[rank].digests) // DIGEST_BYTES)
+    ]
+    if others:
+        place = min(places[rank] for rank in others)
+        others = [rank for rank in others if places[rank] == place]
+        return (
+            f"the streams of the ranks differ: sample {begin + place} on rank "
+            f"{format_ranges(others, limit=16)} of {size} is not the one of rank 0, though the "
+            "streams began alike. A Loader expects one stream: every rank reads all of it and "
+            f"keeps 1 sample in {size}, so samples would be lost. See that all ranks read the same "
+            "files in the same order, and that shuffling is seeded alike on all ranks. If each "
+            "rank's stream is its own part, pass split='already'; if the samples are the same and "
+            "only their augmentation differs, pass split='same'"
+        )
+    longest = max(said.num_read for said in told)
+    short = [rank for rank, said in enumerate(told) if said.num_read < longest]
+    counts = ", ".join(f"{told[rank].num_read} on rank {rank}" for rank in sorted(short[:4])) + (
+        ", ..." if len(short) > 4 else ""
+    )
+    full = next(rank for rank, said in enumerate(told) if said.num_read == longest)
+    return (
+        f"the streams of the ranks differ in length: that of rank {format_ranges(short, limit=16)} "
+        f"of {size} has ended (samples: {counts}), and rank {full} has read {longest} samples. A "
+        f"Loader expects one stream: every rank reads all of it and keeps 1 sample in {size}, so "
+        "samples would be lost. See that all ranks read the same files; if each rank's stream is "
+        "its own part, pass split='already', which allows different lengths"
+    )
+
+
+def _cut(digests: bytes) -> list[bytes]:
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
 
 
 def trouble_with_streams(openings: Sequence[Opening], split: Split) -> str | None:

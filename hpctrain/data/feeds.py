@@ -5,28 +5,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-import numpy as np
 from torch.utils.data import IterableDataset
 
-from hpctrain.data.alike import require_fitting_streams
+from hpctrain.data.alike import Said, require_fitting_streams, require_same_reading, sum_of_readings
 from hpctrain.data.mapped import MapSource, no_rows
 from hpctrain.data.partition import Batching, Indices, Part, Seat, plan_parts
 from hpctrain.data.shuffle import Draw, Order, Plan
 from hpctrain.data.source import ArraySource, Batch, Scattered, Source, as_tensor, map_leaves
-from hpctrain.data.stream import Opening, Split, Stream
+from hpctrain.data.stream import Opening, Reading, Split, Stream
 from hpctrain.data.workers import Job, WorkerOptions, Workers
 from hpctrain.errors import ConfigError, HpcTrainError
-from hpctrain.world import derive_seed, finish
+from hpctrain.world import derive_seed
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
 __all__ = ["Feed", "MapFeed", "ScatteredFeed", "SourceFeed", "StreamFeed", "Where", "order_of"]
 
+T = TypeVar("T")
+
 _TIMEOUT_S = 300.0
-"""How long ranks wait for one whose stream does not come."""
+"""How long ranks wait for one whose stream does not begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +219,7 @@ class StreamFeed:
             opening = cast(Opening, next(items))
         except Exception as error:  # the user's stream may raise anything, and the others wait
             failure = error
-        told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        told = _tell(failure)
         try:
             if self._seat.num_ranks > 1:
                 require_fitting_streams(comm, opening, told, self._split, timeout_s=_TIMEOUT_S)
@@ -227,7 +228,10 @@ class StreamFeed:
                 raise
         if failure is not None:
             raise failure
-        self._begun = items if self._split != "already" else self._together(items, where, comm)
+        if self._split == "already":
+            self._begun = self._together(items, where, comm)
+        else:
+            self._begun = self._compared(items, comm)
 
     def read(self, where: Where) -> Iterator[tuple[Part, Batch]]:
         """Batches in the stream's own order."""
@@ -240,6 +244,30 @@ class StreamFeed:
         """Let a stream go that was begun and not read."""
         self._begun = None
 
+    def _compared(self, items: Iterator[Reading], comm: Comm) -> Iterator[tuple[Part, Batch]]:
+        """Collective: batches of one stream that every rank reads, as long as it is one.
+
+        Streams that begin alike may differ later, and may differ in length. A rank that went on
+        alone would wait for the others in vain, so they compare before every batch.
+        """
+        num_read = 0
+        while True:
+            reading, failure = _next(items)
+            if self._seat.num_ranks > 1:
+                digests = b""
+                if reading is not None:
+                    num_read, digests = reading.num_read, reading.digests
+                try:
+                    require_same_reading(comm, Said(num_read, digests, _tell(failure)))
+                except HpcTrainError:
+                    if failure is None:
+                        raise
+            if failure is not None:
+                raise failure
+            if reading is None or reading.part is None:
+                return
+            yield reading.part, reading.batch
+
     def _together(
         self, items: Iterator[tuple[Part, Batch]], where: Where, comm: Comm
     ) -> Iterator[tuple[Part, Batch]]:
@@ -251,9 +279,16 @@ class StreamFeed:
         stop, size = where.start, self._batching.global_batch
         template: Batch = None
         while True:
-            part, batch = next(items, (None, None))
+            item, failure = _next(items)
+            part, batch = (None, None) if item is None else item
             count = 0 if part is None else part.num_samples
-            total = _sum(comm, count)
+            try:
+                total = sum_of_readings(comm, count, _tell(failure))
+            except HpcTrainError:
+                if failure is None:
+                    raise
+            if failure is not None:
+                raise failure
             if total == 0 or (self._batching.drop_last and total < size):
                 return
             stop += size
@@ -261,17 +296,16 @@ class StreamFeed:
             yield Part(stop, total, count), batch if count else map_leaves(no_rows, template)
 
 
-def _sum(comm: Comm, number: int) -> int:
-    """Collective: the sum over all ranks."""
-    if comm.Get_size() == 1:
-        return number
-    mine, total = np.array([number], np.int64), np.empty(1, np.int64)
-    finish(
-        [comm.Iallreduce(mine, total)],
-        "the next batch of other ranks' streams",
-        timeout_s=_TIMEOUT_S,
-    )
-    return int(total[0])
+def _next(items: Iterator[T]) -> tuple[T | None, Exception | None]:
+    """What comes next, if anything does; and why it could not be read, for the others wait."""
+    try:
+        return next(items, None), None
+    except Exception as error:  # the user's stream may raise anything
+        return None, error
+
+
+def _tell(failure: Exception | None) -> str:
+    return "" if failure is None else f"{type(failure).__name__}: {failure}"
 
 
 class _StreamBatches(IterableDataset[Any]):
@@ -283,7 +317,7 @@ class _StreamBatches(IterableDataset[Any]):
         self._stream, self._batching, self._seat = stream, batching, seat
         self._where, self._split = where, split
 
-    def __iter__(self) -> Iterator[Opening | tuple[Part, Batch]]:
+    def __iter__(self) -> Iterator[Opening | Reading | tuple[Part, Batch]]:
         where = self._where
         return self._stream.read(
             self._batching,

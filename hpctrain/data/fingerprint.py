@@ -12,14 +12,17 @@ import torch
 
 from hpctrain.data.columns import as_bytes
 
-__all__ = ["digest_sample", "is_read", "show_sample"]
+__all__ = ["DIGEST_BYTES", "digest_sample", "is_read", "show_sample"]
 
-_DIGEST_BYTES = 8
+DIGEST_BYTES = 8
+"""The length of a digest."""
+
 _SHOWN = 48
+_NUM_PIECES = 64
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
-def digest_sample(sample: Any) -> bytes:
+def digest_sample(sample: Any, *, most_bytes: int | None = None) -> bytes:
     """A short digest of what a sample holds.
 
     Equal samples have equal digests in every process: nothing depends on addresses, on hash seeds
@@ -29,10 +32,12 @@ def digest_sample(sample: Any) -> bytes:
     Args:
         sample: Tensors, arrays, numbers, text, bytes, images and dataclasses, alone or in tuples,
             lists, sets and dicts.
+        most_bytes: Of longer arrays, tensors and bytes only so many count, in 64 pieces that are
+            spread over them evenly: for samples that are digested all the time. None: all.
     """
-    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    _add(found, sample)
-    return found.digest()
+    found = _Digest(most_bytes)
+    found.add(sample)
+    return found.hash.digest()
 
 
 def is_read(sample: Any) -> bool:
@@ -82,57 +87,73 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def _add(found: Any, part: Any) -> None:
+def _spread(length: int, most: int | None) -> list[slice]:
+    """Which pieces of something that long count: all, or the beginnings of 64 parts and the end."""
+    if most is None or length <= most:
+        return [slice(length)]
+    size = max(1, most // _NUM_PIECES)
+    starts = [length * number // _NUM_PIECES for number in range(_NUM_PIECES)]
+    return [slice(start, start + size) for start in (*starts, length - size)]
+
+
+class _Digest:
     """Every piece goes in with its type and its size, so that no two trees read alike."""
-    if isinstance(part, torch.Tensor):
-        _add_tensor(found, part)
-    elif isinstance(part, np.ndarray | np.generic):
-        _add_array(found, np.asarray(part))
-    elif isinstance(part, str):
-        _add_bytes(found, "str", part.encode("utf-8", "surrogatepass"))
-    elif isinstance(part, bytes | bytearray | memoryview):
-        _add_bytes(found, "bytes", bytes(part))
-    elif isinstance(part, _PLAIN):
-        _add_bytes(found, type(part).__name__, repr(part).encode())
-    elif isinstance(part, Mapping):
-        keyed = sorted(part.items(), key=lambda item: digest_sample(item[0]))
-        _add_all(found, "dict", (side for item in keyed for side in item), 2 * len(part))
-    elif isinstance(part, tuple | list):
-        _add_all(found, "list", part, len(part))
-    elif isinstance(part, set | frozenset):
-        _add_bytes(found, "set", b"".join(sorted(map(digest_sample, part))))
-    elif is_dataclass(part) and not isinstance(part, type):
-        values = [getattr(part, field.name) for field in fields(part)]
-        _add_all(found, type(part).__qualname__, values, len(values))
-    elif _is_image(part):
-        _add_bytes(found, f"image {part.mode} {part.size}", part.tobytes())
-    else:
-        _add_bytes(found, type(part).__qualname__, b"")
 
+    def __init__(self, most_bytes: int | None) -> None:
+        self.hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._most = most_bytes
 
-def _add_all(found: Any, kind: str, parts: Iterable[Any], count: int) -> None:
-    _add_bytes(found, kind, str(count).encode())
-    for part in parts:
-        _add(found, part)
+    def add(self, part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            self._add_tensor(part)
+        elif isinstance(part, np.ndarray | np.generic):
+            self._add_array(np.asarray(part))
+        elif isinstance(part, str):
+            self._add_bytes("str", part.encode("utf-8", "surrogatepass"))
+        elif isinstance(part, bytes | bytearray | memoryview):
+            self._add_bytes("bytes", bytes(part))
+        elif isinstance(part, _PLAIN):
+            self._add_bytes(type(part).__name__, repr(part).encode())
+        elif isinstance(part, Mapping):
+            keyed = sorted(part.items(), key=lambda item: digest_sample(item[0]))
+            self._add_all("dict", (side for item in keyed for side in item), 2 * len(part))
+        elif isinstance(part, tuple | list):
+            self._add_all("list", part, len(part))
+        elif isinstance(part, set | frozenset):
+            self._add_bytes("set", b"".join(sorted(map(digest_sample, part))))
+        elif is_dataclass(part) and not isinstance(part, type):
+            values = [getattr(part, field.name) for field in fields(part)]
+            self._add_all(type(part).__qualname__, values, len(values))
+        elif _is_image(part):
+            self._add_bytes(f"image {part.mode} {part.size}", part.tobytes())
+        else:
+            self._add_bytes(type(part).__qualname__, b"")
 
+    def _add_all(self, kind: str, parts: Iterable[Any], count: int) -> None:
+        self._add_bytes(kind, str(count).encode())
+        for part in parts:
+            self.add(part)
 
-def _add_bytes(found: Any, kind: str, content: bytes | memoryview) -> None:
-    found.update(f"{kind} {len(content)}:".encode())
-    found.update(content)
+    def _add_bytes(self, kind: str, content: bytes | memoryview) -> None:
+        self.hash.update(f"{kind} {len(content)}:".encode())
+        for piece in _spread(len(content), self._most):
+            self.hash.update(content[piece])
 
+    def _add_array(self, array: np.ndarray[Any, Any]) -> None:
+        kind = f"array {array.dtype.str} {array.shape}"
+        if array.dtype.hasobject:
+            self._add_all(kind, array.ravel().tolist(), array.size)
+            return
+        self.hash.update(f"{kind} {array.nbytes}:".encode())
+        flat = array.reshape(-1)
+        most = None if self._most is None else self._most // max(1, array.itemsize)
+        for piece in _spread(array.size, most):
+            self.hash.update(flat[piece].tobytes())
 
-def _add_array(found: Any, array: np.ndarray[Any, Any]) -> None:
-    kind = f"array {array.dtype.str} {array.shape}"
-    if array.dtype.hasobject:
-        _add_all(found, kind, array.ravel().tolist(), array.size)
-    else:
-        _add_bytes(found, kind, np.ascontiguousarray(array).tobytes())
-
-
-def _add_tensor(found: Any, tensor: torch.Tensor) -> None:
-    kind = f"tensor {tensor.dtype} {tuple(tensor.shape)}"
-    if not _is_plain(tensor):
-        _add_bytes(found, kind, b"")
-        return
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    _add_bytes(found, kind, as_bytes(plain).tobytes())
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        kind = f"tensor {tensor.dtype} {tuple(tensor.shape)}"
+        if not _is_plain(tensor):
+            self._add_bytes(kind, b"")
+            return
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        self._add_bytes(kind, as_bytes(plain).reshape(-1).data)

@@ -144,7 +144,7 @@ class Loader:
         collate: Makes a batch of a list of samples, as in torch.
         device: Where batches go; None takes the world's.
         split: Of streams (`IterableDataset`). None: every rank has the same stream, and keeps its
-            part of it; the beginnings are compared. `same`: they are not compared. `already`:
+            part of it; they are compared. `same`: only their lengths are compared. `already`:
             every rank's stream is its own part of the data.
         sample_weights: One number for each sample: an epoch is draws with replacement, as likely as
             they say.

@@ -16,13 +16,16 @@ from hpctrain.data.source import Batch, map_leaves
 from hpctrain.errors import DataError
 from hpctrain.world import derive_seed
 
-__all__ = ["Opening", "Split", "Stream"]
+__all__ = ["Opening", "Reading", "Split", "Stream"]
 
 Split: TypeAlias = Literal["already", "same"] | None
 """`already`: every rank's stream is its own part. `same`: the streams are one, unchecked."""
 
 _COMPARED = 16
 """Samples at the beginning of a stream by which the streams of ranks are compared."""
+
+_MOST_BYTES = 1 << 16
+"""Of one array of a sample; longer ones are compared in pieces, for every sample is compared."""
 
 
 class Opening(NamedTuple):
@@ -34,6 +37,18 @@ class Opening(NamedTuple):
     """The first one in words."""
     is_read: bool
     """Whether the digests cover content, rather than types alone."""
+
+
+class Reading(NamedTuple):
+    """What a rank read of a stream that all ranks read, for one batch."""
+
+    part: Part | None
+    """None: the epoch has ended."""
+    batch: Batch
+    num_read: int
+    """Samples of the epoch so far."""
+    digests: bytes
+    """Of the samples since the reading before, one after the other; empty: not compared."""
 
 
 class Stream:
@@ -57,8 +72,10 @@ class Stream:
         seed: int,
         epoch: int,
         split: Split = None,
-    ) -> Iterator[Opening | tuple[Part, Batch]]:
+    ) -> Iterator[Opening | Reading | tuple[Part, Batch]]:
         """How the stream begins; then every batch that is left of an epoch, as this rank sees it.
+
+        Of a stream that all ranks read: readings, the last one without a batch.
 
         Args:
             batching: How the stream is cut.
@@ -88,7 +105,8 @@ class Stream:
         if split == "already":
             yield from _own_batches(samples, own, collating, batching, seat, start)
         else:
-            yield from _dealt_batches(samples, own, collating, batching, seat, start)
+            is_compared = num_compared > 0
+            yield from _dealt_batches(samples, own, collating, batching, seat, start, is_compared)
 
 
 class _Collating:
@@ -118,7 +136,8 @@ def _dealt_batches(
     batching: Batching,
     seat: Seat,
     start: int,
-) -> Iterator[tuple[Part, Batch]]:
+    is_compared: bool,
+) -> Iterator[Reading]:
     """This rank's part of one stream that all ranks read whole."""
     with own:
         num_read = sum(1 for _ in islice(samples, start))
@@ -131,21 +150,27 @@ def _dealt_batches(
     latest: Any = None
     while True:
         wanted = batching.lookahead - (num_read - start)
+        digests = bytearray()
         with own:
             for sample in islice(samples, wanted):
                 latest = sample
                 if num_read % seat.num_ranks == seat.rank:
                     ahead.append(sample)
                 num_read += 1
+                if is_compared:
+                    digests += digest_sample(sample, most_bytes=_MOST_BYTES)
         size = batching.next_size(num_read - start)
         if size == 0:
+            yield Reading(None, None, num_read, bytes(digests))
             return
         places = seat.part_of(range(start, start + size))
         count = len(places)
         mine = [ahead.popleft() for _ in range(count)]
         batch = collate(mine or [latest], places[0] if count else start)
         start += size
-        yield Part(start, size, count), batch if mine else map_leaves(no_rows, batch)
+        if not mine:
+            batch = map_leaves(no_rows, batch)
+        yield Reading(Part(start, size, count), batch, num_read, bytes(digests))
 
 
 def _own_batches(

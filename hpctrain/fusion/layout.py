@@ -30,8 +30,9 @@ __all__ = [
 ]
 
 
-CONTROL_WORDS = 12
-"""See `hpctrain.replica.words`: sample counts, the number of the step, what a rank has found."""
+CONTROL_WORDS = 14
+"""See `hpctrain.replica.words`: sample counts, the number of the step, what a rank has found.
+The last one says that a backward pass was interrupted."""
 
 _ALIGN_BYTES = 64
 # Exact for the counts that control words carry; half precisions are not.

@@ -177,6 +177,7 @@ class _Job:
                     self._pass_on(warned[num_passed_on])
                     num_passed_on += 1
                 if deadline is None and interrupted is not None:
+                    _announce_end(interrupted)
                     _resume(self._below(below))
                     self.process.send_signal(signal.SIGTERM)
                     deadline = time.monotonic() + _GRACE_S
@@ -198,7 +199,7 @@ class _Job:
                 self._kill(below)
         self.listener.drain(timeout_s=2.0)
         self.listener.close()
-        return self._conclude(interrupted)
+        return self._conclude(interrupted, warned)
 
     def _pass_on(self, number: int) -> None:
         """Hand a warning to the ranks: those of this host, for one is enough where they agree.
@@ -251,7 +252,7 @@ class _Job:
         first_gone = sorted(failed, key=lambda outcome: self.listener.gone.index(outcome.rank))
         return next(iter([*told, *first_gone]), None)
 
-    def _conclude(self, interrupted: int | None) -> int:
+    def _conclude(self, interrupted: int | None, passed_on: Sequence[int]) -> int:
         code = self.process.wait(timeout=10)
         if code < 0:  # mpirun itself was killed
             code = 128 - code
@@ -259,7 +260,7 @@ class _Job:
         if interrupted == signal.SIGTERM and left == [REQUEUE] * self.listener.num_ranks:
             return REQUEUE  # ended by the first SIGTERM after all: everything is saved
         if interrupted is not None:
-            name = signal.Signals(interrupted).name
+            name = _name(interrupted)
             log.notice(f"interrupted by {name}; all ranks ended; exit code {128 + interrupted}")
             return 128 + interrupted
         screen = self.listener.screen
@@ -274,15 +275,23 @@ class _Job:
         sys.stderr.buffer.write(screen.hidden.get(failed.rank, b""))
         sys.stderr.flush()
         if failed.code < 0:
+            # Hydra gives the bare number of a signal and says so; Open MPI and shells 128 more.
+            if code < 65 and b"(signal" in screen.launcher_words:
+                code += 128
+            ended_by = next((number for number in passed_on if code == 128 + number), None)
+            if ended_by is not None:
+                log.notice(
+                    f"rank {failed.rank} on {failed.host} was ended by the {_name(ended_by)} that "
+                    f"was passed on to it, before a Saver or another handler was there to act on "
+                    f"it; all ranks ended; exit code {code}"
+                )
+                return code
             killed = count_oom_kills() - self.num_oom_kills
             why = f"; the OOM killer killed {killed} here" if killed > 0 else ""
             cause = f"{failed.cause}{why}"
             log.notice(f"rank {failed.rank} on {failed.host}: {cause}; all ranks ended")
             note_failed_hosts(current_launch(), [failed.host])
-            # Hydra gives the bare number of a signal and says so; Open MPI and shells 128 more.
-            if code == 0:
-                return 128 + signal.SIGKILL
-            return 128 + code if code < 65 and b"(signal" in screen.launcher_words else code
+            return 128 + signal.SIGKILL if code == 0 else code
         return failed.code
 
     def _kill(self, known: dict[int, psutil.Process]) -> None:
@@ -292,6 +301,18 @@ class _Job:
                 process.kill()
         self.process.kill()
         self.process.wait(timeout=10)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _announce_end(number: int) -> None:
+    """Say why the ranks get SIGTERM now, before one of them names it as what made it stop."""
+    log.notice(
+        f"{_name(number)}: all ranks get SIGTERM; those with a Saver save first; what has not "
+        f"ended in {_GRACE_S:g} s is killed"
+    )
 
 
 def _resume(processes: Iterable[psutil.Process]) -> bool:

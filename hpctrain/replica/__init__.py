@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from hpctrain import log
 from hpctrain.connection import Connection, connect
 from hpctrain.engines import Engine
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.optim import combine, spans_of
+from hpctrain.optim import combine, members_of, spans_of
 from hpctrain.precision import LossScaling, PrecisionName
 from hpctrain.replica.arguments import (
     agree_on_arguments,
@@ -129,6 +130,8 @@ def distribute(
         nonfinite=nonfinite,
     )
     if trouble is None:
+        trouble = _belongs_already(trained)
+    if trouble is None:
         try:
             engine = choose_engine(engine, horovod, bucket_bytes=bucket_bytes)
         except ConfigError as error:
@@ -221,6 +224,24 @@ def distribute(
     if asked is not None and world.bench.take_replica():
         SweepTimer(replica, asked)
     return replica
+
+
+def _belongs_already(optimizer: torch.optim.Optimizer) -> str | None:
+    """Whose an optimizer is: two replicas would both exchange, and both divide its update."""
+    for member in members_of(optimizer):
+        owners = (getattr(hook, "__self__", None) for hook in _step_hooks(member))
+        if any(isinstance(owner, Replica) for owner in owners):
+            return (
+                f"distribute: this {type(member).__name__} belongs to a replica already, which an "
+                "earlier distribute() made; go on with that replica, or call its close() before "
+                "you distribute again. To train several models, give each an optimizer of its own"
+            )
+    return None
+
+
+def _step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    return list(hooks.values())
 
 
 _replicas: weakref.WeakKeyDictionary[World, list[weakref.ref[Replica]]] = (

@@ -24,9 +24,11 @@ from hpctrain.replica.finite import FiniteCheck
 from hpctrain.replica.habits import (
     check_finished,
     check_gradients,
+    check_not_in_backward,
     check_plain,
     check_stepped,
     check_unchanged,
+    check_untouched,
 )
 from hpctrain.replica.hints import check_state, explain_missing, own_statistics
 from hpctrain.replica.joining import Joining
@@ -108,7 +110,7 @@ class Replica:
         """A parameter and its gradient, as the last exchange or step has left it."""
         self._nonfinite: tuple[Words, str | None] | None = None
         """The sums in which a rank said that something is not finite, and what this rank found."""
-        self._num_exchanges = self._num_updates = 0
+        self._num_exchanges = self._num_updates = self._num_loads = 0
         world.shares.forget()  # batches that were looked at before there was anything to train
         self._batches_before = world.shares.num_batches
         self._late: list[LateSums] = []
@@ -130,7 +132,11 @@ class Replica:
             # Before a divided update, which must be last, and before it evaluates a closure.
             hooks: OrderedDict[int, Any] = member._optimizer_step_pre_hooks  # type: ignore[assignment]
             hooks.move_to_end(before.id, last=False)
-            self._step_hooks += [before, member.register_step_post_hook(self._after_step)]
+            self._step_hooks += [
+                before,
+                member.register_step_post_hook(self._after_step),
+                member.register_load_state_dict_post_hook(self._count_load),
+            ]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -163,7 +169,9 @@ class Replica:
     def _rebuild_mode(self, *, broadcast: bool) -> None:
         """Collective: lay the gradients out anew."""
         self._mode.close()
+        num_loads = self._num_loads
         self._mode = self._rebuild(broadcast)
+        self._num_loads = num_loads  # others take rank 0's state there
         self._identity = identity(self.optimizer)
         self._names = named_parameters(self.model, self.optimizer)[0]
         if self._passes.watches:
@@ -359,6 +367,7 @@ class Replica:
     def _end_pass(self) -> None:
         """Collective unless under `no_sync()`: `loss.backward()` is about to return."""
         try:
+            check_untouched(self._mode)
             self._end_plain()
         finally:
             if self._observers:
@@ -482,6 +491,7 @@ class Replica:
             sequence=self._num_exchanges + self._num_updates + self._num_batches(),
             rates=digest_rates(self.optimizer.param_groups),
             finding=self._finite.finding,
+            loads=self._num_loads,
         )
 
     def _num_batches(self) -> int:
@@ -631,6 +641,7 @@ class Replica:
     def count_as_all(self, comm: Comm) -> None:
         """Collective: for `join`: count the updates of a rank that has made all of them."""
         self._num_updates = max(comm.allgather(self._num_updates))
+        self._num_loads = max(comm.allgather(self._num_loads))
 
     def share_scale(self, root: int) -> None:
         """Collective: for `join`: take the loss scale of a rank that has made all steps."""
@@ -656,6 +667,7 @@ class Replica:
         Raises:
             NonFiniteError: on all ranks; too many steps in a row were skipped.
         """
+        check_not_in_backward()
         if not self._observers:
             return self._update(flush)
         with phase(self._observers, "update"):
@@ -710,6 +722,7 @@ class Replica:
         if self._observers:
             self._tell_begin("update")
         try:
+            check_not_in_backward()
             closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
             if closure is None:
                 self._check_exchanged(optimizer)
@@ -761,6 +774,10 @@ class Replica:
                 self._tell_end("update")
                 if is_step:
                     self._tell_stepped()
+
+    def _count_load(self, _optimizer: object) -> None:
+        """The user has loaded a state; all ranks must, which the next exchange sees."""
+        self._num_loads += 1
 
     def begin_batch(self, *, last: bool) -> None:
         """A batch was handed out: what Saver and Trainer tell; the same on every rank.

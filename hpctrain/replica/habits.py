@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from hpctrain.errors import ConfigError
 from hpctrain.replica.modes import Mode
 from hpctrain.replica.window import Window
@@ -9,10 +11,41 @@ from hpctrain.replica.window import Window
 __all__ = [
     "check_finished",
     "check_gradients",
+    "check_not_in_backward",
     "check_plain",
     "check_stepped",
     "check_unchanged",
+    "check_untouched",
 ]
+
+_AFTER_BACKWARD = (
+    "gradients are averaged over the ranks when backward ends, so an update inside it would use "
+    "this rank's own; call optimizer.step() after backward has returned, and remove the hook "
+    "(register_post_accumulate_grad_hook)"
+)
+
+
+def check_not_in_backward() -> None:
+    """Refuse a step in a hook of a backward pass that still runs.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if torch._C._current_autograd_node() is not None:
+        raise ConfigError(f"a step was called inside a backward pass: {_AFTER_BACKWARD}")
+
+
+def check_untouched(mode: Mode) -> None:
+    """Refuse gradients that are gone at the end of the very pass that has made them.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if mode.has_none():
+        raise ConfigError(
+            "backward has made gradients, and none is left at its end: a hook has set them to "
+            f"None, perhaps after an update by another optimizer; {_AFTER_BACKWARD}"
+        )
 
 
 def check_unchanged(window: Window) -> None:

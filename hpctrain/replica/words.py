@@ -46,8 +46,12 @@ class Words(NamedTuple):
     """1 for a rank whose loss or gradient is inf or NaN."""
     nonfinite_rank: float
     """That rank's number, else 0."""
+    loads: float = 0.0
+    """States that were loaded into the optimizer so far, modulo a small number."""
+    loads_squared: float = 0.0
     interrupted: float = 0.0
-    """1 for a rank whose backward pass raised after some gradients had left."""
+    """1 for a rank whose backward pass raised after some gradients had left; the last word, which
+    an arena that is abandoned sets by itself."""
 
 
 if len(Words._fields) != CONTROL_WORDS:
@@ -65,8 +69,10 @@ def say(
     sequence: int,
     rates: int,
     finding: str | None,
+    loads: int = 0,
 ) -> Words:
     """This rank's words."""
+    loaded = float(loads % _SEQUENCE_PERIOD) if present else 0.0
     number = float(sequence % _SEQUENCE_PERIOD) if present else 0.0
     digest = float(rates % _SEQUENCE_PERIOD) if present else 0.0
     return Words(
@@ -81,6 +87,8 @@ def say(
         rates_squared=digest * digest,
         nonfinite=float(finding is not None),
         nonfinite_rank=float(rank) if finding is not None else 0.0,
+        loads=loaded,
+        loads_squared=loaded * loaded,
     )
 
 
@@ -100,7 +108,8 @@ def check_sums(mine: Words, sums: Words, *, size: int, step: int) -> None:
         step: Names this exchange, for the message.
 
     Raises:
-        ConfigError: sample counts on some ranks only, or different learning rates.
+        ConfigError: sample counts on some ranks only, a state that was loaded on some ranks only,
+            or different learning rates.
         CollectiveError: the ranks are not in the same step, or a rank has sent half a pass.
     """
     if sums.interrupted:
@@ -126,6 +135,13 @@ def check_sums(mine: Words, sums: Words, *, size: int, step: int) -> None:
             "batch, or called backward or step, where others have not, so that different steps "
             "met; do each of these equally often on every rank (a `continue` or an `if` that only "
             "some ranks take is the usual cause)"
+        )
+    same = sums.loads == mine.loads * ranks and sums.loads_squared == mine.loads_squared * ranks
+    if mine.present and not same:
+        raise ConfigError(
+            "a state was loaded into the optimizer (load_state_dict) on some ranks and not on "
+            "others since distribute(), so that their updates would differ; load the same state on "
+            "every rank, or on rank 0 before distribute(), which makes it everyone's"
         )
     same = sums.rates == mine.rates * ranks and sums.rates_squared == mine.rates_squared * ranks
     if mine.present and not same:

@@ -249,10 +249,11 @@ class Saver:
         loader = self._loader()
         self._begin()
         if loader.epoch >= num_epochs and self.world.rank == 0:
+            done = log.format_done(loader.epoch, num_epochs, "epochs")
             log.notice(
-                f"nothing is left to do: {num_epochs} of {num_epochs} epochs are done, at step "
-                f"{self._step} of {self._store.directory}; raise num_epochs to train on, or give "
-                "another directory to begin anew"
+                f"nothing is left to do: {done}, at step {self._step} of "
+                f"{self._store.directory}; raise num_epochs to train on, or give another "
+                "directory to begin anew"
             )
         while loader.epoch < num_epochs:
             epoch = loader.epoch

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.log import format_done
+
 __all__ = ["Progress"]
 
 
@@ -54,9 +56,9 @@ class Progress:
         if self.stop_reason is not None:
             why, more = self.stop_reason, "allow more of them"
         elif steps is not None and self.step >= steps:
-            why, more = f"{self.step} of {steps} steps are done", "raise steps"
+            why, more = format_done(self.step, steps, "steps"), "raise steps"
         else:
-            why, more = f"{self.epochs_done} of {epochs} epochs are done", "raise epochs"
+            why, more = format_done(self.epochs_done, epochs, "epochs"), "raise epochs"
         return (
             f"nothing is left to do: {why}; {more} to train on, or give another run directory to "
             "begin anew"

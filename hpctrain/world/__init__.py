@@ -5,7 +5,7 @@ Importing it loads neither torch nor MPI: both are loaded where they are first u
 
 from __future__ import annotations
 
-from hpctrain.world.agreement import agree, roll_call
+from hpctrain.world.agreement import agree, announced, roll_call
 from hpctrain.world.allocator import keep_freed_memory
 from hpctrain.world.barrier import make_barrier, must_sleep
 from hpctrain.world.bench import Asked
@@ -61,6 +61,7 @@ __all__ = [
     "abort",
     "agree",
     "allocate",
+    "announced",
     "before_abort",
     "count_oom_kills",
     "current_launch",

@@ -7,6 +7,9 @@ watchdog looks for ranks that do not come; where nobody watches, a roll call doe
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import CollectiveError, HpcTrainError, TimedOutError
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
     from hpctrain.world.watched import WatchedComm
 
-__all__ = ["agree", "roll_call"]
+__all__ = ["agree", "announced", "roll_call"]
 
 _TAG = 7411
 _ALL_HERE = b"\0"
@@ -144,6 +147,25 @@ def agree(
                 for t, ranks in by_text.items()
             )
         )
+
+
+@contextmanager
+def announced(comm: Comm, what: str) -> Iterator[float]:
+    """A block that polls until all ranks of `comm` have come; gives the seconds it may last.
+
+    Where the watchdog watches, it names the ranks that do not come and ends the job: the block
+    itself then has no limit. Elsewhere it has the default one.
+
+    Args:
+        comm: The ranks.
+        what: What they meet for, in words.
+    """
+    watched = _watched(comm)
+    if watched is None:
+        yield DEFAULT_S
+        return
+    with watched.watching.announce(what, room=watched.room):
+        yield math.inf
 
 
 def _watched(comm: Comm) -> WatchedComm | None:

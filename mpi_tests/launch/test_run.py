@@ -200,6 +200,20 @@ def test_what_ends_one_rank_ends_all_within_five_seconds(script, body, code, wor
     assert "runpy" not in done.text
 
 
+@pytest.mark.parametrize(
+    ("words", "hinted"),
+    [(["-n", "2"], "-n"), (["--ranks=2"], "--ranks"), (["--epochs", "2"], None)],
+)
+def test_our_options_after_the_script_are_the_scripts_own_with_a_hint(script, words, hinted):
+    path = script("print(sys.argv[1:])")
+    done = run(*HPCTRAIN, "run", path, *words)
+    assert (done.code, done.out) == (0, f"{words}\n"), done.text
+    assert done.err.count("is passed to it; the script runs on 1 rank") == (hinted is not None)
+    if hinted:
+        assert f"put it first: hpctrain run {hinted} ... {path}" in done.err
+        assert "is passed to it" not in run(*HPCTRAIN, "run", "-n", "1", path, *words).err
+
+
 def test_the_same_error_on_all_ranks_is_printed_once(script):
     done = run(*HPCTRAIN, "run", "-n", "4", script("import nosuchmodule"))
     assert done.code == 1
@@ -234,9 +248,33 @@ def test_a_rank_that_exits_well_does_not_end_the_others(script):
     assert done.out == "done\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_that_was_passed_on_is_named_as_what_ended_the_ranks(script, number, tmp_path):
+    """Nobody has been killed, and no host is to blame."""
+    path = script("print('here', flush=True)\ntime.sleep(60)")
+    with subprocess.Popen(
+        [*HPCTRAIN, "run", "-n", "2", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment() | {"HPCTRAIN_NOTES": str(tmp_path)},
+    ) as process:
+        for _ in range(2):
+            assert process.stdout.readline() == "here\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, err
+    assert re.search(rf"was ended by the {number.name} that was passed on", err), err
+    assert "without a word" not in err
+    assert not list(tmp_path.glob("*failed*")), "no host has failed"
+
+
 @pytest.mark.alone
 def test_ctrl_c_ends_cleanly_and_leaves_nothing(script):
-    path = script("print('pid', os.getpid(), flush=True)\ntime.sleep(60)")
+    path = script(
+        "print('pid', os.getpid(), flush=True)\n"
+        "try:\n    time.sleep(60)\nfinally:\n    print('finally', flush=True)"
+    )
     with subprocess.Popen(
         [*HPCTRAIN, "run", "-n", "2", str(path)],
         stdout=subprocess.PIPE,
@@ -247,10 +285,11 @@ def test_ctrl_c_ends_cleanly_and_leaves_nothing(script):
         pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
         started = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=20)
     assert process.returncode == 130
+    assert out == ""  # without a Saver, or another handler, SIGTERM ends a process at once
     assert time.monotonic() - started < 5
-    assert "interrupted by SIGINT" in err
+    assert "interrupted by Ctrl-C (SIGINT)" in err
     assert "Traceback" not in err
     deadline = time.monotonic() + 5
     while any(start_time(pid) is not None for pid in pids) and time.monotonic() < deadline:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -202,7 +203,7 @@ with hpc.init(seed=1, device="cpu", num_threads=1) as world:
 
 def test_ctrl_c_reports_one_exit_code_where_a_saver_saves(tmp_path):
     path = tmp_path / "train.py"
-    path.write_text(SAVED)
+    path.write_text(f"try:\n{indent(SAVED, ' ' * 4)}finally:\n    print('finally')\n")
     with subprocess.Popen(
         [*HPCTRAIN, "run", "-n", "2", str(path), str(tmp_path / "run")],
         stdout=subprocess.PIPE,
@@ -212,10 +213,13 @@ def test_ctrl_c_reports_one_exit_code_where_a_saver_saves(tmp_path):
     ) as process:
         assert process.stdout.readline() == "training\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=30)
+    assert out == "finally\n" * 2
     assert process.returncode == 130, err
     assert re.findall(r"exit code (\d+)", err) == ["130"], err
-    assert err.count("interrupted by SIGINT") == 1, err
+    assert err.count("interrupted by Ctrl-C (SIGINT)") == 1, err
+    # What the user did is said before what became of it.
+    assert re.search(r"Ctrl-C \(SIGINT\): all ranks get SIGTERM.*\n(.*\n)*.*saved step", err), err
     assert "Traceback" not in err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import deque
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSa
 import hpctrain as hpc
 from hpctrain.data.shuffle import Order
 from hpctrain.errors import DataError
-from mpi_tests.datasets import Broken, Counting, Fragile, Noisy, Parts, Shares
+from mpi_tests.datasets import Broken, Counting, Fragile, Noisy, Parts, Shares, Turning
 
 
 def numbers(size):
@@ -508,12 +509,72 @@ def test_split_that_is_not_what_it_says_is_refused(world):
         hpc.Loader(world, Counting(40), global_batch=8, split="never")
 
 
-def test_a_stream_that_fails_on_one_rank_fails_on_all(world):
+@pytest.mark.parametrize("split", [None, "same", "already"])
+@pytest.mark.parametrize("after", [0, 20])
+def test_a_stream_that_fails_on_one_rank_fails_on_all(world, after, split):
     last = world.size - 1
-    loader = hpc.Loader(world, Broken(world.rank, last), global_batch=8)
+    data = Broken(world.rank, last, after)
+    if split == "already":
+        data.__class__ = BrokenPart
+    loader = hpc.Loader(world, data, global_batch=8, split=split)
     kind, told = (OSError, "is gone") if world.rank == last else (DataError, f"rank {last} of")
     with pytest.raises(kind, match=told):
         list(loader)
+    assert world.comm.allgather(loader.consumed) == [loader.consumed] * world.size
+
+
+class BrokenPart(Broken):
+    """Other samples on every rank."""
+
+    def __iter__(self):
+        return (100 * self.rank + number for number in super().__iter__())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("turns_at", [17, 23, 38, 39])
+def test_streams_that_differ_after_a_while_are_refused(world, turns_at, workers):
+    """They would lose the samples that each rank takes for another's."""
+    last = world.size - 1
+    data = Turning(40, turns_at=turns_at if world.rank == last else None)
+    loader = hpc.Loader(world, data, global_batch=8, num_workers=workers)
+    if world.size == 1:
+        assert sum(len(batch) for batch in loader) == 40
+        return
+    seen = []
+    with pytest.raises(
+        hpc.ConfigError,
+        match=rf"sample {turns_at} on rank {last} of {world.size} is not.*split='already'",
+    ):
+        seen.extend(number for batch in loader for number in batch.tolist())
+    assert max(seen, default=0) < turns_at  # refused before a sample is used
+    assert world.comm.allgather(loader.consumed) == [loader.consumed] * world.size
+    if not workers:
+        unchecked = hpc.Loader(world, data, global_batch=8, split="same")
+        assert sum(world.comm.allgather(sum(map(len, unchecked)))) == 40
+
+
+@pytest.mark.parametrize("split", [None, "same"])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("short", "long"), [(20, 21), (20, 40), (39, 40), (1, 40), (0, 3), (16, 17)]
+)
+def test_streams_that_differ_in_length_are_refused(world, short, long, drop_last, split):
+    """Some would go on alone and wait for the others, or all would lose the rest."""
+    last = world.size - 1
+    data = Turning(short if world.rank == last else long)
+    loader = hpc.Loader(world, data, global_batch=8, drop_last=drop_last, split=split)
+    if world.size == 1:
+        assert sum(len(batch) for batch in loader) == (short // 8 * 8 if drop_last else short)
+        return
+    with pytest.raises(hpc.ConfigError, match=r"(differ in length|sample \d+ on rank).*split="):
+        # A barrier as a step: whoever went on alone would wait there.
+        deque((world.comm.Barrier() for _ in loader), maxlen=0)
+    assert world.comm.allgather(loader.consumed) == [loader.consumed] * world.size
+    if split == "same" or short > 12:
+        with pytest.raises(
+            hpc.ConfigError, match=rf"rank {last} of {world.size} has ended .samples: {short} on"
+        ):
+            list(loader)
 
 
 class Unseeded(Counting):

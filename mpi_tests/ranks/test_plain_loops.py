@@ -285,6 +285,44 @@ def test_an_interrupted_pass(plain):
     p.check()
 
 
+def test_a_step_inside_a_backward_pass_is_refused(plain):
+    """It would use this rank's own gradients, before they are averaged."""
+    p = plain()
+    weight = next(p.model.parameters())
+    for step in (p.optimizer.step, p.replica.step):
+        hook = weight.register_post_accumulate_grad_hook(lambda _, step=step: bool(step()) and None)
+        with pytest.raises(hpc.ConfigError, match=r"inside a backward pass.*after backward has"):
+            p.loss(0).backward()
+        hook.remove()
+        p.replica.zero_grad()
+    for step in range(STEPS):
+        p.optimizer.zero_grad()
+        p.loss(step).backward()
+        p.optimizer.step()
+        p.own.zero_grad()
+        p.whole(step).backward()
+        p.own.step()
+    p.check()
+
+
+def test_other_optimizers_that_step_inside_a_backward_pass_are_refused(world, engines):
+    """A way to save the memory of gradients; it would train each rank alone."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"])
+    for parameter in model.parameters():
+        other = torch.optim.SGD([parameter], 0.1)
+
+        def step_at_once(_, other=other):
+            other.step()
+            other.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    with pytest.raises(hpc.ConfigError, match="none is left at its end: a hook has set them"):
+        model(torch.randn(3, 4)).square().mean().backward()
+    replica.close()
+
+
 def test_gradients_that_were_assigned_by_hand(world, plain):
     p = plain()
     for step in range(STEPS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import numpy as np
@@ -44,6 +45,50 @@ def test_arguments_that_differ_are_refused_with_rank_and_values(world, name, usu
     words = rf"{name} is {usual} on rank 0 and {odd} on rank {last}; give the same"
     with pytest.raises(hpc.ConfigError, match=words):
         hpc.distribute(world, model, sgd(model), **{name: value})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_that_belongs_to_a_replica_is_refused(world, kind, several):
+    model = nn.Linear(4, 2)
+    optimizer = kind(model.parameters(), 0.1)
+    replica = hpc.distribute(world, model, optimizer)
+    given = [optimizer] if several else optimizer
+    with pytest.raises(hpc.ConfigError, match=rf"this {kind.__name__} belongs to a.*close\(\)"):
+        hpc.distribute(world, model, given)
+    replica.close()
+    again = hpc.distribute(world, model, given)
+    model(torch.randn(3, 4)).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    again.optimizer.step()
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    again.close()
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+@pytest.mark.parametrize("by", ["optimizer", "replica"])
+def test_a_state_that_is_loaded_on_one_rank_alone_is_refused(world, by, update):
+    last = others(world)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    replica = hpc.distribute(world, model, optimizer, update=update, timeout_s=20)
+
+    def train():
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+
+    train()
+    into = optimizer if by == "optimizer" else replica
+    state = copy.deepcopy(into.state_dict())  # collective where the update is divided
+    if world.rank == last:
+        into.load_state_dict(state)
+    with pytest.raises(hpc.ConfigError, match="load the same state on every rank"):
+        train()
+    if world.rank != last:
+        into.load_state_dict(state)
+    replica.zero_grad()
+    train()  # now all have
+    replica.close()
 
 
 def test_optimizers_that_differ_are_refused(world):

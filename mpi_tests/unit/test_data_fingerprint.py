@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.alike import trouble_with_streams
+from hpctrain.data.alike import Said, trouble_with_readings, trouble_with_streams
 from hpctrain.data.fingerprint import digest_sample, is_read, show_sample
 from hpctrain.data.stream import Opening
 
@@ -159,3 +159,52 @@ def test_streams_that_do_not_go_together_are_named(openings, split, words):
     assert (trouble is None) == (words is None)
     for word in words or ():
         assert word in trouble
+
+
+def read(num_read, *samples):
+    return Said(num_read, b"".join(map(digest_sample, samples)))
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        # What differs first is named, with the ranks that have it.
+        ([read(20, 1, 2), read(20, 1, 3)], ["sample 19 on rank 1 of 2"]),
+        (
+            [read(20, 1, 2), read(20, 1, 3), read(20, 4, 2), read(20, 1, 2)],
+            ["sample 18 on rank 2 of 4"],
+        ),
+        ([read(20, 1, 2), read(19, 4)], ["sample 18 on rank 1 of 2"]),
+        # Shorter ones have ended.
+        ([read(21, 1, 2), read(20, 1)], ["rank 1 of 2 has ended", "20 on rank 1", "rank 0 has"]),
+        ([read(20, 1), read(21, 1, 2)], ["rank 0 of 2 has ended", "20 on rank 0", "read 21"]),
+        ([read(20), read(21), read(9)], ["rank 0,2 of 3 has ended", "20 on rank 0, 9 on rank 2"]),
+    ],
+)
+def test_readings_that_differ_are_named(told, words):
+    trouble = trouble_with_readings(told)
+    for word in (*words, "split='already'"):
+        assert word in trouble
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda values: values,
+        lambda values: torch.from_numpy(values),
+        lambda values: values.tobytes(),
+        lambda values: {"x": [values.reshape(8, -1).T]},
+    ],
+)
+def test_a_digest_of_pieces_sees_other_samples_and_costs_little(make):
+    rows = np.random.default_rng(1).integers(0, 255, (2, 1_000_000), np.uint8)
+    found = [digest_sample(make(row), most_bytes=1 << 16) for row in rows]
+    assert found[0] != found[1]
+    assert found[0] == digest_sample(make(rows[0].copy()), most_bytes=1 << 16)
+    assert found[0] != digest_sample(make(rows[0]))  # of all bytes
+    for place in (0, -1):
+        changed = rows[0].copy()
+        changed[place] += 1
+        assert digest_sample(make(changed), most_bytes=1 << 16) != found[0]
+    short = rows[0][: 1 << 14]
+    assert digest_sample(make(short), most_bytes=1 << 16) == digest_sample(make(short))

@@ -41,6 +41,13 @@ def test_what_is_said_of_files_means_one_thing():
         (["a"], None, {"x": "b"}, "a dict names files"),
         ([], "a.npy", None, r"rows='a\.npy' must be a list, as in rows=\['a\.npy'\]"),
         (["a"], None, "x", "columns='x' must be a list"),
+        ([], "p*.npy", None, r"as in rows=sorted\(glob\.glob\('p\*\.npy'\)\)$"),
+        ([], None, Path("p?.npy"), r"as in columns=sorted\(glob\.glob\('p\?\.npy'\)\)$"),
+        ([["a", "b"]], None, None, r"given as one list; write files\(world, rows=\['a', 'b'\]\)"),
+        ([("a",)], None, ["x"], r"given as one list; write files\(world, rows=\['a'\]\)"),
+        ([3], None, None, "files: 3 is of type int, and must be the path of a file"),
+        ([], ["a", None], None, "None is of type NoneType"),
+        ([], None, {"x": np.zeros(2)}, "is of type ndarray"),
         ([], [], None, "rows= is empty"),
         ([], None, None, "was given no file"),
     ],
@@ -48,6 +55,16 @@ def test_what_is_said_of_files_means_one_thing():
 def test_what_can_mean_two_things_is_refused(paths, rows, columns, message):
     with pytest.raises(ConfigError, match=message):
         name_files("files", paths, rows, columns)
+
+
+def test_a_pattern_that_was_not_expanded_is_named(tmp_path):
+    np.save(tmp_path / "p0.npy", np.zeros(5))
+    for named in (Named((tmp_path / "p*.npy",)), Named((tmp_path / "p*.npy",), "rows")):
+        with pytest.raises(DataError, match=r"not expanded here: write rows=sorted\(glob\.glob\("):
+            open_named(named)
+    odd = tmp_path / "p[1].npy"  # a name, not a pattern
+    np.save(odd, np.zeros(5))
+    assert len(open_named(Named((odd,)))) == 5
 
 
 def test_columns_without_being_said_only_where_they_cannot_be_parts(tmp_path):

@@ -472,6 +472,9 @@ def test_a_run_that_has_reached_its_goal_says_what_would_prolong_it():
     progress.step, progress.epochs_done = 69, 3
     by_epochs = progress.describe_end(epochs=3, steps=None)
     assert by_epochs.startswith("nothing is left to do: 3 of 3 epochs are done; raise epochs")
-    assert "69 of 60 steps are done; raise steps" in progress.describe_end(epochs=None, steps=60)
+    by_steps = progress.describe_end(epochs=None, steps=60)
+    assert "60 steps were asked for, and 69 are done already; raise steps" in by_steps
+    fewer = progress.describe_end(epochs=2, steps=None)
+    assert "2 epochs were asked for, and 3 are done already; raise epochs" in fewer
     progress.stop_reason = "2 evaluations without a better loss"
     assert "2 evaluations without a better loss" in progress.describe_end(epochs=3, steps=None)

@@ -12,7 +12,7 @@ from hpctrain.replica.words import Words, check_sums, digest_rates, say
 from hpctrain.world.shares import Shares
 
 
-def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, rates=0, finding=None):
+def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, rates=0, **more):
     return say(
         rank=rank,
         weight=1.0,
@@ -22,7 +22,7 @@ def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, rates=0
         plain=plain,
         sequence=sequence,
         rates=rates,
-        finding=finding,
+        **{"finding": None, **more},
     )
 
 
@@ -130,6 +130,16 @@ def test_an_epoch_with_uneven_batches_leaves_none_in_hand():
     shares.end_epoch()
     with pytest.raises(ConfigError, match="0 were handed out"):
         shares.take()
+
+
+@pytest.mark.parametrize("loads", [(1, 0), (0, 1, 0), (2, 1, 1, 0)])
+def test_a_state_that_was_loaded_on_some_ranks_only_is_noticed_by_every_rank(loads):
+    ranks = [words(rank, loads=number) for rank, number in enumerate(loads)]
+    for mine in ranks:
+        with pytest.raises(ConfigError, match=r"loaded into the optimizer.*on some ranks and not"):
+            check_sums(mine, added(ranks), size=len(ranks), step=0)
+    alike = [words(rank, loads=max(loads)) for rank in range(3)]
+    check_sums(alike[0], added([*alike, words(3, present=False)]), size=4, step=0)
 
 
 def test_learning_rates_are_compared():

@@ -5,6 +5,7 @@ Files whose rows follow each other are one source of many parts.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -248,11 +249,21 @@ def name_files(
     """
     for name, given in (("rows", rows), ("columns", columns)):
         if isinstance(given, str | Path):
-            raise ConfigError(
-                f"{name}={str(given)!r} must be a list, as in {name}=[{str(given)!r}]"
-            )
+            spelled = _spell_pattern(given) if _is_pattern(given) else f"[{str(given)!r}]"
+            raise ConfigError(f"{name}={str(given)!r} must be a list, as in {name}={spelled}")
         if given is not None and not given:
             raise ConfigError(f"{name}= is empty; leave it out, or name at least one")
+    named: list[object] = [*paths, *(rows or ())]
+    if not paths and rows is None and columns is not None:  # else they are names of arrays
+        named += columns.values() if isinstance(columns, Mapping) else columns
+    for one in named:
+        if isinstance(one, list | tuple) and one:
+            raise ConfigError(_both_spellings(call, one, "were given as one list"))
+        if not isinstance(one, str | os.PathLike):
+            raise ConfigError(
+                f"{call}: {one!r} is of type {type(one).__name__}, and must be the path of a "
+                "file: a text or a pathlib.Path"
+            )
     if len(paths) > 1:
         raise ConfigError(_both_spellings(call, paths, "can be parts of the rows or columns"))
     if paths and rows is not None:
@@ -272,6 +283,15 @@ def name_files(
     if isinstance(columns, Mapping):
         return Named(tuple(map(Path, columns.values())), "columns", tuple(columns))
     return Named(tuple(map(Path, columns)), "columns")
+
+
+def _is_pattern(path: str | Path) -> bool:
+    """Whether this is meant to stand for several files."""
+    return any(sign in str(path) for sign in "*?[") and not Path(path).exists()
+
+
+def _spell_pattern(pattern: str | Path) -> str:
+    return f"sorted(glob.glob({str(pattern)!r}))"
 
 
 def _both_spellings(call: str, paths: Sequence[str | Path], what: str) -> str:
@@ -357,6 +377,11 @@ def open_path(
 ) -> Source:
     """Open one file, or one folder of shards, on this rank alone."""
     if not path.exists():
+        if _is_pattern(path):
+            raise DataError(
+                f"{path} is missing; patterns are not expanded here: write rows="
+                f"{_spell_pattern(path)} where the rows of one file follow those of the other"
+            )
         raise DataError(f"{path} is missing")
     if (path / MANIFEST).is_file():  # whatever the folder is called
         return Shards(path, columns=columns, part=part)

@@ -116,7 +116,7 @@ class Data(Section):
     )
     split: Literal["already", "same"] | None = key(
         "Of streams: `already` where each rank's stream is its own part, `same` where all ranks "
-        "have one stream that is not compared; left out, one stream that is compared.",
+        "have one stream whose samples are not compared; left out, one stream that is compared.",
         default=None,
     )
     drop_last: bool = key("Leave out a last batch that is not full.", default=False)
