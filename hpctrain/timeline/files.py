@@ -25,9 +25,9 @@ class Event:
     """From 0, in the order in which a rank's threads first did something."""
     begin_ns: float
     end_ns: float
-    lane: str = ""
+    group: str = ""
     number: int = 0
-    """Of a collective: which one of its lane, the same on all ranks."""
+    """Of a collective: which one of its group, the same on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +106,9 @@ def _parse(line: str) -> Any:
 
 def _event(line: list[Any], threads: dict[int, int], begin: Offset, end: Offset | None) -> Event:
     kind, name, thread, since, until = line
-    lane, number = "", 0
+    group, number = "", 0
     if kind == "collective":
-        lane, text, name = name.split("\n", 2)
+        group, text, name = name.split("\n", 2)
         number = int(text)
     return Event(
         kind=kind,
@@ -116,6 +116,6 @@ def _event(line: list[Any], threads: dict[int, int], begin: Offset, end: Offset 
         thread=threads.setdefault(thread, len(threads)),
         begin_ns=correct(since, begin, end),
         end_ns=correct(until, begin, end),
-        lane=lane,
+        group=group,
         number=number,
     )

@@ -8,13 +8,13 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from hpctrain.data.adopting import as_source
-from hpctrain.data.arguments import Arguments, digest_data, settle
+from hpctrain.data.arguments import LoaderArguments, digest_data, resolve_arguments
 from hpctrain.data.shuffle import LARGEST_IN_MEMORY, Order
 from hpctrain.data.source import split_source
 from hpctrain.errors import ConfigError
 from mpi_tests.datasets import Counting, Noisy
 
-NOTHING = Arguments(
+NOTHING = LoaderArguments(
     global_batch=8, shuffle=None, drop_last=None, even_last=True, weights=None, prefetch=None,
     num_workers=None, start_method=None, collate=None,
 )  # fmt: skip
@@ -22,7 +22,9 @@ NOTHING = Arguments(
 
 def decide(data, has_spare=True, num_ranks=2, **said):
     fields = {name: getattr(NOTHING, name) for name in NOTHING.__slots__} | said
-    return settle(data, Arguments(**fields), rank=0, num_ranks=num_ranks, has_spare=has_spare)
+    return resolve_arguments(
+        data, LoaderArguments(**fields), rank=0, num_ranks=num_ranks, has_spare=has_spare
+    )
 
 
 class Slow:
