@@ -190,8 +190,8 @@ def _order(source: Any, shuffle: Shuffle, split: Split) -> str:
     if isinstance(source, Stream):
         if shuffle:
             raise ConfigError(
-                f"shuffle={shuffle!r}: a stream has no random access; shuffle inside the data set, "
-                "alike on all ranks"
+                f"shuffle={shuffle!r}: a stream has no random access; shuffle inside the data "
+                "set, in the same way on all ranks"
             )
         return "split" if split == "already" else "stream"
     if split is not None:
@@ -229,11 +229,13 @@ def _draw(source: Any, adopted: Adopted, given: LoaderArguments, batching: Batch
         raise ConfigError("sample_weights and lengths both choose the samples; give one of them")
     if isinstance(source, Stream | Scattered):
         raise ConfigError(
-            f"{name} needs random access, which a stream and scattered shares have not; give "
+            f"{name} needs random access, which streams and scattered data do not have; give "
             "arrays, files or a data set with __getitem__"
         )
     if given.shuffle not in (None, True):
-        raise ConfigError(f"shuffle={given.shuffle!r}: {name} says the order; leave shuffle out")
+        raise ConfigError(
+            f"shuffle={given.shuffle!r}: {name} determines the order; leave shuffle out"
+        )
     draw: WeightedDraw | LengthDraw
     if weights is not None:
         draw = WeightedDraw(weights, num_draws)

@@ -34,7 +34,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What a loader must know to go on; the same on every rank."""
+    """What a loader must know to resume; the same on every rank."""
 
     seed: int
     epoch: int
@@ -69,13 +69,13 @@ def read_state(state: Mapping[str, Any]) -> Progress:
     names = {field.name for field in fields(Progress)}
     if state.get("version") != _VERSION or names - set(state):
         raise ConfigError(
-            f"this is no state of a loader of version {_VERSION}: it has {sorted(state)}"
+            f"this is not the state of a loader of version {_VERSION}: it has {sorted(state)}"
         )
     return Progress(**{name: state[name] for name in names})
 
 
 def trouble_with(saved: Progress, own: Progress) -> str | None:
-    """Why a run cannot go on from a state with this loader, or None.
+    """Why a run cannot resume from a state with this loader, or None.
 
     Args:
         saved: The state.
@@ -85,8 +85,8 @@ def trouble_with(saved: Progress, own: Progress) -> str | None:
         was, now = getattr(saved, name), getattr(own, name)
         if was != now:
             return (
-                f"the run was begun with {name}={was!r}, and this loader has {now!r}; go on with "
-                "the same data in the same order, or begin a run in another directory"
+                f"the run started with {name}={was!r}, and this loader has {now!r}; resume with "
+                "the same data in the same order, or start a run in another directory"
             )
     if saved.fingerprint != own.fingerprint and saved.order == "local":
         if saved.consumed:
@@ -100,17 +100,17 @@ def trouble_with(saved: Progress, own: Progress) -> str | None:
                 "the weights" if saved.order == "weighted" else "the lengths, batches or buckets"
             )
             return (
-                f"the plan of epoch {saved.epoch} is another one here: {changed} have changed, or "
+                f"the plan of epoch {saved.epoch} is different here: {changed} have changed, or "
                 "numpy has; resume with the same ones until the epoch ends"
             )
     elif saved.fingerprint != own.fingerprint:
         return (
-            f"the {saved.order} order of epoch {saved.epoch} is another one here, because numpy's "
-            "version is; go on with the numpy that began the epoch, or use shuffle='keyed'"
+            f"the {saved.order} order of epoch {saved.epoch} is different here, because numpy's "
+            "version is; resume with the numpy that started the epoch, or use shuffle='keyed'"
         )
     if not saved.consumed or saved.num_ranks == own.num_ranks:
         return None
-    stopped = f"stopped inside an epoch on {saved.num_ranks} ranks and cannot go on on"
+    stopped = f"stopped inside an epoch on {saved.num_ranks} ranks and cannot resume on"
     if saved.order == "local":
         return (
             f"a local shuffle was {stopped} {own.num_ranks}; use the same number, or a global "
@@ -436,7 +436,7 @@ class Loader:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Collective: go on where a run stopped, of any number of ranks; `state` must match.
+        """Collective: resume where a run stopped, on any number of ranks; `state` must match.
 
         Raises:
             ConfigError: on all ranks, when the state does not belong to these data, or differs.

@@ -95,7 +95,7 @@ def stage(
     trouble = None
     if not copy.exists():
         trouble = (
-            f"stage: {copy}, made by the node's first rank, is not to be seen here; name a folder "
+            f"stage: {copy}, made by the node's first rank, is not visible here; name a folder "
             "that all ranks of a node see, with to="
         )
     agree(world.comm, trouble, error=DataError, timeout_s=timeout_s)
@@ -162,7 +162,7 @@ def _prepare(base: Path) -> None:
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = base.stat()
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise DataError(f"{base} is not this user's own; remove it, or give another folder by to=")
+        raise DataError(f"{base} belongs to another user; remove it, or give another folder by to=")
 
 
 def _is_complete(target: Path, listing: Listing) -> bool:

@@ -77,7 +77,9 @@ def read_rank(text: str, name: str) -> RankTrace:
     """
     lines = [line for line in map(_parse, text.splitlines()) if line is not None]
     if not lines or not isinstance(lines[0], dict) or lines[0].get("schema") != SCHEMA:
-        raise ConfigError(f"{name} is no trace of a rank ({SCHEMA}); remove it from the folder")
+        raise ConfigError(
+            f"{name} is not the trace of a rank ({SCHEMA}); remove it from the folder"
+        )
     header = lines[0]
     last = lines[-1] if isinstance(lines[-1], dict) and "end" in lines[-1] else {}
     begin = Offset(**header["clock"])

@@ -100,7 +100,7 @@ def test_what_is_said_wins_over_a_data_loader():
         (
             Noisy(9),
             {"num_workers": 2, "collate": lambda samples: samples},
-            r"num_workers=2: collate \(<lambda>, test_data_settling.py line \d+\) cannot be sent",
+            r"num_workers=2: collate \(<lambda>, test_data_arguments.py line \d+\) cannot be sent",
         ),
         (np.zeros(9), {"split": "already"}, "is for streams"),
         (np.zeros(9), {"sample_weights": [1.0] * 8}, "has 8 numbers, and there are 9 samples"),
