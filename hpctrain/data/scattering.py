@@ -262,8 +262,8 @@ def _examine(
     pickled = table.num_pickled_bytes
     if pickled > _MANY_PICKLED_BYTES:
         log.warn(
-            f"scatter: {pickled >> 20} MiB of Python objects travel as pickles, which is slow and "
-            "takes memory; arrays or tensors would not"
+            f"scatter: {log.format_bytes(pickled)} of Python objects are sent as pickles, which is "
+            "slow and takes memory; arrays or tensors would not"
         )
     return table, None
 

@@ -140,9 +140,9 @@ def _copy(source: Path, listing: Listing, target: Path, *, tell: bool) -> str | 
         free = shutil.disk_usage(target.parent).free
         if free < listing.num_bytes:
             return (
-                f"stage: {target.parent} has {free >> 20} MiB free and {source} needs "
-                f"{listing.num_bytes >> 20} MiB; give another folder with to=, or remove old "
-                "copies there"
+                f"stage: {target.parent} has {log.format_bytes(free)} free and {source} needs "
+                f"{log.format_bytes(listing.num_bytes)}; give another folder with to=, or remove "
+                "old copies there"
             )
         working = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
@@ -223,4 +223,5 @@ def _move(working: Path, target: Path, listing: Listing) -> None:
 
 def _progress(source: Path, done: int, whole: int, seconds: float) -> str:
     rate = done / max(seconds, 1e-9) / 1e6
-    return f"stage: {source.name}: {done >> 20} of {whole >> 20} MiB, {rate:.0f} MB/s"
+    told = f"{log.format_bytes(done)} of {log.format_bytes(whole)}"
+    return f"stage: {source.name}: {told}, {rate:.0f} MB/s"

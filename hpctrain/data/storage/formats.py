@@ -145,8 +145,7 @@ def open_pt(path: Path) -> torch.Tensor | dict[str, torch.Tensor] | tuple[torch.
         return parts
     raise DataError(
         f"{path} holds a {type(content).__name__} that is not a table of samples; save a tensor, "
-        "or "
-        "a dict or tuple of tensors whose first axis is the samples"
+        "or a dict or tuple of tensors whose first axis is the samples"
     )
 
 
