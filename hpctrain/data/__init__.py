@@ -11,7 +11,7 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.data.adopting import is_stream
-    from hpctrain.data.arguments import Arguments, settle
+    from hpctrain.data.arguments import LoaderArguments, resolve_arguments
     from hpctrain.data.gathering import gather
     from hpctrain.data.loader import Loader
     from hpctrain.data.partition import (
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHUNK_BYTES",
-    "Arguments",
     "ArraySource",
     "Batch",
     "Batching",
     "Loader",
+    "LoaderArguments",
     "Seat",
     "Shard",
     "Shared",
@@ -64,8 +64,8 @@ __all__ = [
     "plan_parts",
     "read_manifest",
     "reshuffle",
+    "resolve_arguments",
     "scatter",
-    "settle",
     "share",
     "split",
     "split_bytes",
@@ -82,8 +82,8 @@ __getattr__ = lazy(
     {
         ".adopting": ("is_stream",),
         ".arguments": (
-            "Arguments",
-            "settle",
+            "LoaderArguments",
+            "resolve_arguments",
         ),
         ".gathering": ("gather",),
         ".loader": ("Loader",),

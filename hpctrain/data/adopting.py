@@ -149,7 +149,7 @@ def as_source(data: Any, collate: Collate | None) -> Source | Scattered | MapSou
         return _without_collate(data, collate)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise ConfigError(
-            f"{type(data).__name__} is no source: give arrays, a data set with __len__ and "
+            f"{type(data).__name__} is not a data source; give arrays, a data set with __len__ and "
             "__getitem__, an IterableDataset, a DataLoader, or something with take(indices)"
         )
     return MapSource(data, collate)

@@ -20,7 +20,7 @@ from hpctrain.data.stream import Split, Stream
 from hpctrain.data.workers import WorkerOptions, trouble_with_function
 from hpctrain.errors import ConfigError
 
-__all__ = ["Arguments", "Settled", "Shuffle", "digest_data", "settle"]
+__all__ = ["LoaderArguments", "LoaderSetup", "Shuffle", "digest_data", "resolve_arguments"]
 
 
 Shuffle: TypeAlias = bool | Literal["keyed", "numpy", "local"] | None
@@ -38,8 +38,8 @@ _COMPARED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments:
-    """What the user said; see `Loader`."""
+class LoaderArguments:
+    """What the user gave to a `Loader`."""
 
     global_batch: int | None
     shuffle: Shuffle
@@ -58,7 +58,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
+class LoaderSetup:
     """What a loader runs with."""
 
     feed: Feed
@@ -71,12 +71,14 @@ class Settled:
     """How epochs are drawn that are not a plain shuffle."""
 
 
-def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: bool) -> Settled:
+def resolve_arguments(
+    data: Any, given: LoaderArguments, *, rank: int, num_ranks: int, has_spare: bool
+) -> LoaderSetup:
     """Decide everything that can be decided without communication.
 
     Args:
         data: What the user handed over.
-        said: The other arguments.
+        given: The other arguments.
         rank: This rank.
         num_ranks: How many there are.
         has_spare: Whether something else than the loop's cores can fetch large batches: there are
@@ -86,21 +88,21 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
         ConfigError: an argument is wrong, or does not go together with the data.
     """
     adopted = adopt(data)
-    batching = _batching(adopted, said, num_ranks)
-    seat = Seat(rank=rank, num_ranks=num_ranks, weights=_weights(said.weights, num_ranks))
-    source = as_source(adopted.dataset, said.collate or adopted.collate)
-    shuffle = adopted.shuffle if said.shuffle is None else said.shuffle
-    order = _order(source, shuffle, said.split)
-    draw = _draw(source, adopted, said, batching)
+    batching = _batching(adopted, given, num_ranks)
+    seat = Seat(rank=rank, num_ranks=num_ranks, weights=_weights(given.weights, num_ranks))
+    source = as_source(adopted.dataset, given.collate or adopted.collate)
+    shuffle = adopted.shuffle if given.shuffle is None else given.shuffle
+    order = _order(source, shuffle, given.split)
+    draw = _draw(source, adopted, given, batching)
     order = order if draw is None else draw.kind
-    options = _workers(adopted, said)
+    options = _workers(adopted, given)
     if options.num_workers:
-        trouble = trouble_with_function("collate", said.collate or adopted.collate)
+        trouble = trouble_with_function("collate", given.collate or adopted.collate)
         if trouble is not None:
             raise ConfigError(f"num_workers={options.num_workers}: {trouble}")
     if isinstance(source, Stream):
         _check_stream(options, seat)
-        feed: Feed = StreamFeed(source, batching, seat, options, said.split)
+        feed: Feed = StreamFeed(source, batching, seat, options, given.split)
     elif isinstance(source, MapSource):
         feed = MapFeed(source, draw or order, batching, seat, options)
     else:
@@ -115,14 +117,14 @@ def settle(data: Any, said: Arguments, *, rank: int, num_ranks: int, has_spare: 
             feed = ScatteredFeed(source, order, batching, seat)
         else:
             feed = SourceFeed(source, draw or order, batching, seat)
-        depth = _depth(source, said.prefetch, batching.global_batch // num_ranks, has_spare)
-        return Settled(feed=feed, batching=batching, order=order, depth=depth, draw=draw)
-    if said.prefetch and not options.num_workers:
+        depth = _depth(source, given.prefetch, batching.global_batch // num_ranks, has_spare)
+        return LoaderSetup(feed=feed, batching=batching, order=order, depth=depth, draw=draw)
+    if given.prefetch and not options.num_workers:
         raise ConfigError(
-            f"prefetch={said.prefetch} without workers: in a thread the random numbers of a data "
+            f"prefetch={given.prefetch} without workers: in a thread the random numbers of a data "
             "set would mix with the model's; use num_workers"
         )
-    return Settled(feed=feed, batching=batching, order=order, depth=0, draw=draw)
+    return LoaderSetup(feed=feed, batching=batching, order=order, depth=0, draw=draw)
 
 
 def digest_data(data: Any) -> bytes | None:
@@ -150,8 +152,8 @@ def digest_data(data: Any) -> bytes | None:
     return digest_sample((first, source.take(rows[1:])))
 
 
-def _batching(adopted: Adopted, said: Arguments, num_ranks: int) -> Batching:
-    size = adopted.global_batch if said.global_batch is None else said.global_batch
+def _batching(adopted: Adopted, given: LoaderArguments, num_ranks: int) -> Batching:
+    size = adopted.global_batch if given.global_batch is None else given.global_batch
     if size is None and adopted.rank_batch is not None:
         whole = adopted.rank_batch * num_ranks
         raise ConfigError(
@@ -167,8 +169,8 @@ def _batching(adopted: Adopted, said: Arguments, num_ranks: int) -> Batching:
             f"global_batch={size} leaves some of the {num_ranks} ranks without samples in every "
             f"step; choose at least {num_ranks}, or fewer ranks"
         )
-    drop = adopted.drop_last if said.drop_last is None else said.drop_last
-    return Batching(global_batch=size, drop_last=drop, even_last=said.even_last)
+    drop = adopted.drop_last if given.drop_last is None else given.drop_last
+    return Batching(global_batch=size, drop_last=drop, even_last=given.even_last)
 
 
 def _weights(weights: Sequence[float] | None, num_ranks: int) -> tuple[float, ...] | None:
@@ -188,8 +190,8 @@ def _order(source: Any, shuffle: Shuffle, split: Split) -> str:
     if isinstance(source, Stream):
         if shuffle:
             raise ConfigError(
-                f"shuffle={shuffle!r}: a stream has no random access; shuffle inside the data set, "
-                "alike on all ranks"
+                f"shuffle={shuffle!r}: a stream has no random access; shuffle inside the data "
+                "set, in the same way on all ranks"
             )
         return "split" if split == "already" else "stream"
     if split is not None:
@@ -212,31 +214,33 @@ def _order(source: Any, shuffle: Shuffle, split: Split) -> str:
     return shuffle
 
 
-def _draw(source: Any, adopted: Adopted, said: Arguments, batching: Batching) -> Draw | None:
-    weights, num_draws = said.sample_weights, said.num_draws
-    if weights is None and said.lengths is None:
+def _draw(source: Any, adopted: Adopted, given: LoaderArguments, batching: Batching) -> Draw | None:
+    weights, num_draws = given.sample_weights, given.num_draws
+    if weights is None and given.lengths is None:
         weights, num_draws = adopted.sample_weights, num_draws or adopted.num_draws
     if weights is None and num_draws is not None:
         raise ConfigError(f"num_draws={num_draws} belongs to sample_weights; leave it out")
-    if said.lengths is None and said.bucket_batches is not None:
-        raise ConfigError(f"bucket_batches={said.bucket_batches} belongs to lengths; leave it out")
-    if weights is None and said.lengths is None:
+    if given.lengths is None and given.bucket_batches is not None:
+        raise ConfigError(f"bucket_batches={given.bucket_batches} belongs to lengths; leave it out")
+    if weights is None and given.lengths is None:
         return None
     name = "lengths" if weights is None else "sample_weights"
-    if weights is not None and said.lengths is not None:
+    if weights is not None and given.lengths is not None:
         raise ConfigError("sample_weights and lengths both choose the samples; give one of them")
     if isinstance(source, Stream | Scattered):
         raise ConfigError(
-            f"{name} needs random access, which a stream and scattered shares have not; give "
+            f"{name} needs random access, which streams and scattered data do not have; give "
             "arrays, files or a data set with __getitem__"
         )
-    if said.shuffle not in (None, True):
-        raise ConfigError(f"shuffle={said.shuffle!r}: {name} says the order; leave shuffle out")
+    if given.shuffle not in (None, True):
+        raise ConfigError(
+            f"shuffle={given.shuffle!r}: {name} determines the order; leave shuffle out"
+        )
     draw: WeightedDraw | LengthDraw
     if weights is not None:
         draw = WeightedDraw(weights, num_draws)
     else:
-        draw = LengthDraw(said.lengths, batching, said.bucket_batches)
+        draw = LengthDraw(given.lengths, batching, given.bucket_batches)
     if draw.num_samples != len(source):
         raise ConfigError(
             f"{name} has {draw.num_samples} numbers, and there are {len(source)} samples; give one "
@@ -245,12 +249,12 @@ def _draw(source: Any, adopted: Adopted, said: Arguments, batching: Batching) ->
     return draw
 
 
-def _workers(adopted: Adopted, said: Arguments) -> WorkerOptions:
-    prefetch = adopted.prefetch if said.prefetch is None else said.prefetch
+def _workers(adopted: Adopted, given: LoaderArguments) -> WorkerOptions:
+    prefetch = adopted.prefetch if given.prefetch is None else given.prefetch
     return WorkerOptions(
-        num_workers=adopted.num_workers if said.num_workers is None else said.num_workers,
+        num_workers=adopted.num_workers if given.num_workers is None else given.num_workers,
         depth=prefetch or _DEPTH,
-        start_method=said.start_method or adopted.start_method or "forkserver",
+        start_method=given.start_method or adopted.start_method or "forkserver",
         timeout_s=adopted.timeout_s,
         initialize=adopted.initialize,
     )

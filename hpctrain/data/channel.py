@@ -186,7 +186,7 @@ class Inlet:
     def receive(self) -> tuple[int, np.ndarray]:
         """The next rows' number and bytes, which are there until `release`.
 
-        No rows mean that the root could not go on.
+        No rows mean that the root has failed.
         """
         header = np.empty(3, np.int64)
         self._take(header)

@@ -237,8 +237,8 @@ def describe_column(values: Any, name: str) -> Column:
         raise ConfigError(f"{name} is None; give an array, a tensor or a list of samples")
     hint = "call .to_numpy() first" if hasattr(values, "to_numpy") else "make an array or a list"
     raise ConfigError(
-        f"{name} is a {type(values).__module__}.{type(values).__qualname__}, which is no column; "
-        f"numpy arrays, torch tensors and lists of samples are: {hint}"
+        f"{name} is a {type(values).__module__}.{type(values).__qualname__}, which cannot be a "
+        f"column; use a numpy array, a torch tensor or a list of samples: {hint}"
     )
 
 
@@ -262,7 +262,7 @@ def _describe_tensor(values: torch.Tensor, name: str) -> Dense:
             "batches are copied to the device as they are used"
         )
     if values.requires_grad:
-        raise ConfigError(f"{name} requires a gradient, which does not travel; call .detach()")
+        raise ConfigError(f"{name} requires a gradient, which cannot be sent; call .detach()")
     if values.dim() == 0:
         raise ConfigError(f"{name} has no dimension whose rows are samples; give at least one")
     return Dense(dtype=values.dtype, tail=tuple(values.shape[1:]))

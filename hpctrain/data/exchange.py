@@ -85,7 +85,7 @@ def exchange(
         form: What the rows are made of.
         chunk_bytes: Memory for the rows on their way, half of it for either direction.
         message_bytes: The most bytes in one message.
-        timeout_s: How long to wait for a rank that does not go on.
+        timeout_s: How long to wait for a rank that is stuck.
 
     Returns:
         The rows that came, in the form of the data set.
@@ -224,7 +224,7 @@ def reorder(
         new: What they shall follow.
         locate: Which rows of the table this rank's share consists of.
         chunk_bytes: Memory for the rows on their way.
-        timeout_s: How long to wait for a rank that does not come or does not go on.
+        timeout_s: How long to wait for a rank that is missing or stuck.
             None: as long as the world waits for any rank.
 
     Raises:

@@ -41,7 +41,7 @@ def gather(
         root: Who gets them; None gives them to all.
         num_samples: How many samples the data set has; None takes as many as came.
         chunk_bytes: Memory for the rows on their way.
-        timeout_s: How long to wait for a rank that does not come or does not go on.
+        timeout_s: How long to wait for a rank that is missing or stuck.
             None: as long as the world waits for any rank.
 
     Returns:
@@ -124,7 +124,7 @@ def _examine(
     """This rank's rows and their indices, or what is wrong with them."""
     none = np.empty(0, np.int64)
     if root is not None and not 0 <= root < world.size:
-        return None, none, f"root={root} is no rank; choose 0 <= root < {world.size}, or None"
+        return None, none, f"root={root} is not a rank; choose 0 <= root < {world.size}, or None"
     trouble = check_chunk(chunk_bytes)
     if trouble is not None:
         return None, none, trouble

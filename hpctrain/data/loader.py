@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from hpctrain.data.arguments import Arguments, Settled, Shuffle, digest_data, settle
+from hpctrain.data.arguments import (
+    LoaderArguments,
+    LoaderSetup,
+    Shuffle,
+    digest_data,
+    resolve_arguments,
+)
 from hpctrain.data.feeds import Where, order_of
 from hpctrain.data.mapped import Collate
 from hpctrain.data.partition import Part
@@ -28,7 +34,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What a loader must know to go on; the same on every rank."""
+    """What a loader must know to resume; the same on every rank."""
 
     seed: int
     epoch: int
@@ -63,13 +69,13 @@ def read_state(state: Mapping[str, Any]) -> Progress:
     names = {field.name for field in fields(Progress)}
     if state.get("version") != _VERSION or names - set(state):
         raise ConfigError(
-            f"this is no state of a loader of version {_VERSION}: it has {sorted(state)}"
+            f"this is not the state of a loader of version {_VERSION}: it has {sorted(state)}"
         )
     return Progress(**{name: state[name] for name in names})
 
 
 def trouble_with(saved: Progress, own: Progress) -> str | None:
-    """Why a run cannot go on from a state with this loader, or None.
+    """Why a run cannot resume from a state with this loader, or None.
 
     Args:
         saved: The state.
@@ -79,8 +85,8 @@ def trouble_with(saved: Progress, own: Progress) -> str | None:
         was, now = getattr(saved, name), getattr(own, name)
         if was != now:
             return (
-                f"the run was begun with {name}={was!r}, and this loader has {now!r}; go on with "
-                "the same data in the same order, or begin a run in another directory"
+                f"the run started with {name}={was!r}, and this loader has {now!r}; resume with "
+                "the same data in the same order, or start a run in another directory"
             )
     if saved.fingerprint != own.fingerprint and saved.order == "local":
         if saved.consumed:
@@ -94,17 +100,17 @@ def trouble_with(saved: Progress, own: Progress) -> str | None:
                 "the weights" if saved.order == "weighted" else "the lengths, batches or buckets"
             )
             return (
-                f"the plan of epoch {saved.epoch} is another one here: {changed} have changed, or "
+                f"the plan of epoch {saved.epoch} is different here: {changed} have changed, or "
                 "numpy has; resume with the same ones until the epoch ends"
             )
     elif saved.fingerprint != own.fingerprint:
         return (
-            f"the {saved.order} order of epoch {saved.epoch} is another one here, because numpy's "
-            "version is; go on with the numpy that began the epoch, or use shuffle='keyed'"
+            f"the {saved.order} order of epoch {saved.epoch} is different here, because numpy's "
+            "version is; resume with the numpy that started the epoch, or use shuffle='keyed'"
         )
     if not saved.consumed or saved.num_ranks == own.num_ranks:
         return None
-    stopped = f"stopped inside an epoch on {saved.num_ranks} ranks and cannot go on on"
+    stopped = f"stopped inside an epoch on {saved.num_ranks} ranks and cannot resume on"
     if saved.order == "local":
         return (
             f"a local shuffle was {stopped} {own.num_ranks}; use the same number, or a global "
@@ -179,7 +185,7 @@ class Loader:
         lengths: Any = None,
         bucket_batches: int | None = None,
     ) -> None:
-        said = Arguments(
+        given = LoaderArguments(
             global_batch=global_batch,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -197,7 +203,7 @@ class Loader:
         )
         self.world = world
         self._transfer = Transfer(torch.device(world.device if device is None else device))
-        self._settled = self._settle_together(data, said)
+        self._setup = self._resolve_together(data, given)
         self._shares = getattr(data, "order", None)
         """The order in which data that are shared out already were dealt to the ranks."""
         scattered_seed = getattr(self._shares, "seed", None)
@@ -214,21 +220,21 @@ class Loader:
         self._check_alike(
             "hpctrain.Loader",
             self.state_dict()
-            | {"batches": self._settled.batching, "split": split}
-            | {"digest of sample_weights or lengths": getattr(self._settled.draw, "digest", None)}
+            | {"batches": self._setup.batching, "split": split}
+            | {"digest of sample_weights or lengths": getattr(self._setup.draw, "digest", None)}
             | {"weights": None if weights is None else [float(w) for w in weights]},
         )
         if world.size > 1:
             self._check_same_data(data)
         world.at_exit(_closer(weakref.ref(self)))
 
-    def _settle_together(self, data: Any, said: Arguments) -> Settled:
+    def _resolve_together(self, data: Any, given: LoaderArguments) -> LoaderSetup:
         """Collective: raise on all ranks what is wrong on any."""
-        settled, trouble = None, None
+        setup, trouble = None, None
         try:
-            settled = settle(
+            setup = resolve_arguments(
                 data,
-                said,
+                given,
                 rank=self.world.rank,
                 num_ranks=self.world.size,
                 has_spare=self.world.num_spare_cores > 0 or not self._transfer.is_idle,
@@ -236,9 +242,9 @@ class Loader:
         except ConfigError as error:
             trouble = str(error)
         agree(self.world.comm, trouble, error=ConfigError)
-        if settled is None:
+        if setup is None:
             raise ConfigError(trouble)
-        return settled
+        return setup
 
     def _check_alike(self, what: str, settings: Mapping[str, object]) -> None:
         """Collective: refuse what differs between ranks."""
@@ -300,15 +306,15 @@ class Loader:
     @property
     def num_left(self) -> int | None:
         """Batches of this epoch that were not handed out yet; None for a stream."""
-        num_samples = self._settled.feed.num_samples
+        num_samples = self._setup.feed.num_samples
         if num_samples is None:
             return None
-        return self._settled.batching.count(num_samples - self._consumed)
+        return self._setup.batching.count(num_samples - self._consumed)
 
     @property
     def num_next(self) -> int | None:
         """Batches that the next loop has: the rest of an epoch that was resumed, or a whole one."""
-        if self._settled.feed.num_samples is None:
+        if self._setup.feed.num_samples is None:
             return None
         return len(self) if self._begun else self.num_left
 
@@ -320,14 +326,14 @@ class Loader:
 
     def look_ahead(self) -> None:
         """Read a stream one batch further from the next loop on, so that `is_last` is known."""
-        self._looks_ahead = self._settled.feed.num_samples is None
+        self._looks_ahead = self._setup.feed.num_samples is None
 
     def __len__(self) -> int:
         """Steps in a whole epoch; the same on every rank."""
-        num_samples = self._settled.feed.num_samples
+        num_samples = self._setup.feed.num_samples
         if num_samples is None:
             raise TypeError("a stream does not say how long it is")
-        return self._settled.batching.count(num_samples)
+        return self._setup.batching.count(num_samples)
 
     def __iter__(self) -> Iterator[Batch]:
         """Collective: this rank's part of each batch of an epoch.
@@ -340,7 +346,7 @@ class Loader:
         self._begun = True
         self._loops += 1
         where = Where(seed=self._seed, epoch=self._epoch, start=self._consumed)
-        self._settled.feed.prepare(where, self.world.comm)
+        self._setup.feed.prepare(where, self.world.comm)
         return self._loop(where, self._loops)
 
     def _loop(self, where: Where, number: int) -> Iterator[Batch]:
@@ -383,7 +389,7 @@ class Loader:
 
     def _arrivals(self, where: Where) -> Iterator[tuple[Part, Batch]]:
         """Batches on the device, by as few steps as there must be: each costs every batch."""
-        feed, transfer, depth = self._settled.feed, self._transfer, self._settled.depth
+        feed, transfer, depth = self._setup.feed, self._transfer, self._setup.depth
         if transfer.is_idle:
             return read_ahead(lambda: feed.read(where), depth) if depth else feed.read(where)
 
@@ -411,13 +417,13 @@ class Loader:
         return self._progress(self._seed, self._epoch).to_state()
 
     def _progress(self, seed: int, epoch: int) -> Progress:
-        order, num = self._settled.order, self._settled.feed.num_samples
+        order, num = self._setup.order, self._setup.feed.num_samples
         fingerprint = 0
         if order == "local" and isinstance(self._shares, Order):
             fingerprint = self._shares.fingerprint()  # another deal gives each rank other samples
         elif num is not None and order != "local":
             where = Where(seed=seed, epoch=epoch, start=0)
-            fingerprint = order_of(self._settled.draw or order, num, where).fingerprint()
+            fingerprint = order_of(self._setup.draw or order, num, where).fingerprint()
         return Progress(
             seed=seed,
             epoch=epoch,
@@ -430,7 +436,7 @@ class Loader:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Collective: go on where a run stopped, of any number of ranks; `state` must match.
+        """Collective: resume where a run stopped, on any number of ranks; `state` must match.
 
         Raises:
             ConfigError: on all ranks, when the state does not belong to these data, or differs.
@@ -451,7 +457,7 @@ class Loader:
 
     def close(self) -> None:
         """End worker processes; the loader can be used again and starts new ones."""
-        self._settled.feed.close()
+        self._setup.feed.close()
 
 
 def _closer(loader: weakref.ref[Loader]) -> Callable[[], None]:

@@ -88,7 +88,7 @@ def no_rows(leaf: Any) -> Any:
 
 
 class OwnGenerators:
-    """A context in which the global generators belong to the data; they go on at the next entry."""
+    """A context in which the global generators belong to the data; the next entry continues."""
 
     def __init__(self, seed: int) -> None:
         self._torch = torch.Generator().manual_seed(seed).get_state()

@@ -172,7 +172,7 @@ def scatter(
             the share, so that the data set can be let go.
         chunk_bytes: How much travels at a time.
         message_bytes: The most bytes in one message.
-        timeout_s: How long to wait for a rank that does not come or does not go on.
+        timeout_s: How long to wait for a rank that is missing or stuck.
             None: as long as the world waits for any rank.
 
     Raises:
@@ -238,7 +238,7 @@ def _examine(
 ) -> tuple[Table | SourceRows | None, str | None]:
     """Look at this rank's arguments: the root's table, or what is wrong."""
     if not 0 <= root < world.size:
-        return None, f"scatter: root={root} is no rank; choose 0 <= root < {world.size}"
+        return None, f"scatter: root={root} is not a rank; choose 0 <= root < {world.size}"
     trouble = check_chunk(chunk_bytes)
     if trouble is None and not 1 <= message_bytes <= MESSAGE_BYTES:
         trouble = f"message_bytes={message_bytes} must be from 1 to {MESSAGE_BYTES}"
@@ -262,8 +262,8 @@ def _examine(
     pickled = table.num_pickled_bytes
     if pickled > _MANY_PICKLED_BYTES:
         log.warn(
-            f"scatter: {pickled >> 20} MiB of Python objects travel as pickles, which is slow and "
-            "takes memory; arrays or tensors would not"
+            f"scatter: {log.format_bytes(pickled)} of Python objects are sent as pickles, which is "
+            "slow and takes memory; arrays or tensors would not"
         )
     return table, None
 
@@ -298,7 +298,7 @@ def _send_all(
         for part in parts:
             _send_rows(world, channel, outlet, part, order, counts)
         outlet.drain()
-    except CollectiveError:  # somebody does not go on: nothing more can be told to anyone
+    except CollectiveError:  # a rank is stuck: nothing more can be sent to anyone
         raise
     except Exception as error:  # the data may raise anything, and the others wait for rows
         outlet.fail([rank for rank, left in counts.items() if left])
@@ -337,7 +337,7 @@ def _send_rows(
 
 
 def _receive_all(world: World, channel: Channel, form: Form, total: int) -> Any:
-    """Everyone else's part: this rank's rows; not all of them when the root could not go on."""
+    """Everyone else's part: this rank's rows; not all of them when the root has failed."""
     inlet = Inlet(channel)
     count = share_length(total, world.rank, world.size)
     shapes = None
@@ -351,7 +351,7 @@ def _receive_all(world: World, channel: Channel, form: Form, total: int) -> Any:
 
 
 def _receive_rows(inlet: Inlet, room: Arrivals) -> tuple[Arrivals, bool]:
-    """Take rows until all are there; False when the root could not go on."""
+    """Take rows until all are there; False when the root has failed."""
     start = 0
     while start < room.num_rows:
         num_rows, data = inlet.receive()

@@ -199,7 +199,7 @@ def _look(
     world: World, data: tuple[Any, ...], files: _Files | None, root: int, chunk_bytes: int
 ) -> tuple[Source | Table | None, Layout | None]:
     if not 0 <= root < world.size:
-        raise ConfigError(f"root={root} is no rank; choose 0 <= root < {world.size}")
+        raise ConfigError(f"root={root} is not a rank; choose 0 <= root < {world.size}")
     if chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes={chunk_bytes} must be at least 1")
     if files is not None:
@@ -235,7 +235,7 @@ def _numpy_dtype(kind: Dense, name: str) -> np.dtype[Any]:
         return cast("np.dtype[Any]", kind.empty(0, None).numpy().dtype)
     except TypeError as error:
         raise ConfigError(
-            f"{name} is {kind.dtype}, which numpy has not, so that no read-only view can be made; "
+            f"{name} is {kind.dtype}, which numpy does not have, so no read-only view can be made; "
             "share it as integers of the same width, with .view(torch.int16) or the like"
         ) from error
 

@@ -95,7 +95,7 @@ def stage(
     trouble = None
     if not copy.exists():
         trouble = (
-            f"stage: {copy}, made by the node's first rank, is not to be seen here; name a folder "
+            f"stage: {copy}, made by the node's first rank, is not visible here; name a folder "
             "that all ranks of a node see, with to="
         )
     agree(world.comm, trouble, error=DataError, timeout_s=timeout_s)
@@ -140,9 +140,9 @@ def _copy(source: Path, listing: Listing, target: Path, *, tell: bool) -> str | 
         free = shutil.disk_usage(target.parent).free
         if free < listing.num_bytes:
             return (
-                f"stage: {target.parent} has {free >> 20} MiB free and {source} needs "
-                f"{listing.num_bytes >> 20} MiB; give another folder with to=, or remove old "
-                "copies there"
+                f"stage: {target.parent} has {log.format_bytes(free)} free and {source} needs "
+                f"{log.format_bytes(listing.num_bytes)}; give another folder with to=, or remove "
+                "old copies there"
             )
         working = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
@@ -162,7 +162,7 @@ def _prepare(base: Path) -> None:
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = base.stat()
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise DataError(f"{base} is not this user's own; remove it, or give another folder by to=")
+        raise DataError(f"{base} belongs to another user; remove it, or give another folder by to=")
 
 
 def _is_complete(target: Path, listing: Listing) -> bool:
@@ -223,4 +223,5 @@ def _move(working: Path, target: Path, listing: Listing) -> None:
 
 def _progress(source: Path, done: int, whole: int, seconds: float) -> str:
     rate = done / max(seconds, 1e-9) / 1e6
-    return f"stage: {source.name}: {done >> 20} of {whole >> 20} MiB, {rate:.0f} MB/s"
+    told = f"{log.format_bytes(done)} of {log.format_bytes(whole)}"
+    return f"stage: {source.name}: {told}, {rate:.0f} MB/s"

@@ -246,7 +246,9 @@ def _visit(data: Any, path: str, columns: list[Any]) -> Outline:
     if isinstance(data, dict):
         odd = [key for key in data if not isinstance(key, str)]
         if odd:
-            raise ConfigError(f"{path}: the key {odd[0]!r} is no string; name columns by strings")
+            raise ConfigError(
+                f"{path}: the key {odd[0]!r} is not a string; name columns by strings"
+            )
         _refuse_empty(data, path)
         children = tuple(_visit(part, f"{path}[{key!r}]", columns) for key, part in data.items())
         return Outline(made=dict, keys=tuple(data), children=children)

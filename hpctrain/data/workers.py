@@ -150,7 +150,7 @@ def _find_death(workers: Sequence[multiprocessing.process.BaseProcess]) -> str |
         code = worker.exitcode
         if code:
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            hint = "; the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
+            hint = " (perhaps by the kernel's OOM killer)" if code == -signal.SIGKILL else ""
             return (
                 f"worker {number} of the loader (process {worker.pid}) ended {how}{hint}; see what "
                 "its samples need, or use fewer workers (num_workers)"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import numpy as np
 from hpctrain.errors import ConfigError, TimedOutError
 from hpctrain.faults.stragglers import StragglerReport, Stragglers, Tally, Work
 from hpctrain.faults.watchdog import Watchdog, start
-from hpctrain.world import World
+from hpctrain.world import World, poll
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Prequest, Request
@@ -310,16 +309,9 @@ class Boundary:
         for _ in range(_LOOKS):
             if request.Test():
                 return self._came.tolist()
-        began = time.monotonic()
-        while not request.Test():
-            waited_s = time.monotonic() - began
-            if waited_s > self._limit_s:
-                raise TimedOutError(
-                    f"{_CALL}: a rank did not come within {self._limit_s:g} s; see what the others "
-                    "do (an exception, another code path, a stopped node)"
-                )
-            if waited_s < _YIELDS_S:
-                os.sched_yield()
-            else:
-                time.sleep(_NAP_S)
+        if not poll(request.Test, timeout_s=self._limit_s, spin_s=_YIELDS_S, longest_nap_s=_NAP_S):
+            raise TimedOutError(
+                f"{_CALL}: a rank did not come within {self._limit_s:g} s; see what the others do "
+                "(an exception, another code path, a stopped node)"
+            )
         return self._came.tolist()

@@ -66,7 +66,7 @@ class Arrived:
 
 
 @dataclass(eq=False, slots=True)
-class _Lane:
+class _BucketBuffer:
     """A bucket and its place in memory."""
 
     bucket: Bucket
@@ -99,11 +99,11 @@ class Arena:
         self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
         self.flats = self._allocate()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
-        self._lanes: list[_Lane] = []
-        self._slot_of: dict[int, tuple[_Lane, int]] = {}
+        self._buffers: list[_BucketBuffer] = []
+        self._slot_of: dict[int, tuple[_BucketBuffer, int]] = {}
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         for bucket in self.buckets:
-            self._open_lane(bucket)
+            self._add_buffer(bucket)
         self._pointers = [view.data_ptr() for view in self.views]
         self._hooked: dict[int, RemovableHandle] = {}
         self._triggers: list[RemovableHandle] = []
@@ -132,23 +132,23 @@ class Arena:
             for (dtype, device), size in sizes.items()
         }
 
-    def _open_lane(self, bucket: Bucket) -> None:
+    def _add_buffer(self, bucket: Bucket) -> None:
         flat = self.flats[bucket.dtype, bucket.device]
         control = None
         if bucket.control is not None:
             control = flat[bucket.control : bucket.control + CONTROL_WORDS]
         shown = ", ".join(self.names[i] for i in bucket.members[:3])
         more = f" and {len(bucket.members) - 3} more" if len(bucket.members) > 3 else ""
-        lane = _Lane(
+        buffer = _BucketBuffer(
             bucket=bucket,
             message=flat[bucket.start : bucket.stop],
             flags=flat[bucket.flags : bucket.flags + len(bucket.members)],
             control=control,
-            text=f"bucket {len(self._lanes)} ({shown}{more})",
+            text=f"bucket {len(self._buffers)} ({shown}{more})",
         )
-        self._lanes.append(lane)
+        self._buffers.append(buffer)
         for index, offset in zip(bucket.members, bucket.offsets, strict=True):
-            self._slot_of[index] = (lane, offset)
+            self._slot_of[index] = (buffer, offset)
             self.views[index] = self._view(index)
 
     def fits(self) -> bool:
@@ -199,29 +199,29 @@ class Arena:
         self.parameters[index].grad = self.views[index]
 
     def _view(self, index: int) -> Tensor:
-        lane, offset = self._slot_of[index]
+        buffer, offset = self._slot_of[index]
         parameter = self.parameters[index]
-        flat = self.flats[lane.bucket.dtype, lane.bucket.device]
+        flat = self.flats[buffer.bucket.dtype, buffer.bucket.device]
         piece = flat[offset : offset + parameter.numel()]
         dense = is_dense(parameter)
         return like_parameter(piece, parameter) if dense else piece.view(parameter.shape)
 
     def settle(self) -> None:
         """After a backward pass: note what it used, and bring back what it wrote elsewhere."""
-        for number, lane in enumerate(self._lanes):
+        for number, buffer in enumerate(self._buffers):
             if number < self._launched:
-                self._late += [self.names[self._index[id(p)]] for p in lane.ready]
-            self._settle(lane)
+                self._late += [self.names[self._index[id(p)]] for p in buffer.ready]
+            self._settle(buffer)
 
-    def _settle(self, lane: _Lane) -> None:
-        for parameter in lane.ready:
+    def _settle(self, buffer: _BucketBuffer) -> None:
+        for parameter in buffer.ready:
             index = self._index[id(parameter)]
-            lane.used.add(index)
+            buffer.used.add(index)
             stray = parameter.grad
             if stray is not None and not self._is_home(index):
                 self._bring_home(index)
                 self.views[index].copy_(stray.detach())
-        lane.ready.clear()
+        buffer.ready.clear()
 
     def take_all(self) -> None:
         """Take every gradient as it lies on its parameter, whoever has put it there."""
@@ -251,13 +251,13 @@ class Arena:
 
     def forget(self) -> None:
         """Forget which parameters were used."""
-        for lane in self._lanes:
-            lane.ready.clear()
-            lane.used.clear()
+        for buffer in self._buffers:
+            buffer.ready.clear()
+            buffer.used.clear()
 
     def unsettled(self) -> list[str]:
         """Parameters that a backward pass has used which nobody settled, by name."""
-        names = [self.names[self._index[id(p)]] for lane in self._lanes for p in lane.ready]
+        names = [self.names[self._index[id(p)]] for buffer in self._buffers for p in buffer.ready]
         return list(dict.fromkeys(names))
 
     # Exchange
@@ -273,16 +273,16 @@ class Arena:
         self._carry = carry
         self._launched = 0
         self._late = []
-        for lane in self._lanes:
-            lane.work = None
-            if lane.control is not None:
-                lane.control.copy_(torch.tensor(control, dtype=torch.float64), non_blocking=True)
+        for buffer in self._buffers:
+            buffer.work = None
+            if buffer.control is not None:
+                buffer.control.copy_(torch.tensor(control, dtype=torch.float64), non_blocking=True)
         if overlap and not self._triggers:
             self._set_triggers()
 
     def _set_triggers(self) -> None:
-        for lane in self._lanes:
-            hooked = [i for i in lane.bucket.members if i in self._hooked]
+        for buffer in self._buffers:
+            hooked = [i for i in buffer.bucket.members if i in self._hooked]
             if hooked:
                 # Slots are in the order of readiness: the last one usually completes the bucket.
                 last = self.parameters[hooked[-1]]
@@ -292,20 +292,20 @@ class Arena:
         self.num_trigger_calls += 1
         if self._carry is None:
             return
-        while self._launched < len(self._lanes):
-            lane = self._lanes[self._launched]
-            expected = sum(self.parameters[i].requires_grad for i in lane.bucket.members)
-            if len({id(p) for p in lane.ready}) < expected:
+        while self._launched < len(self._buffers):
+            buffer = self._buffers[self._launched]
+            expected = sum(self.parameters[i].requires_grad for i in buffer.bucket.members)
+            if len({id(p) for p in buffer.ready}) < expected:
                 return
-            self._launch(lane)
+            self._launch(buffer)
 
-    def _launch(self, lane: _Lane) -> None:
+    def _launch(self, buffer: _BucketBuffer) -> None:
         if self._carry is None:
             raise RuntimeError("an arena must be armed before its buckets travel")
-        self._settle(lane)
-        marks = [1.0 if index in lane.used else 0.0 for index in lane.bucket.members]
-        lane.flags.copy_(torch.tensor(marks, dtype=torch.float64), non_blocking=True)
-        lane.work = self._carry(lane.message, lane.text)
+        self._settle(buffer)
+        marks = [1.0 if index in buffer.used else 0.0 for index in buffer.bucket.members]
+        buffer.flags.copy_(torch.tensor(marks, dtype=torch.float64), non_blocking=True)
+        buffer.work = self._carry(buffer.message, buffer.text)
         self._launched += 1
         self.num_messages += 1
 
@@ -320,15 +320,15 @@ class Arena:
         """
         has_begun = self._launched > 0
         if has_begun:
-            for lane in self._lanes[self._launched :]:
-                if lane.control is not None:
-                    lane.control[-1] = 1.0
-            while self._launched < len(self._lanes):
-                self._launch(self._lanes[self._launched])
-            for lane in self._lanes:
-                if lane.work is not None:
-                    lane.work.wait()
-                lane.work = None
+            for buffer in self._buffers[self._launched :]:
+                if buffer.control is not None:
+                    buffer.control[-1] = 1.0
+            while self._launched < len(self._buffers):
+                self._launch(self._buffers[self._launched])
+            for buffer in self._buffers:
+                if buffer.work is not None:
+                    buffer.work.wait()
+                buffer.work = None
         self._carry = None
         self._launched = 0
         self._late = []
@@ -337,19 +337,19 @@ class Arena:
 
     def finish(self) -> Arrived:
         """Collective: send the buckets that have not left yet, and wait for all."""
-        while self._launched < len(self._lanes):
-            self._launch(self._lanes[self._launched])
+        while self._launched < len(self._buffers):
+            self._launch(self._buffers[self._launched])
         late = self._late
         control = torch.zeros(CONTROL_WORDS)
         all_used = True
-        for lane in self._lanes:
-            if lane.work is not None:
-                lane.work.wait()
-            lane.work = None
-            unused = set(lane.bucket.members).difference(lane.used)
+        for buffer in self._buffers:
+            if buffer.work is not None:
+                buffer.work.wait()
+            buffer.work = None
+            unused = set(buffer.bucket.members).difference(buffer.used)
             all_used &= not any(self.parameters[i].requires_grad for i in unused)
-            if lane.control is not None:
-                control = lane.control
+            if buffer.control is not None:
+                control = buffer.control
         self._carry = None
         self._launched = 0
         self.forget()
@@ -361,7 +361,7 @@ class Arena:
             )
         return Arrived(
             control=control.clone(),
-            flags=tuple((lane.bucket.members, lane.flags.clone()) for lane in self._lanes),
+            flags=tuple((buffer.bucket.members, buffer.flags.clone()) for buffer in self._buffers),
             all_used_here=all_used,
         )
 

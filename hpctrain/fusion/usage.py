@@ -113,7 +113,7 @@ class Watcher:
         ]
 
     def forget(self) -> None:
-        """Begin anew, as at the start of a backward pass."""
+        """Start over, as at the start of a backward pass."""
         self._seen.clear()
 
     def stop(self) -> list[int]:

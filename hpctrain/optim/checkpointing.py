@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import ConfigError
+from hpctrain.log import format_bytes
 
 __all__ = ["Activations", "Checkpointed", "checkpoint_activations", "measure"]
 
@@ -44,8 +45,8 @@ class Activations:
         what = "kept for backward" if self.on == "cpu" else "at the peak"
         share = self.saved_bytes / self.without_bytes if self.without_bytes else 0.0
         return (
-            f"activations {what}: {self.without_bytes / 2**20:.1f} MiB without checkpointing, "
-            f"{self.with_bytes / 2**20:.1f} MiB with {self.num_modules} modules checkpointed "
+            f"activations {what}: {format_bytes(self.without_bytes)} without checkpointing, "
+            f"{format_bytes(self.with_bytes)} with {self.num_modules} modules checkpointed "
             f"({share:.0%} saved)"
         )
 

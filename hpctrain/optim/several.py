@@ -1,7 +1,7 @@
 """Several optimizers over one loss, as one: matrices by Muon, the rest by AdamW.
 
 It has the groups of all of them in order, and a state of the form that one optimizer with all those
-groups would have. Schedules go on with the optimizers themselves.
+groups would have. Schedules work on the optimizers themselves.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Treatment:
             raise ConfigError(
                 "gradients are clipped when they are exchanged, and another backward call before "
                 "replica.step() would add to clipped ones; make the earlier calls of a step under "
-                "replica.no_sync(), or use accumulate (replica.zero_grad() begins anew)"
+                "replica.no_sync(), or use accumulate (replica.zero_grad() starts over)"
             )
 
     def seed(self, loss: Tensor, share: float) -> Tensor | None:

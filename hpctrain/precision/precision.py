@@ -96,7 +96,7 @@ class Precision:
         """Load the optimizer's state, and then what is this object's.
 
         A state without these keys leaves scale and masters as they are; keys that this precision
-        does not need are dropped, so that a run may go on in another precision.
+        does not need are dropped, so that a run may resume in another precision.
         """
         rest = {key: value for key, value in state.items() if key not in ("scaler", "masters")}
         try:

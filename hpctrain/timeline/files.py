@@ -25,9 +25,9 @@ class Event:
     """From 0, in the order in which a rank's threads first did something."""
     begin_ns: float
     end_ns: float
-    lane: str = ""
+    group: str = ""
     number: int = 0
-    """Of a collective: which one of its lane, the same on all ranks."""
+    """Of a collective: which one of its group, the same on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,9 @@ def read_rank(text: str, name: str) -> RankTrace:
     """
     lines = [line for line in map(_parse, text.splitlines()) if line is not None]
     if not lines or not isinstance(lines[0], dict) or lines[0].get("schema") != SCHEMA:
-        raise ConfigError(f"{name} is no trace of a rank ({SCHEMA}); remove it from the folder")
+        raise ConfigError(
+            f"{name} is not the trace of a rank ({SCHEMA}); remove it from the folder"
+        )
     header = lines[0]
     last = lines[-1] if isinstance(lines[-1], dict) and "end" in lines[-1] else {}
     begin = Offset(**header["clock"])
@@ -106,9 +108,9 @@ def _parse(line: str) -> Any:
 
 def _event(line: list[Any], threads: dict[int, int], begin: Offset, end: Offset | None) -> Event:
     kind, name, thread, since, until = line
-    lane, number = "", 0
+    group, number = "", 0
     if kind == "collective":
-        lane, text, name = name.split("\n", 2)
+        group, text, name = name.split("\n", 2)
         number = int(text)
     return Event(
         kind=kind,
@@ -116,6 +118,6 @@ def _event(line: list[Any], threads: dict[int, int], begin: Offset, end: Offset 
         thread=threads.setdefault(thread, len(threads)),
         begin_ns=correct(since, begin, end),
         end_ns=correct(until, begin, end),
-        lane=lane,
+        group=group,
         number=number,
     )

@@ -79,9 +79,9 @@ def arrows(traces: Sequence[RankTrace], origin: float) -> Iterator[Record]:
     for trace in traces:
         for event, is_innermost in _spans(trace):
             if event.kind == "collective":
-                meetings[event.lane, event.number].append((trace.rank, event))
+                meetings[event.group, event.number].append((trace.rank, event))
                 if not is_innermost:
-                    outer.add((event.lane, event.number))
+                    outer.add((event.group, event.number))
     numbers = count(1)  # Perfetto drops arrows whose name is no number
     for meeting, present in meetings.items():
         if meeting in outer:  # those inside it have arrows of their own
@@ -243,7 +243,7 @@ def _of_rank(trace: RankTrace, origin: float) -> Iterator[Record]:
         if event.kind == "post":
             posted[event.name].append(event)
         elif event.kind in ("phase", "collective"):
-            args = {"lane": event.lane, "number": event.number} if event.lane else {}
+            args = {"group": event.group, "number": event.number} if event.group else {}
             yield {
                 "ph": "X",
                 "cat": event.kind,
@@ -261,7 +261,7 @@ def _in_flight(post: Event, done: Event, rank: int, origin: float) -> Iterator[R
     base = {
         "cat": "in flight",
         "name": done.name,
-        "id": f"{rank}/{done.lane}/{done.number}",
+        "id": f"{rank}/{done.group}/{done.number}",
         "pid": process_of(rank),
         "tid": thread_of(done.thread),
     }

@@ -64,10 +64,10 @@ class Recorder:
         if len(self._events) >= _WRITE_FROM:
             self.flush()
 
-    def enter(self, lane: str, call: str) -> None:
-        """A collective begins; on every rank of the lane it has the same number."""
-        numbers = self._numbers.setdefault(lane, itertools.count(1))
-        self._push(f"{lane}\n{next(numbers)}\n{call}")
+    def enter(self, group: str, call: str) -> None:
+        """A collective begins; on every rank of the group it has the same number."""
+        numbers = self._numbers.setdefault(group, itertools.count(1))
+        self._push(f"{group}\n{next(numbers)}\n{call}")
 
     def leave(self) -> None:
         """The collective that this thread entered last has ended."""
@@ -153,30 +153,32 @@ class Tap:
         self._watch = watch
         self._key = f"connection {recorder.num_taps}"
         recorder.num_taps += 1
-        self._lane = _Lane(recorder, watch, self._key)
+        self._all_ranks = _GroupTap(recorder, watch, self._key)
         self._num_among: dict[str, int] = {}
 
     def enter(self, call: str) -> None:
         """A collective of all ranks begins."""
-        self._lane.enter(call)
+        self._all_ranks.enter(call)
 
     def leave(self) -> None:
         """It has ended."""
-        self._lane.leave()
+        self._all_ranks.leave()
 
     @property
     def all_waited_s(self) -> float:
         """How long this rank has been inside collectives so far."""
         return self._watch.all_waited_s
 
-    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> _Lane:
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> _GroupTap:
         """A watch for the collectives of some ranks only."""
         who = f"{self._key}, ranks {format_ranges(sorted(ranks))}"
         nth = self._num_among[who] = self._num_among.get(who, 0) + 1
-        return _Lane(self._recorder, self._watch.among(ranks, timeout_s=timeout_s), f"{who}/{nth}")
+        return _GroupTap(
+            self._recorder, self._watch.among(ranks, timeout_s=timeout_s), f"{who}/{nth}"
+        )
 
 
-class _Lane:
+class _GroupTap:
     """The collectives of one group of ranks."""
 
     def __init__(self, recorder: Recorder, watch: Watch, key: str) -> None:

@@ -84,8 +84,8 @@ def _finish(world: World, watch: Watch, recorder: Recorder, folder: Path) -> Non
     total = sum(file.stat().st_size for file in files if file.exists())
     if total > _MERGE_BELOW_BYTES:
         log.notice(
-            f"{total >> 20} MiB of events are in {folder}; merge them by `hpctrain trace merge "
-            f"{folder}`"
+            f"{log.format_bytes(total)} of events are in {folder}; merge them by `hpctrain trace "
+            f"merge {folder}`"
         )
         return
     merged = merge_folder(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hpctrain import log
-from hpctrain.data import Arguments, settle
+from hpctrain.data import LoaderArguments, resolve_arguments
 from hpctrain.engines import UNKNOWN_HOROVOD, needs_horovod_state, probe_horovod
 from hpctrain.errors import ConfigError
 from hpctrain.train.building import (
@@ -100,7 +100,7 @@ def count_samples(data: object) -> int | None:
     Raises:
         ConfigError: they are no data.
     """
-    said = Arguments(
+    given = LoaderArguments(
         global_batch=1,
         shuffle=None,
         drop_last=None,
@@ -111,9 +111,9 @@ def count_samples(data: object) -> int | None:
         start_method=None,
         collate=None,
     )
-    settled = settle(data, said, rank=0, num_ranks=1, has_spare=False)
-    settled.feed.close()
-    return settled.feed.num_samples
+    setup = resolve_arguments(data, given, rank=0, num_ranks=1, has_spare=False)
+    setup.feed.close()
+    return setup.feed.num_samples
 
 
 def _count_alone(config: Config, folder: Path) -> int | None:

@@ -226,7 +226,8 @@ class SharedState:
                 if value is not None and not isinstance(value, Tensor):
                     return (
                         f"{type(self._optimizer).__name__} keeps {key}={value!r} for "
-                        f"{self._names[piece.fragment.parameter]}, which is no tensor and cannot "
+                        f"{self._names[piece.fragment.parameter]}, which is not a tensor and "
+                        "cannot "
                         'be shared by ranks; pass update="replicated" to distribute'
                     )
         return None

@@ -345,7 +345,7 @@ def test_staging_where_every_task_has_a_temporary_folder_of_its_own(world, folde
         sees = pathlib_exists_but_for(copy.parent.parent) if world.rank == world.size - 1 else None
         if sees is not None:
             monkeypatch.setattr(Path, "exists", sees)
-        with pytest.raises(hpc.DataError, match=rf"rank {world.size - 1} of .*not to be seen here"):
+        with pytest.raises(hpc.DataError, match=rf"rank {world.size - 1} of .*not visible here"):
             hpc.stage(world, folder / "a.bin")
         monkeypatch.undo()
 

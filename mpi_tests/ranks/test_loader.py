@@ -299,7 +299,7 @@ def test_drawn_epochs_resume_with_the_same_plan_only(world, kind):
     state = loader.state_dict()
     name = "sample_weights" if kind == "weighted" else "lengths"
     changed = hpc.Loader(world, numbers(101), **(options | {name: options[name][::-1]}))
-    with pytest.raises(hpc.ConfigError, match="is another one here"):
+    with pytest.raises(hpc.ConfigError, match="is different here"):
         changed.load_state_dict(state)
     changed.load_state_dict(state | {"epoch": 1, "consumed": 0})  # between epochs they may change
     if kind == "lengths":

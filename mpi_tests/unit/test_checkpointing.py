@@ -72,7 +72,7 @@ def test_what_it_saves_is_measured_and_leaves_no_trace():
     hidden = 64 * 64 * 4
     assert found.saved_bytes >= 4 * hidden - 64 * 16 * 4
     assert 0 < found.with_bytes < found.without_bytes
-    assert "MiB with 2 modules checkpointed" in str(found)
+    assert "KiB with 2 modules checkpointed" in str(found)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -69,7 +69,7 @@ def test_archives_are_described(tmp_path, capsys):
         ("a.npy", b"\x93NUMPY", 1, "is truncated or not what its name says"),
         ("a.npz", b"PK", 1, "is truncated or not what its name says"),
         ("a.txt", b"1 2 3", 2, "what '.txt' files hold is unknown"),
-        ("manifest.json", b"{}", 1, "is no manifest of shards"),
+        ("manifest.json", b"{}", 1, "is not a manifest of shards"),
         ("manifest.json", b'{"format": "x", "version": 9}', 1, "version 9"),
     ],
 )

@@ -177,7 +177,7 @@ def test_tensors_are_loaded_without_running_code(tmp_path, monkeypatch):
     assert not (tmp_path / "made-by-a-pickle").exists()
     for content in ([torch.zeros(3)], {"epoch": 3}, "text", (), (torch.zeros(3), 4)):
         torch.save(content, path)
-        with pytest.raises(DataError, match="is no table of samples; save a tensor, or a dict"):
+        with pytest.raises(DataError, match="is not a table of samples; save a tensor, or a dict"):
             open_pt(path)
     path.write_bytes(b"nothing of the kind")
     with pytest.raises(DataError, match=r"a\.pt is truncated or not what its name says"):

@@ -152,7 +152,7 @@ def test_the_order_of_another_numpy_says_why():
 def test_a_plan_of_other_weights_or_lengths_is_refused_inside_an_epoch(order):
     state = STATE | {"order": order}
     other = read_state(state | {"fingerprint": 6})
-    assert "is another one here" in trouble_with(read_state(state), other)
+    assert "is different here" in trouble_with(read_state(state), other)
     assert trouble_with(read_state(state | {"consumed": 0}), other) is None
 
 
@@ -170,7 +170,7 @@ def test_a_local_shuffle_may_change_ranks_between_epochs():
 
 @pytest.mark.parametrize("state", [{}, {"version": 1}, STATE | {"version": 2}])
 def test_what_is_no_state_is_refused(state):
-    with pytest.raises(ConfigError, match="no state of a loader of version 1"):
+    with pytest.raises(ConfigError, match="not the state of a loader of version 1"):
         read_state(state)
 
 

@@ -109,7 +109,7 @@ def test_memory_maps_are_read_row_by_row(tmp_path):
         ((), "tuple must hold arrays"),
         ((np.zeros(3), [1, 2, 3]), "tuple must hold arrays"),
         ({"x": "y"}, "dict must hold arrays"),
-        (7, "int is no source"),
+        (7, "int is not a data source"),
     ],
 )
 def test_what_is_no_data_is_named(data, message):

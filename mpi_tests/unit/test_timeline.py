@@ -108,7 +108,7 @@ def two_ranks(*, late_step=3, late_rank=1, num_steps=5):
             begin, end = now + compute, now + compute + wait
             events.append(event("phase", "exchange", begin, end))
             events.append(
-                event("collective", "allreduce", begin, end - 0.1, lane="all", number=step)
+                event("collective", "allreduce", begin, end - 0.1, group="all", number=step)
             )
             events.append(event("phase", "update", end, end + 2.0))
             now = end + 2.0
@@ -158,8 +158,8 @@ def test_a_merged_trace_is_as_the_format_asks_and_has_arrows_to_those_who_waited
 
 
 def test_who_left_before_the_last_one_came_did_not_wait_for_it():
-    root = trace(0, [event("collective", "broadcast", 0, 1, lane="all", number=1)])
-    other = trace(1, [event("collective", "broadcast", 5, 6, lane="all", number=1)])
+    root = trace(0, [event("collective", "broadcast", 0, 1, group="all", number=1)])
+    other = trace(1, [event("collective", "broadcast", 5, 6, group="all", number=1)])
     document = merge([root, other])
     assert complaints(document) == []
     assert not [r for r in document["traceEvents"] if r["ph"] in "sf"]
@@ -168,8 +168,8 @@ def test_who_left_before_the_last_one_came_did_not_wait_for_it():
 def test_a_collective_with_others_inside_has_no_arrow_but_they_have():
     def nested(late_ms):
         return [
-            event("collective", "allreduce", late_ms, 9, lane="all", number=1),
-            event("collective", "allreduce", late_ms + 1, 8, lane="node", number=1),
+            event("collective", "allreduce", late_ms, 9, group="all", number=1),
+            event("collective", "allreduce", late_ms + 1, 8, group="node", number=1),
         ]
 
     document = merge([trace(0, nested(0)), trace(1, nested(2))])
@@ -196,8 +196,8 @@ def test_messages_in_flight_are_drawn_from_their_start_to_their_end():
     events = [
         event("post", name, 1, 1),
         event("post", name, 2, 2),
-        event("collective", name, 5, 6, lane="all", number=1),
-        event("collective", name, 7, 8, lane="all", number=2),
+        event("collective", name, 5, 6, group="all", number=1),
+        event("collective", name, 7, 8, group="all", number=2),
     ]
     document = merge([trace(0, events, size=1)])
     assert complaints(document) == []
@@ -247,8 +247,8 @@ def test_what_ranks_record_is_merged_from_their_files(tmp_path, capsys):
     with gzip.open(tmp_path / "trace.json.gz") as file:
         document = json.load(file)
     assert complaints(document) == []
-    lanes = {r["args"]["lane"] for r in document["traceEvents"] if r.get("cat") == "collective"}
-    assert len(lanes) == 2
+    groups = {r["args"]["group"] for r in document["traceEvents"] if r.get("cat") == "collective"}
+    assert len(groups) == 2
     assert main(["trace", "merge", str(tmp_path)]) == 0
     assert "clocks within 0.1 us" in capsys.readouterr().out
 
@@ -274,7 +274,7 @@ def test_files_of_an_earlier_larger_run_are_left_out(tmp_path):
 def test_what_is_no_trace_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="no rank recorded there"):
         merge_folder(tmp_path)
-    with pytest.raises(ConfigError, match=r"a\.jsonl is no trace"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl is not the trace"):
         read_rank('{"some": "thing"}\n', "a.jsonl")
 
 

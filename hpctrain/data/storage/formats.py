@@ -144,8 +144,8 @@ def open_pt(path: Path) -> torch.Tensor | dict[str, torch.Tensor] | tuple[torch.
     if parts and all(isinstance(part, torch.Tensor) for part in parts):
         return parts
     raise DataError(
-        f"{path} holds a {type(content).__name__} that is no table of samples; save a tensor, or "
-        "a dict or tuple of tensors whose first axis is the samples"
+        f"{path} holds a {type(content).__name__} that is not a table of samples; save a tensor, "
+        "or a dict or tuple of tensors whose first axis is the samples"
     )
 
 

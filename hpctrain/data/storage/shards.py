@@ -144,11 +144,11 @@ def read_manifest(folder: Path) -> Manifest:
         )
     except FileNotFoundError as error:
         raise DataError(
-            f"{path} is missing: {folder} is no folder of shards, or they were not written to the "
-            "end; write them with `hpctrain data shard`"
+            f"{path} is missing: {folder} is not a folder of shards, or writing them was "
+            "interrupted; write them with `hpctrain data shard`"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no manifest of shards ({error!r})") from error
+        raise DataError(f"{path} is not a manifest of shards ({error!r})") from error
 
 
 _MOST_NAMED = 5
@@ -273,7 +273,7 @@ def check_shard(folder: Path, manifest: Manifest, number: int) -> list[str]:
         trouble = check_file(folder, file)
         try:
             if trouble is None and digest_file(path) != file.digest:
-                trouble = f"{path} has changed since it was written: its checksum is another"
+                trouble = f"{path} has changed since it was written: its checksum differs"
         except OSError as error:
             trouble = f"{path} cannot be read ({error.strerror})"
         if trouble is None:
@@ -297,6 +297,6 @@ def _choose(folder: Path, manifest: Manifest, columns: Sequence[str] | None) -> 
         return list(range(len(names)))
     unknown = [name for name in columns if name not in names]
     if unknown or not columns:
-        asked = repr(unknown[0]) if unknown else "no column"
-        raise ConfigError(f"{folder} has not {asked}; its columns are {', '.join(names)}")
+        asked = f"has no column {unknown[0]!r}" if unknown else "was asked for no column"
+        raise ConfigError(f"{folder} {asked}; its columns are {', '.join(names)}")
     return [names.index(name) for name in columns]

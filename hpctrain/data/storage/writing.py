@@ -92,7 +92,10 @@ def write_shards(
         try:
             write_manifest(folder, manifest)
         except OSError as error:
-            trouble = f"the manifest of {folder} cannot be written ({error}); make room and repeat"
+            trouble = (
+                f"the manifest of {folder} cannot be written ({error}); free some space and try "
+                "again"
+            )
     agree(world.comm, trouble, error=DataError, timeout_s=timeout_s)
     return manifest
 
@@ -173,7 +176,9 @@ def _as_array(part: Any, name: str) -> np.ndarray:
             ) from error
     if not isinstance(part, np.ndarray) or part.ndim == 0 or part.dtype.hasobject:
         kind = f"{type(part).__name__} {getattr(part, 'dtype', '')}".strip()
-        raise ConfigError(f"column {name} is {kind}; arrays of numbers, one row a sample, are kept")
+        raise ConfigError(
+            f"column {name} is {kind}; give an array of numbers with one row per sample"
+        )
     return part
 
 

@@ -8,13 +8,13 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from hpctrain.data.adopting import as_source
-from hpctrain.data.arguments import Arguments, digest_data, settle
+from hpctrain.data.arguments import LoaderArguments, digest_data, resolve_arguments
 from hpctrain.data.shuffle import LARGEST_IN_MEMORY, Order
 from hpctrain.data.source import split_source
 from hpctrain.errors import ConfigError
 from mpi_tests.datasets import Counting, Noisy
 
-NOTHING = Arguments(
+NOTHING = LoaderArguments(
     global_batch=8, shuffle=None, drop_last=None, even_last=True, weights=None, prefetch=None,
     num_workers=None, start_method=None, collate=None,
 )  # fmt: skip
@@ -22,7 +22,9 @@ NOTHING = Arguments(
 
 def decide(data, has_spare=True, num_ranks=2, **said):
     fields = {name: getattr(NOTHING, name) for name in NOTHING.__slots__} | said
-    return settle(data, Arguments(**fields), rank=0, num_ranks=num_ranks, has_spare=has_spare)
+    return resolve_arguments(
+        data, LoaderArguments(**fields), rank=0, num_ranks=num_ranks, has_spare=has_spare
+    )
 
 
 class Slow:
@@ -98,7 +100,7 @@ def test_what_is_said_wins_over_a_data_loader():
         (
             Noisy(9),
             {"num_workers": 2, "collate": lambda samples: samples},
-            r"num_workers=2: collate \(<lambda>, test_data_settling.py line \d+\) cannot be sent",
+            r"num_workers=2: collate \(<lambda>, test_data_arguments.py line \d+\) cannot be sent",
         ),
         (np.zeros(9), {"split": "already"}, "is for streams"),
         (np.zeros(9), {"sample_weights": [1.0] * 8}, "has 8 numbers, and there are 9 samples"),
