@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import ConfigError
+from hpctrain.submit.sweep import fill_words, grid_points
 
 __all__ = [
     "ALONE",
@@ -126,7 +126,7 @@ def plan_points(
         raise ConfigError(f"threads={num_threads} must be at least 1")
     weak = mode == "weak"
     points: list[Point] = []
-    for values in _combine(vary):
+    for values in grid_points(vary, reserved=_RESERVED):
         tail = "".join(f" {key}={value}" for key, value in values.items())
         alone = Point(
             name=f"{ALONE} 1x{threads}{tail}",
@@ -205,23 +205,7 @@ def interleave(names: Sequence[str], *, repeats: int, seed: int) -> list[tuple[s
     return order
 
 
-def _combine(vary: Sequence[str]) -> list[dict[str, str]]:
-    axes: dict[str, list[str]] = {}
-    for axis in vary:
-        key, equals, text = axis.partition("=")
-        words = text.split(",")
-        named = all(part.isidentifier() for part in key.split(".")) and key not in _RESERVED
-        if not equals or not named or "" in words or key in axes:
-            raise ConfigError(
-                f"--vary {axis!r} is not understood; write key=a,b, each key once, and none of "
-                f"{', '.join(_RESERVED)}"
-            )
-        axes[key] = words
-    return [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
-
-
 _VERSION = 1
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,14 +272,9 @@ def fill_arguments(sweep: Sweep, point: Point) -> tuple[tuple[str, ...], frozens
     known = {**point.values, "ranks": str(point.num_ranks), "engine": point.engine}
     if batch is not None:
         known["batch"] = str(batch)
-    used = {n for word in sweep.arguments for n in _PLACEHOLDER.findall(word)}
+    words, used = fill_words(sweep.arguments, known)
     if "batch" in used and batch is None:
         raise ConfigError("the arguments have {batch}, so the sweep must name one; give --batch")
-
-    def put(match: re.Match[str]) -> str:
-        return known.get(match[1], match[0])  # other braces are the script's own
-
-    words = tuple(_PLACEHOLDER.sub(put, word) for word in sweep.arguments)
     return words, frozenset(used & known.keys())
 
 
