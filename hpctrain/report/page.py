@@ -6,7 +6,7 @@ import re
 from html import escape
 
 from hpctrain.report.document import Document, Section, Table
-from hpctrain.report.svg import draw
+from hpctrain.report.svg import render_svg
 
 __all__ = ["STYLE", "render_page"]
 
@@ -57,7 +57,7 @@ def _section(section: Section, number: int) -> str:
     parts += [_findings(section)] if section.findings else []
     if section.charts:
         drawn = "".join(
-            f"<figure>{draw(chart)}<figcaption>{escape(chart.title)}</figcaption></figure>"
+            f"<figure>{render_svg(chart)}<figcaption>{escape(chart.title)}</figcaption></figure>"
             for chart in section.charts
         )
         parts.append(f'<div class="charts">{drawn}</div>')
