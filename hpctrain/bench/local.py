@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from hpctrain.bench.load import foreign_load, read_clocks
-from hpctrain.bench.sweep import RANKS, Folder, Measured, Point, Sweep, fill_arguments
+from hpctrain.bench.sweep import RANKS, Folder, Measured, Sweep, SweepPoint, fill_arguments
 from hpctrain.submit.sweep import launch
 from hpctrain.world import BENCH_VARIABLE, Asked
 
@@ -49,7 +49,7 @@ def run_sweep(
         folder.write(key, replace(measured, num_tries=tries))
 
 
-def ask(folder: Folder, sweep: Sweep, point: Point, repeat: int) -> Asked:
+def ask(folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int) -> Asked:
     """What a launch is asked for."""
     key = folder.key(sweep, point.name, repeat)
     return Asked(
@@ -63,7 +63,7 @@ def ask(folder: Folder, sweep: Sweep, point: Point, repeat: int) -> Asked:
     )
 
 
-def explain(sweep: Sweep, point: Point, report: Mapping[str, object] | None) -> str:
+def explain(sweep: Sweep, point: SweepPoint, report: Mapping[str, object] | None) -> str:
     """What makes a launch that ended well no measurement of its point; empty: nothing. Pure."""
     _, used = fill_arguments(sweep, point)
     reads = report["reads"] if report else []
@@ -102,7 +102,7 @@ def _device(report: Mapping[str, object]) -> str:
 
 
 def _measure(
-    folder: Folder, sweep: Sweep, point: Point, repeat: int, environ: Mapping[str, str]
+    folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int, environ: Mapping[str, str]
 ) -> Measured:
     key = folder.key(sweep, point.name, repeat)
     folder.report_path(key).unlink(missing_ok=True)

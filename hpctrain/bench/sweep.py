@@ -21,9 +21,9 @@ __all__ = [
     "NODE",
     "Folder",
     "Measured",
-    "Point",
-    "Settings",
     "Sweep",
+    "SweepPoint",
+    "SweepSettings",
     "fill_arguments",
     "global_batch",
     "interleave",
@@ -42,7 +42,7 @@ _RESERVED = ("batch", "engine", "ranks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class SweepSettings:
     """How every point is measured."""
 
     mode: str = "weak"
@@ -72,7 +72,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class SweepPoint:
     """One kind of launch, measured several times."""
 
     name: str
@@ -103,7 +103,7 @@ def plan_points(
     num_threads: int | None = None,
     vary: Sequence[str] = (),
     ranks_per_node: int | None = None,
-) -> list[Point]:
+) -> list[SweepPoint]:
     """Every number of ranks on every engine with every setting, and two baselines a setting.
 
     Args:
@@ -125,10 +125,10 @@ def plan_points(
     if threads < 1:
         raise ConfigError(f"threads={num_threads} must be at least 1")
     weak = mode == "weak"
-    points: list[Point] = []
+    points: list[SweepPoint] = []
     for values in grid_points(vary, reserved=_RESERVED):
         tail = "".join(f" {key}={value}" for key, value in values.items())
-        alone = Point(
+        alone = SweepPoint(
             name=f"{ALONE} 1x{threads}{tail}",
             role=ALONE,
             engine="local",
@@ -139,7 +139,7 @@ def plan_points(
         points.append(alone)
         if num_cores > threads:
             points.append(
-                Point(
+                SweepPoint(
                     name=f"{NODE} 1x{num_cores}{tail}",
                     role=NODE,
                     engine="local",
@@ -151,7 +151,7 @@ def plan_points(
             )
         for engine, number in itertools.product(engines, sorted(set(ranks))):
             points.append(
-                Point(
+                SweepPoint(
                     name=f"{engine} {number}x{threads}{tail}",
                     role=RANKS,
                     engine=engine,
@@ -167,10 +167,10 @@ def plan_points(
 
 def layout_points(
     num_cores: int, *, engine: str = "auto", values: Mapping[str, str]
-) -> list[Point]:
+) -> list[SweepPoint]:
     """Every division of a node's cores into ranks x threads, at one batch; one process first."""
     found = [
-        Point(
+        SweepPoint(
             name=f"{NODE} 1x{num_cores}",
             role=NODE,
             engine="local",
@@ -183,7 +183,7 @@ def layout_points(
         if num_cores % number == 0:
             threads = num_cores // number
             found.append(
-                Point(
+                SweepPoint(
                     name=f"{engine} {number}x{threads}",
                     role=RANKS,
                     engine=engine,
@@ -215,8 +215,8 @@ class Sweep:
     target: str
     is_module: bool
     arguments: tuple[str, ...]
-    settings: Settings
-    points: tuple[Point, ...]
+    settings: SweepSettings
+    points: tuple[SweepPoint, ...]
     kind: str = "scale"
     """Or `layout`."""
     label: str = ""
@@ -228,7 +228,7 @@ class Sweep:
         name = self.target if self.is_module else Path(self.target).name
         return f"{self.label or name} {self.settings.mode}"
 
-    def point(self, name: str) -> Point:
+    def point(self, name: str) -> SweepPoint:
         """The point of that name."""
         return next(point for point in self.points if point.name == name)
 
@@ -257,12 +257,12 @@ class Measured:
 _PLAIN = [each for each in fields(Sweep) if each.name not in ("settings", "points")]
 
 
-def global_batch(point: Point, settings: Settings) -> int | None:
+def global_batch(point: SweepPoint, settings: SweepSettings) -> int | None:
     """Samples of all ranks together, where the sweep names them. Pure."""
     return None if settings.batch is None else settings.batch * point.factor
 
 
-def fill_arguments(sweep: Sweep, point: Point) -> tuple[tuple[str, ...], frozenset[str]]:
+def fill_arguments(sweep: Sweep, point: SweepPoint) -> tuple[tuple[str, ...], frozenset[str]]:
     """The script's arguments at a point, and the names that stood in them. Pure.
 
     Raises:
@@ -283,7 +283,7 @@ def tell_difference(there: Sweep, asked: Sweep) -> str:
     pairs = [(each.name, getattr(there, each.name), getattr(asked, each.name)) for each in _PLAIN]
     pairs += [
         (each.name, getattr(there.settings, each.name), getattr(asked.settings, each.name))
-        for each in fields(Settings)
+        for each in fields(SweepSettings)
     ]
     said = [
         f"{name}: {_show(old)} there, {_show(new)} asked" for name, old, new in pairs if old != new
@@ -326,8 +326,8 @@ class Folder:
                 target=table["target"],
                 is_module=table["is_module"],
                 arguments=tuple(table["arguments"]),
-                settings=Settings(**table["settings"]),
-                points=tuple(Point(**row) for row in table["points"]),
+                settings=SweepSettings(**table["settings"]),
+                points=tuple(SweepPoint(**row) for row in table["points"]),
                 kind=table["kind"],
                 label=table["label"],
             )
@@ -361,7 +361,7 @@ class Folder:
         index = [each.name for each in sweep.points].index(point)
         return f"{index:03d}-{repeat}"
 
-    def launch_of(self, sweep: Sweep, key: str) -> tuple[Point, int]:
+    def launch_of(self, sweep: Sweep, key: str) -> tuple[SweepPoint, int]:
         """The point and the repeat that a key means.
 
         Raises:

@@ -15,7 +15,7 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.report import FORMATS, Wish, write_report
-from hpctrain.report.charts import Bars, Line, LineChart, Mark
+from hpctrain.report.charts import Bars, EventMark, Line, LineChart
 from hpctrain.report.runs import parse_metrics, read_run, run_charts, run_figures, thin
 from hpctrain.report.svg import render_svg
 from mpi_tests.report_kit import (
@@ -282,7 +282,7 @@ def test_long_runs_are_thinned_and_keep_their_extremes(tmp_path):
     assert [line.label for line in loss.lines] == ["training loss", "evaluation loss"]
     assert len(loss.lines[0].x) <= 300
     assert {mark.label for mark in loss.marks} == {"checkpoint", "restart"}
-    assert isinstance(loss.marks[0], Mark)
+    assert isinstance(loss.marks[0], EventMark)
     assert sum(mark.label == "checkpoint" for mark in loss.marks) <= 60
 
 
