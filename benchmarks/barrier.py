@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from hpctrain.bench import Case, Plan, Variant, command, run_plan
+from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 
 __all__ = ["CASES", "KINDS", "main", "make_variants"]
 
@@ -51,7 +51,7 @@ def main() -> int:
     ranks = command.numbers("ranks", args.ranks or f"{max(2, num_cores)},{2 * num_cores}")
     variants = make_variants(kinds, ranks)
     idle = frozenset(f"{KINDS[0]}-{n}" for n in ranks)
-    plan = Plan(
+    plan = BenchPlan(
         name="barrier",
         module="benchmarks.barrier",
         cases=[

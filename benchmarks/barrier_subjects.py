@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.barrier import CASES
-from hpctrain.bench import Subject
+from hpctrain.bench import Measurable
 from hpctrain.world import World
 from hpctrain.world.barrier import make_barrier
 
@@ -51,7 +51,7 @@ class Waiting:
         return {}
 
 
-def make(world: World, variant: str) -> Subject:
+def make(world: World, variant: str) -> Measurable:
     """The subject of a variant: a kind and a number of ranks."""
     kind = variant.rpartition("-")[0]
     if kind == "nobody-waits":

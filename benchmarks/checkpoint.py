@@ -10,7 +10,7 @@ import sys
 from statistics import median
 from typing import Any
 
-from hpctrain.bench import Case, Plan, Variant, command, run_plan
+from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 
 __all__ = ["BLOCKED", "CHECKSUMS", "COMPARISONS", "TRAINING", "WRITING", "add_arguments", "main"]
 
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
     names = command.choose("variant", args.variants or ",".join(known), known)
     cases = command.choose("case", args.cases or ",".join(_CASES), _CASES)
     steps = 4 if args.quick else _STEPS
-    plan = Plan(
+    plan = BenchPlan(
         name="checkpoint",
         module="benchmarks.checkpoint",
         cases=[

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hpctrain as hpc
 from benchmarks.step_subjects import Distributed
-from hpctrain.bench import Subject
+from hpctrain.bench import Measurable
 from hpctrain.checkpoint.flattening import flatten
 from hpctrain.world import World
 
@@ -257,7 +257,7 @@ def _engine(world: World) -> Any:
     return _engines[world]
 
 
-def make(world: World, variant: str) -> Subject:
+def make(world: World, variant: str) -> Measurable:
     """The subject of a variant."""
     kinds: dict[str, type] = {
         "memcpy": Memcpy,
@@ -268,6 +268,6 @@ def make(world: World, variant: str) -> Subject:
     if variant in ("crc32", "sha256", "blake2b"):
         return Checksum(world, variant)
     if variant in kinds:
-        made: Subject = kinds[variant](world)
+        made: Measurable = kinds[variant](world)
         return made
     return Steps(world, variant)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import data_movement
-from hpctrain.bench import Case, Plan, Variant, command, run_plan
+from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 
 __all__ = ["PARTS", "Part", "add_arguments", "main", "part_of"]
 
@@ -113,10 +113,10 @@ def main(args: argparse.Namespace) -> int:
     return max(codes)
 
 
-def _plan(name: str, args: argparse.Namespace) -> Plan:
+def _plan(name: str, args: argparse.Namespace) -> BenchPlan:
     part = PARTS[name]
     chosen = command.choose("variant", args.variants or ",".join(part.variants), part.variants)
-    return Plan(
+    return BenchPlan(
         name=f"data_{name}",
         module="benchmarks.data",
         cases=part.cases,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import hpctrain as hpc
-from hpctrain.bench import Subject
+from hpctrain.bench import Measurable
 from hpctrain.world import World
 
 __all__ = ["make_maker"]
@@ -139,11 +139,11 @@ def _calibrate(world: World) -> Callable[[], None]:
     return lambda: work(repeats)
 
 
-def make_maker() -> Callable[[World, str], Subject]:
+def make_maker() -> Callable[[World, str], Measurable]:
     """What makes the subject of a variant; variants share the size of a step."""
     shared: list[Callable[[], None]] = []
 
-    def make(world: World, variant: str) -> Subject:
+    def make(world: World, variant: str) -> Measurable:
         if not variant.startswith("step"):
             return Batches(world, variant)
         if not shared:

@@ -10,7 +10,7 @@ import sys
 from statistics import median
 from typing import Any
 
-from hpctrain.bench import Case, Plan, Variant, command, parse_size, run_plan
+from hpctrain.bench import BenchPlan, Case, Variant, command, parse_size, run_plan
 
 __all__ = ["CASES", "COMPARISONS", "VARIANTS", "add_arguments", "main", "make_plan", "measure"]
 
@@ -37,12 +37,12 @@ COMPARISONS = (
 )
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> BenchPlan:
     """What to measure."""
     rules = command.rules_of(args)
     names = command.choose("variant", args.variants or ",".join(_NAMES), _NAMES)
     cases = CASES[:1] if args.quick else CASES[1:]
-    return Plan(
+    return BenchPlan(
         name="data_movement",
         module="benchmarks.data_movement",
         cases=[

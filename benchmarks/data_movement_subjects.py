@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import hpctrain as hpc
-from hpctrain.bench import Subject, parse_size
+from hpctrain.bench import Measurable, parse_size
 from hpctrain.data import CHUNK_BYTES, split_bytes
 from hpctrain.errors import CollectiveError
 from hpctrain.world import World
@@ -255,9 +255,9 @@ class Share(Moving):
         return total
 
 
-def make(world: World, variant: str) -> Subject:
+def make(world: World, variant: str) -> Measurable:
     """The subject of a variant."""
-    ways: dict[str, Callable[[], Subject]] = {
+    ways: dict[str, Callable[[], Measurable]] = {
         "memcpy": lambda: Memcpy(world),
         "mpi-send": lambda: Send(world, fresh=False),
         "mpi-send-fresh": lambda: Send(world, fresh=True),

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hpctrain.bench import Case, Plan, Variant, command, run_plan
+from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 from hpctrain.errors import ConfigError
 
 __all__ = ["BASELINE", "VARIANTS", "add_accuracies", "main", "plot"]
@@ -86,7 +86,7 @@ def main() -> int:
     epochs = 2 if args.quick else args.epochs
     if epochs < 1:
         raise ConfigError(f"epochs={epochs} must be at least 1")
-    plan = Plan(
+    plan = BenchPlan(
         name="large_batch",
         module="benchmarks.large_batch",
         cases=[Case(name=f"digits, {epochs} epochs", warmup=0, repeats=1)],

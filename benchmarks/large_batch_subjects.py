@@ -6,7 +6,7 @@ import re
 
 import hpctrain as hpc
 from benchmarks.large_batch_training import SETTINGS, Setting, load_digits, num_steps, train
-from hpctrain.bench import Subject
+from hpctrain.bench import Measurable
 from hpctrain.world import World
 
 __all__ = ["make"]
@@ -57,6 +57,6 @@ class Training:
         }
 
 
-def make(world: World, variant: str) -> Subject:
+def make(world: World, variant: str) -> Measurable:
     """The subject of a variant, named as its setting."""
     return Training(world, SETTINGS[variant])

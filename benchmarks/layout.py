@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from hpctrain import freed_memory, log
-from hpctrain.bench import Case, Plan, Variant, command, paired_ratio, run_plan
+from hpctrain.bench import BenchPlan, Case, Variant, command, paired_ratio, run_plan
 from hpctrain.errors import ConfigError
 
 __all__ = [
@@ -115,7 +115,7 @@ def main() -> int:
     ranks = _choose_ranks(args.ranks, num_cores, [BATCHES[name] for name in workloads])
     variants = make_variants(kinds, ranks, num_cores=num_cores)
     steps = 1 if args.quick else args.steps
-    plan = Plan(
+    plan = BenchPlan(
         name="layout",
         module="benchmarks.layout",
         cases=[Case(name=name, warmup=_WARMUP, repeats=steps) for name in workloads],

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.bench import Case, Plan, Variant, command, run_plan
+from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 
 __all__ = ["FORMULAS", "formula", "main", "make_variants"]
 
@@ -77,7 +77,7 @@ def main() -> int:
     kinds = command.choose("variant", args.variants or ",".join(FORMULAS), tuple(FORMULAS))
     default = "32 MiB" if args.quick else "128 MiB"
     (model,) = command.choose("model", args.model or default, tuple(MODELS))
-    plan = Plan(
+    plan = BenchPlan(
         name="memory",
         module="benchmarks.memory",
         cases=[Case(name=model, warmup=0, repeats=1)],

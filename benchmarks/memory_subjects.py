@@ -13,7 +13,7 @@ from benchmarks import step_subjects
 from benchmarks.memory import MODELS
 from benchmarks.memory_parts import data_kib
 from benchmarks.workloads import Workload
-from hpctrain.bench import Subject
+from hpctrain.bench import Measurable
 from hpctrain.world import World
 
 __all__ = ["make_maker"]
@@ -103,11 +103,11 @@ def _workload(layers: int, width: int) -> Workload:
     )
 
 
-def make_maker() -> Callable[[World, str], Subject]:
+def make_maker() -> Callable[[World, str], Measurable]:
     """What makes the subject of a variant: a kind and a number of ranks."""
     make = step_subjects.make_maker()
 
-    def make_weighed(world: World, variant: str) -> Subject:
+    def make_weighed(world: World, variant: str) -> Measurable:
         way = make(world, variant.rpartition("-")[0])
         if not isinstance(way, step_subjects.Compute):
             raise TypeError(f"{variant} does not train")

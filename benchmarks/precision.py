@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hpctrain.bench import Case, Plan, Variant, command, run_plan
+from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 from hpctrain.errors import ConfigError
 
 __all__ = ["COMPARISONS", "VARIANTS", "main"]
@@ -65,7 +65,7 @@ def main() -> int:
     workloads = command.choose("workload", args.workloads or ",".join(_WORKLOADS), _WORKLOADS)
     steps = 2 if args.quick else args.steps
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    plan = Plan(
+    plan = BenchPlan(
         name="precision",
         module="benchmarks.precision",
         cases=[Case(name=name, warmup=_WARMUP, repeats=steps) for name in workloads],

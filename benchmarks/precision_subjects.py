@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
-from hpctrain.bench import Subject
+from hpctrain.bench import Measurable
 from hpctrain.replica import Replica
 from hpctrain.world import World
 
@@ -172,10 +172,10 @@ class Distributed(Raw):
         super().release()
 
 
-def make_maker() -> Callable[[World, str], Subject]:
+def make_maker() -> Callable[[World, str], Measurable]:
     """What makes the subject of a variant, such as `amp-fp16` or `hpctrain-bf16`."""
 
-    def make(world: World, variant: str) -> Subject:
+    def make(world: World, variant: str) -> Measurable:
         way, precision = variant.removesuffix("-again").split("-")
         return Raw(world, precision) if way == "amp" else Distributed(world, precision)
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from hpctrain import log
-from hpctrain.bench import Case, Plan, Variant, command, run_plan
+from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 from hpctrain.engines import probe_horovod
 
 __all__ = ["COMPARISONS", "VARIANTS", "add_arguments", "main"]
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     default = _WORKLOADS[:1] if args.quick else _WORKLOADS
     workloads = command.choose("workload", args.workloads or ",".join(default), _WORKLOADS)
     steps = 2 if args.quick else args.steps
-    plan = Plan(
+    plan = BenchPlan(
         name="step_overhead",
         module="benchmarks.step_overhead",
         cases=[Case(name=name, warmup=_WARMUP, repeats=steps) for name in workloads],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hpctrain as hpc
 from benchmarks.workloads import find
-from hpctrain.bench import Subject
+from hpctrain.bench import Measurable
 from hpctrain.engines import Engine
 from hpctrain.replica import HorovodTraining, Replica
 from hpctrain.world import World
@@ -213,10 +213,10 @@ class RawDdpZero(RawDdp):
         )
 
 
-def make_maker() -> Callable[[World, str], Subject]:
+def make_maker() -> Callable[[World, str], Measurable]:
     """What makes the subject of a variant; variants of a launch share its engine."""
     engines: dict[str, Engine] = {}
-    alone: dict[str, Callable[[World], Subject]] = {
+    alone: dict[str, Callable[[World], Measurable]] = {
         "compute": Compute,
         "compute-again": Compute,
         "one-process": OneProcess,
@@ -231,7 +231,7 @@ def make_maker() -> Callable[[World, str], Subject]:
             engines[name] = hpc.connect(world, name).engine
         return engines[name]
 
-    def make(world: World, variant: str) -> Subject:
+    def make(world: World, variant: str) -> Measurable:
         if variant == "compute-beside-idle":
             connect(world, "mpi")
             return Compute(world)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.data import Seat, plan_parts
-from hpctrain.predict.rehearsal import Training
+from hpctrain.predict.rehearsal import TrainingRun
 
 __all__ = ["samples_of"]
 
 
-def samples_of(training: Training, *, rank: int, num_ranks: int) -> Iterator[int]:
+def samples_of(training: TrainingRun, *, rank: int, num_ranks: int) -> Iterator[int]:
     """How many samples a rank has in each batch of an epoch."""
     parts = plan_parts(
         training.batching,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         trend,
     )
     from hpctrain.bench.layouts import (
-        Layout,
+        BestLayout,
         LayoutBook,
         best_layout,
         digest_script,
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         upgrade,
         validate,
     )
-    from hpctrain.bench.session import Case, Plan, Variant, run_plan
+    from hpctrain.bench.session import BenchPlan, Case, Variant, run_plan
     from hpctrain.bench.summary import (
         conclude_result,
         describe_law,
@@ -84,30 +84,30 @@ if TYPE_CHECKING:
         MODES,
         Folder,
         Measured,
-        Settings,
         Sweep,
+        SweepSettings,
         fill_arguments,
         layout_points,
         plan_points,
     )
-    from hpctrain.bench.worker import Subject, serve
+    from hpctrain.bench.worker import Measurable, serve
 
 __all__ = [
     "COUNTS_SCHEMA",
     "LIMIT",
     "MODES",
     "ROOT",
+    "BenchPlan",
+    "BestLayout",
     "Case",
     "Compared",
     "Folder",
     "KarpFlatt",
-    "Layout",
     "LayoutBook",
+    "Measurable",
     "Measured",
-    "Plan",
-    "Settings",
-    "Subject",
     "Sweep",
+    "SweepSettings",
     "Variant",
     "ask",
     "best_layout",
@@ -193,7 +193,7 @@ __getattr__ = lazy(
             "trend",
         ),
         ".layouts": (
-            "Layout",
+            "BestLayout",
             "LayoutBook",
             "best_layout",
             "digest_script",
@@ -227,7 +227,7 @@ __getattr__ = lazy(
         ),
         ".session": (
             "Case",
-            "Plan",
+            "BenchPlan",
             "Variant",
             "run_plan",
         ),
@@ -246,14 +246,14 @@ __getattr__ = lazy(
             "Folder",
             "MODES",
             "Measured",
-            "Settings",
+            "SweepSettings",
             "Sweep",
             "fill_arguments",
             "layout_points",
             "plan_points",
         ),
         ".worker": (
-            "Subject",
+            "Measurable",
             "serve",
         ),
     },

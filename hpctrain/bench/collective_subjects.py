@@ -9,7 +9,7 @@ from torch import Tensor
 
 import hpctrain as hpc
 from hpctrain.bench.command import parse_size
-from hpctrain.bench.worker import Subject
+from hpctrain.bench.worker import Measurable
 from hpctrain.engines import Engine, Op
 from hpctrain.errors import CollectiveError
 from hpctrain.world import World
@@ -92,11 +92,11 @@ class Memcpy:
         return {}
 
 
-def make_maker() -> Callable[[World, str], Subject]:
+def make_maker() -> Callable[[World, str], Measurable]:
     """What makes the subject of a variant; variants of a launch share its engine."""
     engines: dict[str, Engine] = {}
 
-    def make(world: World, variant: str) -> Subject:
+    def make(world: World, variant: str) -> Measurable:
         if variant == "memcpy":
             return Memcpy()
         name = variant.removesuffix("-allocated")

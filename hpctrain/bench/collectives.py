@@ -12,7 +12,7 @@ from typing import Any
 
 from hpctrain import log
 from hpctrain.bench import command
-from hpctrain.bench.session import Case, Plan, Variant, run_plan
+from hpctrain.bench.session import BenchPlan, Case, Variant, run_plan
 from hpctrain.engines import probe_horovod
 
 __all__ = ["SIZES", "VARIANTS", "add_arguments", "bandwidths", "main", "repeats_for"]
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     names = command.choose("variant", args.variants or ",".join(_built(known)), known)
     default = SIZES[:7:3] if args.quick else SIZES
     sizes = command.choose("size", args.sizes or ",".join(default), SIZES)
-    plan = Plan(
+    plan = BenchPlan(
         name="collectives",
         module="hpctrain.bench.collectives",
         cases=[Case(name=s, warmup=1, repeats=repeats_for(command.parse_size(s))) for s in sizes],

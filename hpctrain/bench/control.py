@@ -27,7 +27,7 @@ import psutil
 from hpctrain.bench.results import ROOT
 from hpctrain.errors import LaunchError
 
-__all__ = ["Launch", "Message"]
+__all__ = ["Message", "WorkerLaunch"]
 
 Message = dict[str, Any]
 _POLL_S = 0.2
@@ -36,7 +36,7 @@ _TAIL_CHARACTERS = 4000
 _PR_SET_PDEATHSIG = 1
 
 
-class Launch:
+class WorkerLaunch:
     """One `hpctrain run` of a benchmark's worker side, and its ranks.
 
     Args:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.batch_systems import Ask, JobState, ask_program, find_system, find_template
+from hpctrain.batch_systems import Ask, ask_program, find_system, find_template
 from hpctrain.bench.local import tell_end
 from hpctrain.bench.sweep import Folder, Measured, Sweep
 from hpctrain.errors import ConfigError, JobError
@@ -18,10 +17,9 @@ from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 from hpctrain.submit.status import last_lines, log_paths
 from hpctrain.submit.submission import submit
+from hpctrain.submit.sweep import task_states
 
 __all__ = ["Batch", "gather", "group_launches", "submit_sweep"]
-
-_TASK = re.compile(r"[_\[.](\d+)\]?(?:\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +138,10 @@ def gather(
         if not missing:
             continue
         entry = Entry(**row["entry"])
-        states = find_system(entry.batch).ask_state(entry.job, ask)
+        states = task_states(entry, ask)
         for key in missing:
             task = row["keys"].index(key) if len(row["keys"]) > 1 else None
-            state = _state_of(states, task)
+            state = states.get(task or 0)
             if state is not None and not state.is_final:
                 left += 1
                 continue
@@ -155,20 +153,9 @@ def gather(
     return left
 
 
-def _state_of(states: Sequence[JobState], task: int | None) -> JobState | None:
-    """The state of one task; of a whole array that has not begun, its one entry."""
-    if task is not None:
-        for state in states:
-            match = _TASK.search(state.job)
-            if match and int(match[1]) == task and "-" not in state.job:
-                return state
-    return next((s for s in states if not s.is_final), states[0] if states else None)
-
-
 def _is_over(row: Mapping[str, Any], ask: Ask) -> bool:
     entry = Entry(**row["entry"])
-    states = find_system(entry.batch).ask_state(entry.job, ask)
-    return all(state.is_final for state in states)
+    return all(state.is_final for state in task_states(entry, ask).values())
 
 
 def _tail(entry: Entry, task: int | None) -> str:

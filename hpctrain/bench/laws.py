@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.bench.paired import paired_ratio
-from hpctrain.bench.sweep import ALONE, NODE, RANKS, Point
+from hpctrain.bench.sweep import ALONE, NODE, RANKS, SweepPoint
 from hpctrain.errors import ConfigError
 
 __all__ = [
@@ -252,7 +252,7 @@ _FEWEST_RANKS = 2
 _AUTO = "auto"
 
 
-def find_baseline(point: Point, good: Sequence[Point], role: str) -> Point | None:
+def find_baseline(point: SweepPoint, good: Sequence[SweepPoint], role: str) -> SweepPoint | None:
     """The baseline with the same settings."""
     return next((p for p in good if p.role == role and is_alike(point.values, p.values)), None)
 
@@ -268,7 +268,7 @@ def is_alike(mine: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
 
 
 def make_ratios(
-    case: str, good: Sequence[Point], seconds: Mapping[str, list[float]]
+    case: str, good: Sequence[SweepPoint], seconds: Mapping[str, list[float]]
 ) -> list[dict[str, Any]]:
     """Times over those of the baseline, and of each setting over the first one of its axis."""
     ratios = []
@@ -283,7 +283,7 @@ def make_ratios(
     return ratios
 
 
-def _hand_set(point: Point, key: str, good: Sequence[Point]) -> Point | None:
+def _hand_set(point: SweepPoint, key: str, good: Sequence[SweepPoint]) -> SweepPoint | None:
     """The same point with the first value of one axis."""
     first = next(p.values[key] for p in good if key in p.values)
     wanted = {**point.values, key: first}

@@ -15,14 +15,21 @@ from hpctrain.bench.results import cpu_name, machine_id
 from hpctrain.errors import ConfigError, InstallError
 from hpctrain.install.lock import held
 
-__all__ = ["Layout", "LayoutBook", "best_layout", "digest_script", "find_layout", "this_machine"]
+__all__ = [
+    "BestLayout",
+    "LayoutBook",
+    "best_layout",
+    "digest_script",
+    "find_layout",
+    "this_machine",
+]
 
 _KEPT = 1000
 _LOCK_WAIT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class BestLayout:
     """What was found best for a script on a machine."""
 
     target: str
@@ -93,7 +100,7 @@ class LayoutBook:
     def __init__(self, home: Path) -> None:
         self.path = home / "layouts.json"
 
-    def read(self) -> list[Layout]:
+    def read(self) -> list[BestLayout]:
         """All that is remembered, the newest last.
 
         Raises:
@@ -101,7 +108,7 @@ class LayoutBook:
         """
         try:
             rows = json.loads(self.path.read_text("utf-8"))["layouts"]
-            return [Layout(**{**row, "arguments": tuple(row["arguments"])}) for row in rows]
+            return [BestLayout(**{**row, "arguments": tuple(row["arguments"])}) for row in rows]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -109,7 +116,7 @@ class LayoutBook:
                 f"{self.path}, which remembers layouts, cannot be read ({error}); move it away"
             ) from error
 
-    def add(self, layout: Layout) -> None:
+    def add(self, layout: BestLayout) -> None:
         """Remember a layout instead of what was known of the same script and machine.
 
         Raises:
@@ -128,13 +135,18 @@ class LayoutBook:
             raise ConfigError(f"{self.path} cannot be written: {error}") from error
 
 
-def _place(layout: Layout) -> tuple[str, tuple[str, ...], str]:
+def _place(layout: BestLayout) -> tuple[str, tuple[str, ...], str]:
     return layout.target, layout.arguments, layout.machine
 
 
 def find_layout(
-    layouts: Sequence[Layout], *, target: str, arguments: Sequence[str], machine: str, digest: str
-) -> tuple[Layout, list[str]]:
+    layouts: Sequence[BestLayout],
+    *,
+    target: str,
+    arguments: Sequence[str],
+    machine: str,
+    digest: str,
+) -> tuple[BestLayout, list[str]]:
     """The layout for a program here, and what speaks against trusting it. Pure.
 
     Raises:

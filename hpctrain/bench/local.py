@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from hpctrain.bench.load import foreign_load, read_clocks
-from hpctrain.bench.sweep import RANKS, Folder, Measured, Point, Sweep, fill_arguments
-from hpctrain.errors import ConfigError
+from hpctrain.bench.sweep import RANKS, Folder, Measured, Sweep, SweepPoint, fill_arguments
+from hpctrain.submit.sweep import launch
 from hpctrain.world import BENCH_VARIABLE, Asked
 
 __all__ = ["ask", "explain", "run_sweep", "tell_end", "tell_other_device"]
 
-_END_S = 20.0
 _TAIL_LINES = 6
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception): |hpctrain: rank )")
@@ -54,7 +49,7 @@ def run_sweep(
         folder.write(key, replace(measured, num_tries=tries))
 
 
-def ask(folder: Folder, sweep: Sweep, point: Point, repeat: int) -> Asked:
+def ask(folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int) -> Asked:
     """What a launch is asked for."""
     key = folder.key(sweep, point.name, repeat)
     return Asked(
@@ -68,7 +63,7 @@ def ask(folder: Folder, sweep: Sweep, point: Point, repeat: int) -> Asked:
     )
 
 
-def explain(sweep: Sweep, point: Point, report: Mapping[str, object] | None) -> str:
+def explain(sweep: Sweep, point: SweepPoint, report: Mapping[str, object] | None) -> str:
     """What makes a launch that ended well no measurement of its point; empty: nothing. Pure."""
     _, used = fill_arguments(sweep, point)
     reads = report["reads"] if report else []
@@ -107,7 +102,7 @@ def _device(report: Mapping[str, object]) -> str:
 
 
 def _measure(
-    folder: Folder, sweep: Sweep, point: Point, repeat: int, environ: Mapping[str, str]
+    folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int, environ: Mapping[str, str]
 ) -> Measured:
     key = folder.key(sweep, point.name, repeat)
     folder.report_path(key).unlink(missing_ok=True)
@@ -115,14 +110,14 @@ def _measure(
     module = ["-m"] if sweep.is_module else []
     command = [sys.executable, "-m", "hpctrain", "run", "-n", str(point.num_ranks)]
     before = read_clocks()
-    code, ended = _launch(
+    code, ended = launch(
         [*command, *module, sweep.target, *arguments],
-        {
+        folder.log_path(key),
+        environ={
             **environ,
             "OMP_NUM_THREADS": str(point.num_threads),
             BENCH_VARIABLE: ask(folder, sweep, point, repeat).text(),
         },
-        folder.log_path(key),
         timeout_s=sweep.settings.timeout_s,
     )
     after = read_clocks()
@@ -140,38 +135,6 @@ def _measure(
         foreign_load=foreign_load(before, after, num_cores=os.cpu_count() or 1),
         report=report,
     )
-
-
-def _launch(
-    command: list[str], environ: Mapping[str, str], log: Path, *, timeout_s: float
-) -> tuple[int, bool]:
-    """Run a launch to its end; its exit code, and whether it ended by itself in time."""
-    with log.open("wb") as said:
-        try:
-            process = subprocess.Popen(
-                command,
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-            )
-        except OSError as error:
-            raise ConfigError(f"{command[0]} cannot be started: {error}") from error
-        try:
-            return process.wait(timeout=timeout_s), True
-        except subprocess.TimeoutExpired:
-            return _end(process), False
-        except BaseException:
-            _end(process)
-            raise
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    process.send_signal(signal.SIGINT)  # `hpctrain run` ends its ranks at once
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(timeout=_END_S)
-    process.kill()
-    return process.wait(timeout=_END_S)
 
 
 def tell_end(log: str) -> str:

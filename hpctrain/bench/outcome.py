@@ -14,7 +14,7 @@ from typing import Any
 from hpctrain.bench.laws import conclude_curves, find_baseline, make_ratios
 from hpctrain.bench.paired import interval_ranks
 from hpctrain.bench.results import SCHEMA
-from hpctrain.bench.sweep import ALONE, NODE, Measured, Point, Sweep, fill_arguments
+from hpctrain.bench.sweep import ALONE, NODE, Measured, Sweep, SweepPoint, fill_arguments
 
 __all__ = ["make_result"]
 
@@ -69,7 +69,7 @@ def make_result(
     }
 
 
-def _launches(sweep: Sweep, point: Point, measured: Launches) -> list[Measured]:
+def _launches(sweep: Sweep, point: SweepPoint, measured: Launches) -> list[Measured]:
     repeats = range(sweep.settings.repeats)
     return [measured[point.name, r] for r in repeats if (point.name, r) in measured]
 
@@ -94,7 +94,7 @@ def _samples(launch: Measured) -> float | None:
 
 
 def _rates(
-    sweep: Sweep, point: Point, launches: Sequence[Measured], *, by_steps: bool
+    sweep: Sweep, point: SweepPoint, launches: Sequence[Measured], *, by_steps: bool
 ) -> list[float]:
     """Work a second in every launch: samples, or else shares of the batch."""
     is_weak = sweep.settings.mode == "weak"
@@ -112,7 +112,7 @@ def _rates(
 
 def _row(
     sweep: Sweep,
-    point: Point,
+    point: SweepPoint,
     whole: Mapping[str, list[Measured]],
     rates: Mapping[str, list[float]],
     *,
@@ -191,7 +191,7 @@ def _interval(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def _series(
     sweep: Sweep,
-    point: Point,
+    point: SweepPoint,
     launches: Sequence[Measured],
     row: Mapping[str, Any],
     *,
@@ -211,7 +211,7 @@ def _series(
     }
 
 
-def _blocks(sweep: Sweep, good: Sequence[Point], measured: Launches) -> list[dict[str, Any]]:
+def _blocks(sweep: Sweep, good: Sequence[SweepPoint], measured: Launches) -> list[dict[str, Any]]:
     names = {point.name for point in good}
     blocks = []
     for repeat in range(sweep.settings.repeats if good else 0):
@@ -230,7 +230,7 @@ def _blocks(sweep: Sweep, good: Sequence[Point], measured: Launches) -> list[dic
 
 
 def _notes(
-    sweep: Sweep, good: Sequence[Point], whole: Mapping[str, list[Measured]], *, by_steps: bool
+    sweep: Sweep, good: Sequence[SweepPoint], whole: Mapping[str, list[Measured]], *, by_steps: bool
 ) -> list[str]:
     """What a reader must know."""
     notes = []
@@ -261,7 +261,7 @@ def _notes(
 
 
 def _fused_notes(
-    sweep: Sweep, good: Sequence[Point], whole: Mapping[str, list[Measured]]
+    sweep: Sweep, good: Sequence[SweepPoint], whole: Mapping[str, list[Measured]]
 ) -> list[str]:
     """Whether one process with all cores has its fused optimizer, and whether it alone has."""
     configured = sweep.label.endswith(".toml")

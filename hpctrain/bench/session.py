@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import median
 
 from hpctrain import log
-from hpctrain.bench.control import Launch, Message
+from hpctrain.bench.control import Message, WorkerLaunch
 from hpctrain.bench.load import LoadMeter
 from hpctrain.bench.paired import Kept, choose_blocks, more_are_needed, paired_ratio, shuffled_order
 from hpctrain.bench.results import SCHEMA, describe_machine
 from hpctrain.errors import ConfigError
 
-__all__ = ["Block", "Case", "Plan", "Rules", "Variant", "describe_case", "run_plan"]
+__all__ = ["BenchPlan", "Block", "Case", "Rules", "Variant", "describe_case", "run_plan"]
 
 _START_S = 300.0
 _PREPARE_S = 300.0
@@ -81,7 +81,7 @@ class Rules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class BenchPlan:
     """A whole benchmark."""
 
     name: str
@@ -113,7 +113,7 @@ class Block:
     foreign_load: float
 
 
-def run_plan(plan: Plan, keep: Path | None = None) -> dict[str, object]:
+def run_plan(plan: BenchPlan, keep: Path | None = None) -> dict[str, object]:
     """Start all launches, measure all cases, and return a result as `schema` describes it.
 
     Args:
@@ -152,7 +152,7 @@ def run_plan(plan: Plan, keep: Path | None = None) -> dict[str, object]:
 
 
 def _result(
-    plan: Plan,
+    plan: BenchPlan,
     machine: Mapping[str, object],
     series: Sequence[Mapping[str, object]],
     ratios: Sequence[Mapping[str, object]],
@@ -176,9 +176,9 @@ def _result(
     }
 
 
-def _start(plan: Plan, ending: ExitStack) -> dict[str, Launch]:
+def _start(plan: BenchPlan, ending: ExitStack) -> dict[str, WorkerLaunch]:
     """Start what the variants live in; `ending` closes it."""
-    launches: dict[str, Launch] = {}
+    launches: dict[str, WorkerLaunch] = {}
     num_ranks = 0
     for name in dict.fromkeys(variant.launch for variant in plan.variants):
         members = [variant for variant in plan.variants if variant.launch == name]
@@ -186,7 +186,7 @@ def _start(plan: Plan, ending: ExitStack) -> dict[str, Launch]:
         if len(layouts) > 1:
             raise ConfigError(f"launch {name} cannot have several layouts: {sorted(layouts)}")
         ((ranks, threads),) = layouts
-        launches[name] = Launch(
+        launches[name] = WorkerLaunch(
             name,
             plan.module,
             num_ranks=ranks,
@@ -202,7 +202,7 @@ def _start(plan: Plan, ending: ExitStack) -> dict[str, Launch]:
 
 
 def _run_case(
-    plan: Plan, case: Case, launches: Mapping[str, Launch], meter: LoadMeter
+    plan: BenchPlan, case: Case, launches: Mapping[str, WorkerLaunch], meter: LoadMeter
 ) -> tuple[dict[str, Message], list[Block], dict[str, Message]]:
     variants = plan.variants_of(case)
     facts = _ask_all(variants, launches, {"do": "prepare", "case": case.name}, "facts")
@@ -219,7 +219,7 @@ def _run_case(
 
 
 def _ask_all(
-    variants: Sequence[Variant], launches: Mapping[str, Launch], message: Message, key: str
+    variants: Sequence[Variant], launches: Mapping[str, WorkerLaunch], message: Message, key: str
 ) -> dict[str, Message]:
     """Ask every variant, one after the other; all ranks of a variant must answer alike."""
     answers: dict[str, Message] = {}
@@ -234,7 +234,7 @@ def _ask_all(
 
 
 def _run_block(
-    plan: Plan, case: Case, number: int, launches: Mapping[str, Launch], meter: LoadMeter
+    plan: BenchPlan, case: Case, number: int, launches: Mapping[str, WorkerLaunch], meter: LoadMeter
 ) -> Block:
     by_name = {variant.name: variant for variant in plan.variants_of(case)}
     order = shuffled_order(list(by_name), seed=plan.rules.seed, case=case.name, block=number)
@@ -255,7 +255,7 @@ def _run_block(
 
 
 def describe_case(
-    plan: Plan,
+    plan: BenchPlan,
     case: Case,
     measured: Sequence[Block],
     kept: Kept,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.bench.laws import conclude_curves, point_names
-from hpctrain.bench.sweep import RANKS, Settings, Sweep
+from hpctrain.bench.sweep import RANKS, Sweep, SweepSettings
 
 __all__ = [
     "Table",
@@ -259,7 +259,7 @@ def repeat_command(sweep: Sweep, *, directory: Path, output: Path | None) -> str
     words += ["--repeats", str(settings.repeats), "--steps", str(settings.steps)]
     words += ["--batch", str(settings.batch)] if settings.batch is not None else []
     for option, name in _OPTIONS.items():
-        if getattr(settings, name) != getattr(Settings(), name):
+        if getattr(settings, name) != getattr(SweepSettings(), name):
             words += [option, str(getattr(settings, name))]
     words += ["--dir", str(directory)]
     words += ["--json", str(output)] if output is not None else []

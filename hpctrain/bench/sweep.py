@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import ConfigError
+from hpctrain.submit.sweep import fill_words, grid_points
 
 __all__ = [
     "ALONE",
@@ -21,9 +21,9 @@ __all__ = [
     "NODE",
     "Folder",
     "Measured",
-    "Point",
-    "Settings",
     "Sweep",
+    "SweepPoint",
+    "SweepSettings",
     "fill_arguments",
     "global_batch",
     "interleave",
@@ -42,7 +42,7 @@ _RESERVED = ("batch", "engine", "ranks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class SweepSettings:
     """How every point is measured."""
 
     mode: str = "weak"
@@ -72,7 +72,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class SweepPoint:
     """One kind of launch, measured several times."""
 
     name: str
@@ -103,7 +103,7 @@ def plan_points(
     num_threads: int | None = None,
     vary: Sequence[str] = (),
     ranks_per_node: int | None = None,
-) -> list[Point]:
+) -> list[SweepPoint]:
     """Every number of ranks on every engine with every setting, and two baselines a setting.
 
     Args:
@@ -125,10 +125,10 @@ def plan_points(
     if threads < 1:
         raise ConfigError(f"threads={num_threads} must be at least 1")
     weak = mode == "weak"
-    points: list[Point] = []
-    for values in _combine(vary):
+    points: list[SweepPoint] = []
+    for values in grid_points(vary, reserved=_RESERVED):
         tail = "".join(f" {key}={value}" for key, value in values.items())
-        alone = Point(
+        alone = SweepPoint(
             name=f"{ALONE} 1x{threads}{tail}",
             role=ALONE,
             engine="local",
@@ -139,7 +139,7 @@ def plan_points(
         points.append(alone)
         if num_cores > threads:
             points.append(
-                Point(
+                SweepPoint(
                     name=f"{NODE} 1x{num_cores}{tail}",
                     role=NODE,
                     engine="local",
@@ -151,7 +151,7 @@ def plan_points(
             )
         for engine, number in itertools.product(engines, sorted(set(ranks))):
             points.append(
-                Point(
+                SweepPoint(
                     name=f"{engine} {number}x{threads}{tail}",
                     role=RANKS,
                     engine=engine,
@@ -167,10 +167,10 @@ def plan_points(
 
 def layout_points(
     num_cores: int, *, engine: str = "auto", values: Mapping[str, str]
-) -> list[Point]:
+) -> list[SweepPoint]:
     """Every division of a node's cores into ranks x threads, at one batch; one process first."""
     found = [
-        Point(
+        SweepPoint(
             name=f"{NODE} 1x{num_cores}",
             role=NODE,
             engine="local",
@@ -183,7 +183,7 @@ def layout_points(
         if num_cores % number == 0:
             threads = num_cores // number
             found.append(
-                Point(
+                SweepPoint(
                     name=f"{engine} {number}x{threads}",
                     role=RANKS,
                     engine=engine,
@@ -205,23 +205,7 @@ def interleave(names: Sequence[str], *, repeats: int, seed: int) -> list[tuple[s
     return order
 
 
-def _combine(vary: Sequence[str]) -> list[dict[str, str]]:
-    axes: dict[str, list[str]] = {}
-    for axis in vary:
-        key, equals, text = axis.partition("=")
-        words = text.split(",")
-        named = all(part.isidentifier() for part in key.split(".")) and key not in _RESERVED
-        if not equals or not named or "" in words or key in axes:
-            raise ConfigError(
-                f"--vary {axis!r} is not understood; write key=a,b, each key once, and none of "
-                f"{', '.join(_RESERVED)}"
-            )
-        axes[key] = words
-    return [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
-
-
 _VERSION = 1
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,8 +215,8 @@ class Sweep:
     target: str
     is_module: bool
     arguments: tuple[str, ...]
-    settings: Settings
-    points: tuple[Point, ...]
+    settings: SweepSettings
+    points: tuple[SweepPoint, ...]
     kind: str = "scale"
     """Or `layout`."""
     label: str = ""
@@ -244,7 +228,7 @@ class Sweep:
         name = self.target if self.is_module else Path(self.target).name
         return f"{self.label or name} {self.settings.mode}"
 
-    def point(self, name: str) -> Point:
+    def point(self, name: str) -> SweepPoint:
         """The point of that name."""
         return next(point for point in self.points if point.name == name)
 
@@ -273,12 +257,12 @@ class Measured:
 _PLAIN = [each for each in fields(Sweep) if each.name not in ("settings", "points")]
 
 
-def global_batch(point: Point, settings: Settings) -> int | None:
+def global_batch(point: SweepPoint, settings: SweepSettings) -> int | None:
     """Samples of all ranks together, where the sweep names them. Pure."""
     return None if settings.batch is None else settings.batch * point.factor
 
 
-def fill_arguments(sweep: Sweep, point: Point) -> tuple[tuple[str, ...], frozenset[str]]:
+def fill_arguments(sweep: Sweep, point: SweepPoint) -> tuple[tuple[str, ...], frozenset[str]]:
     """The script's arguments at a point, and the names that stood in them. Pure.
 
     Raises:
@@ -288,14 +272,9 @@ def fill_arguments(sweep: Sweep, point: Point) -> tuple[tuple[str, ...], frozens
     known = {**point.values, "ranks": str(point.num_ranks), "engine": point.engine}
     if batch is not None:
         known["batch"] = str(batch)
-    used = {n for word in sweep.arguments for n in _PLACEHOLDER.findall(word)}
+    words, used = fill_words(sweep.arguments, known)
     if "batch" in used and batch is None:
         raise ConfigError("the arguments have {batch}, so the sweep must name one; give --batch")
-
-    def put(match: re.Match[str]) -> str:
-        return known.get(match[1], match[0])  # other braces are the script's own
-
-    words = tuple(_PLACEHOLDER.sub(put, word) for word in sweep.arguments)
     return words, frozenset(used & known.keys())
 
 
@@ -304,7 +283,7 @@ def tell_difference(there: Sweep, asked: Sweep) -> str:
     pairs = [(each.name, getattr(there, each.name), getattr(asked, each.name)) for each in _PLAIN]
     pairs += [
         (each.name, getattr(there.settings, each.name), getattr(asked.settings, each.name))
-        for each in fields(Settings)
+        for each in fields(SweepSettings)
     ]
     said = [
         f"{name}: {_show(old)} there, {_show(new)} asked" for name, old, new in pairs if old != new
@@ -347,8 +326,8 @@ class Folder:
                 target=table["target"],
                 is_module=table["is_module"],
                 arguments=tuple(table["arguments"]),
-                settings=Settings(**table["settings"]),
-                points=tuple(Point(**row) for row in table["points"]),
+                settings=SweepSettings(**table["settings"]),
+                points=tuple(SweepPoint(**row) for row in table["points"]),
                 kind=table["kind"],
                 label=table["label"],
             )
@@ -382,7 +361,7 @@ class Folder:
         index = [each.name for each in sweep.points].index(point)
         return f"{index:03d}-{repeat}"
 
-    def launch_of(self, sweep: Sweep, key: str) -> tuple[Point, int]:
+    def launch_of(self, sweep: Sweep, key: str) -> tuple[SweepPoint, int]:
         """The point and the repeat that a key means.
 
         Raises:

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import hpctrain as hpc
 from hpctrain.world import World, keep_freed_memory
 
-__all__ = ["Subject", "serve"]
+__all__ = ["Measurable", "serve"]
 
 _CONNECT_S = 60.0
 
 
-class Subject(Protocol):
+class Measurable(Protocol):
     """Something to measure, on one rank."""
 
     def prepare(self, case: str) -> dict[str, object]:
@@ -36,7 +36,7 @@ class Subject(Protocol):
 def serve(
     address: str,
     variants: Sequence[str],
-    make: Callable[[World, str], Subject],
+    make: Callable[[World, str], Measurable],
     *,
     device: str = "cpu",
 ) -> None:
@@ -64,7 +64,7 @@ def serve(
                     _send(line, _obey(world, subjects[message["variant"]], message))
 
 
-def _obey(world: World, subject: Subject, message: dict[str, Any]) -> dict[str, object]:
+def _obey(world: World, subject: Measurable, message: dict[str, Any]) -> dict[str, object]:
     if message["do"] == "prepare":
         return {"facts": subject.prepare(message["case"])}
     if message["do"] == "finish":
@@ -72,7 +72,7 @@ def _obey(world: World, subject: Subject, message: dict[str, Any]) -> dict[str, 
     return _measure(world, subject, message["warmup"], message["repeats"])
 
 
-def _measure(world: World, subject: Subject, warmup: int, repeats: int) -> dict[str, object]:
+def _measure(world: World, subject: Measurable, warmup: int, repeats: int) -> dict[str, object]:
     subject.run(warmup)  # caches are cold after a stop
     before = subject.counts()
     world.comm.Barrier()

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from hpctrain.submit.sweep import (
     forget_exit,
     grid_points,
     job_states,
+    launch,
     list_points,
     note_exit,
     note_jobs,
@@ -158,11 +158,7 @@ def _run(directory: Path, commands: tuple[tuple[str, ...], ...]) -> int:
         log.notice(f"point {index} of {len(commands)}: {' '.join(command)}")
         path = directory / f"{index:04d}" / "log.txt"
         forget_exit(directory, index)
-        with path.open("wb") as out:
-            try:
-                code = subprocess.call(command, stdout=out, stderr=subprocess.STDOUT)
-            except OSError as error:
-                raise ConfigError(f"{command[0]} cannot be started: {error}") from error
+        code, _ = launch(command, path)
         note_exit(directory, index, code)
         if code:
             failed += 1

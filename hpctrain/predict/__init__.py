@@ -23,8 +23,13 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.predict.advice import Advice, advise
-    from hpctrain.predict.configured import Asked, measure_configured, read_asked, state_copies_of
-    from hpctrain.predict.costs import Layout
+    from hpctrain.predict.configured import (
+        ConfigOptions,
+        measure_configured,
+        read_asked,
+        state_copies_of,
+    )
+    from hpctrain.predict.costs import RankLayout
     from hpctrain.predict.exchange import Exchange, default_exchange
     from hpctrain.predict.fit import Measurement, fit_machine
     from hpctrain.predict.machine import (
@@ -42,30 +47,37 @@ if TYPE_CHECKING:
     from hpctrain.predict.model import Prediction, Range, predict
     from hpctrain.predict.profile import Layer, Profile, parse_profile, read_profile, write_profile
     from hpctrain.predict.profiling import Subject, load_subject, measure_profile
-    from hpctrain.predict.rehearsal import Finding, Rehearsed, Room, State, Training, rehearse
+    from hpctrain.predict.rehearsal import (
+        JobLimits,
+        Problem,
+        Rehearsed,
+        State,
+        TrainingRun,
+        rehearse,
+    )
 
 __all__ = [
     "LOAD_LIMIT",
     "SIZES",
     "TOPOLOGIES",
     "Advice",
-    "Asked",
+    "ConfigOptions",
     "Costs",
     "Exchange",
-    "Finding",
+    "JobLimits",
     "Layer",
-    "Layout",
     "Link",
     "Machine",
     "Measurement",
     "Prediction",
+    "Problem",
     "Profile",
     "Range",
+    "RankLayout",
     "Rehearsed",
-    "Room",
     "State",
     "Subject",
-    "Training",
+    "TrainingRun",
     "advise",
     "default_exchange",
     "find_machine",
@@ -95,12 +107,12 @@ __getattr__ = lazy(
             "advise",
         ),
         ".configured": (
-            "Asked",
+            "ConfigOptions",
             "measure_configured",
             "read_asked",
             "state_copies_of",
         ),
-        ".costs": ("Layout",),
+        ".costs": ("RankLayout",),
         ".exchange": (
             "Exchange",
             "default_exchange",
@@ -143,11 +155,11 @@ __getattr__ = lazy(
             "measure_profile",
         ),
         ".rehearsal": (
-            "Finding",
+            "Problem",
             "Rehearsed",
-            "Room",
+            "JobLimits",
             "State",
-            "Training",
+            "TrainingRun",
             "rehearse",
         ),
     },

@@ -13,11 +13,11 @@ from hpctrain.train.config import Config, load_config
 if TYPE_CHECKING:
     from hpctrain.predict.profile import Profile
 
-__all__ = ["Asked", "measure_configured", "read_asked", "state_copies_of"]
+__all__ = ["ConfigOptions", "measure_configured", "read_asked", "state_copies_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ConfigOptions:
     """What of a configuration the options of `hpctrain plan` would say."""
 
     global_batch: int
@@ -32,7 +32,7 @@ class Asked:
     warmup_steps: int
 
 
-def read_asked(path: Path) -> Asked:
+def read_asked(path: Path) -> ConfigOptions:
     """Read a configuration.
 
     Raises:
@@ -44,7 +44,7 @@ def read_asked(path: Path) -> Asked:
         raise ConfigError(
             f"{path}: engine.name={engine!r} does not communicate; nothing to predict"
         )
-    return Asked(
+    return ConfigOptions(
         global_batch=config.train.global_batch,
         accumulate=config.train.accumulate,
         engine=None if engine == AUTO else engine,

@@ -17,8 +17,8 @@ from hpctrain.predict.machine import Costs
 from hpctrain.tables import count_of, number_of
 
 __all__ = [
-    "Layout",
-    "Shares",
+    "LinkShares",
+    "RankLayout",
     "allreduce_s",
     "doublings",
     "expected_maximum",
@@ -28,7 +28,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class RankLayout:
     """Ranks on nodes that are full but for the last."""
 
     num_ranks: int
@@ -50,7 +50,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shares:
+class LinkShares:
     """What of an allreduce goes over which link: messages after each other, and parts of S."""
 
     intra_hops: int
@@ -59,7 +59,7 @@ class Shares:
     inter_bytes: float
 
 
-def allreduce_s(num_bytes: float, layout: Layout, costs: Costs) -> float:
+def allreduce_s(num_bytes: float, layout: RankLayout, costs: Costs) -> float:
     """Seconds of one allreduce of so many bytes; 0 for one rank."""
     if num_bytes < 0:
         raise ConfigError(f"num_bytes={num_bytes} must not be negative")
@@ -77,12 +77,12 @@ def allreduce_s(num_bytes: float, layout: Layout, costs: Costs) -> float:
     return latency + moving + costs.reduce_s_per_byte * num_bytes
 
 
-def doublings(layout: Layout) -> float:
+def doublings(layout: RankLayout) -> float:
     """How often the ranks of the fullest node have doubled since there were two."""
     return max(0.0, log2(layout.local_ranks / 2))
 
 
-def shares_of(topology: str, layout: Layout) -> Shares:
+def shares_of(topology: str, layout: RankLayout) -> LinkShares:
     """What of an allreduce goes over which link.
 
     Raises:
@@ -93,10 +93,10 @@ def shares_of(topology: str, layout: Layout) -> Shares:
     return _SHARES[topology](layout)
 
 
-def _pipelined(layout: Layout, *, intra_hops: int, inter_hops: int, part: float) -> Shares:
+def _pipelined(layout: RankLayout, *, intra_hops: int, inter_hops: int, part: float) -> LinkShares:
     """All of it over the network where there are several nodes, which is taken to be narrower."""
     several = layout.num_nodes > 1
-    return Shares(
+    return LinkShares(
         intra_hops=intra_hops,
         intra_bytes=0.0 if several else part,
         inter_hops=inter_hops,
@@ -104,28 +104,28 @@ def _pipelined(layout: Layout, *, intra_hops: int, inter_hops: int, part: float)
     )
 
 
-def _ring(layout: Layout) -> Shares:
+def _ring(layout: RankLayout) -> LinkShares:
     """One ring through all ranks: 2(n-1) hops, of which 2(N-1) leave a node."""
     hops, between = 2 * (layout.num_ranks - 1), 2 * (layout.num_nodes - 1)
     part = 2 * (layout.num_ranks - 1) / layout.num_ranks
     return _pipelined(layout, intra_hops=hops - between, inter_hops=between, part=part)
 
 
-def _halving(layout: Layout) -> Shares:
+def _halving(layout: RankLayout) -> LinkShares:
     """Recursive halving and doubling: as many bytes as a ring, in 2 log2(n) messages."""
     inside, between = ceil(log2(layout.local_ranks)), ceil(log2(layout.num_nodes))
     part = 2 * (layout.num_ranks - 1) / layout.num_ranks
     return _pipelined(layout, intra_hops=2 * inside, inter_hops=2 * between, part=part)
 
 
-def _tree(layout: Layout) -> Shares:
+def _tree(layout: RankLayout) -> LinkShares:
     """Up and down two trees over the nodes, pipelined; a chain inside each node."""
     chain, depth = layout.local_ranks - 1, ceil(log2(layout.num_nodes))
     part = 2.0 if layout.num_ranks > 1 else 0.0
     return _pipelined(layout, intra_hops=2 * chain, inter_hops=2 * depth, part=part)
 
 
-def _hierarchical(layout: Layout) -> Shares:
+def _hierarchical(layout: RankLayout) -> LinkShares:
     """Add up inside each node, exchange slices between nodes, and look at the sum.
 
     Inside, two barriers of log2(n) rounds and one pass, which the ranks that share the memory make
@@ -133,7 +133,7 @@ def _hierarchical(layout: Layout) -> Shares:
     back, 2(N-1)/N of the data out of each node.
     """
     inside, others = layout.local_ranks > 1, layout.num_nodes - 1
-    return Shares(
+    return LinkShares(
         intra_hops=2 * ceil(log2(layout.local_ranks)),
         intra_bytes=1.0 if inside else 0.0,
         inter_hops=2 * others,
@@ -141,7 +141,7 @@ def _hierarchical(layout: Layout) -> Shares:
     )
 
 
-_SHARES: dict[str, Callable[[Layout], Shares]] = {
+_SHARES: dict[str, Callable[[RankLayout], LinkShares]] = {
     "ring": _ring,
     "halving": _halving,
     "tree": _tree,

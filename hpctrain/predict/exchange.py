@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
-from hpctrain.predict.costs import Layout
+from hpctrain.predict.costs import RankLayout
 from hpctrain.tables import count_of, number_of, positive
 
 __all__ = ["Exchange", "default_exchange"]
@@ -52,7 +52,7 @@ class Exchange:
 
 
 def default_exchange(
-    engine: str | None, layout: Layout, *, gradient_bytes: int, on_gpu: bool
+    engine: str | None, layout: RankLayout, *, gradient_bytes: int, on_gpu: bool
 ) -> Exchange:
     """What `hpctrain.distribute` does with this engine where nothing else is asked for.
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hpctrain.engines import AUTO, capabilities_of, choose
 from hpctrain.errors import ConfigError
-from hpctrain.predict.costs import Layout, allreduce_s, doublings, shares_of, slowest_of
+from hpctrain.predict.costs import RankLayout, allreduce_s, doublings, shares_of, slowest_of
 from hpctrain.predict.machine import NO_LATENCY_S, NO_LIMIT, Costs, Link, Machine
 from hpctrain.tables import check_keys, count_of, number_of, positive, text_of
 
@@ -48,9 +48,9 @@ class CollectiveSample:
         positive(self.seconds, "seconds")
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """Where its ranks are."""
-        return Layout(num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
+        return RankLayout(num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +88,9 @@ class TrainingSample:
         positive(self.seconds, "seconds")
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """Where its ranks are."""
-        return Layout(num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
+        return RankLayout(num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, sqrt
 
-from hpctrain.predict.costs import Layout, allreduce_s, slowest_of
+from hpctrain.predict.costs import RankLayout, allreduce_s, slowest_of
 from hpctrain.predict.exchange import Exchange, default_exchange
 from hpctrain.predict.machine import Costs, Link, Machine
 from hpctrain.predict.profile import Layer, Profile
@@ -193,7 +193,7 @@ def predict(
         is_strong: Efficiency counts from one rank with the batch of all, as in strong scaling;
             otherwise from one with a rank's share.
     """
-    layout = Layout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
+    layout = RankLayout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
     chosen = exchange or default_exchange(
         engine,
         layout,
@@ -217,7 +217,7 @@ def predict(
 def simulate(
     profile: Profile,
     machine: Machine,
-    layout: Layout,
+    layout: RankLayout,
     exchange: Exchange,
     *,
     is_strong: bool = False,

@@ -13,7 +13,7 @@ from math import ceil
 from hpctrain.checkpoint.layout import Item, choose_ranks, divide
 from hpctrain.data import Batching, Seat, cyclic
 from hpctrain.log import format_bytes
-from hpctrain.predict.costs import Layout
+from hpctrain.predict.costs import RankLayout
 from hpctrain.predict.machine import Machine
 from hpctrain.predict.model import Range
 from hpctrain.tables import count_of, number_of, positive
@@ -21,20 +21,20 @@ from hpctrain.train.memory import Memory
 
 __all__ = [
     "Files",
-    "Finding",
     "Holding",
+    "JobLimits",
     "Loading",
+    "Problem",
     "Rehearsed",
-    "Room",
     "Share",
     "State",
-    "Training",
+    "TrainingRun",
     "rehearse",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class TrainingRun:
     """What is trained on: samples and batches, as the configuration has them."""
 
     num_samples: int
@@ -134,7 +134,7 @@ class Loading:
     """The fewest and the most samples that a rank gets of scattered data."""
 
     @classmethod
-    def of(cls, training: Training, num_ranks: int) -> Loading:
+    def of(cls, training: TrainingRun, num_ranks: int) -> Loading:
         """Deal as the loader does, to each virtual rank."""
         batching, total = training.batching, training.num_samples
         count = batching.count(total)
@@ -173,7 +173,7 @@ class Holding:
     """Whether ranks hold it on a GPU each; otherwise the node's memory has it all."""
 
     @classmethod
-    def of(cls, state: State, layout: Layout, *, rank_batch: int, on_device: bool) -> Holding:
+    def of(cls, state: State, layout: RankLayout, *, rank_batch: int, on_device: bool) -> Holding:
         """The estimate of a training's plan, and the activations that were given."""
         active = state.activation_bytes_per_sample * rank_batch
         ranks = layout.local_ranks
@@ -205,7 +205,7 @@ class Files:
     """Bytes that one node's writers stage in memory."""
 
     @classmethod
-    def of(cls, state: State, layout: Layout) -> Files:
+    def of(cls, state: State, layout: RankLayout) -> Files:
         """Divide as the store does."""
         node_of = [rank // layout.ranks_per_node for rank in range(layout.num_ranks)]
         items = state.saved
@@ -226,7 +226,7 @@ class Files:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class JobLimits:
     """What a job has: time, and space for checkpoints. None: not said, not looked at."""
 
     walltime_s: float | None = None
@@ -246,7 +246,7 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Problem:
     """One thing to know before queueing."""
 
     level: str
@@ -268,7 +268,7 @@ class Rehearsed:
     files: Files
     simulated_s: Range | None
     """Of all steps, without start, evaluation and saving."""
-    findings: tuple[Finding, ...]
+    findings: tuple[Problem, ...]
 
     @property
     def is_sound(self) -> bool:
@@ -281,13 +281,13 @@ class Rehearsed:
 
 
 def rehearse(
-    training: Training,
+    training: TrainingRun,
     state: State,
-    layout: Layout,
+    layout: RankLayout,
     machine: Machine | None = None,
     *,
     step_s: Range | None = None,
-    room: Room | None = None,
+    limits: JobLimits | None = None,
 ) -> Rehearsed:
     """Run a job's arithmetic for every virtual rank.
 
@@ -297,9 +297,9 @@ def rehearse(
         layout: Ranks on nodes.
         machine: Whose memory there is; None: nobody knows.
         step_s: A predicted step; None: time is not looked at.
-        room: What the job has.
+        limits: What the job has.
     """
-    given = room or Room()
+    given = limits or JobLimits()
     on_device = machine is not None and machine.memory_bytes_per_device > 0
     loading = Loading.of(training, layout.num_ranks)
     holding = Holding.of(state, layout, rank_batch=loading.full.most, on_device=on_device)
@@ -328,15 +328,15 @@ def rehearse(
     )
 
 
-def _error(part: str, text: str) -> Finding:
-    return Finding(level="error", part=part, text=text)
+def _error(part: str, text: str) -> Problem:
+    return Problem(level="error", part=part, text=text)
 
 
-def _warning(part: str, text: str) -> Finding:
-    return Finding(level="warning", part=part, text=text)
+def _warning(part: str, text: str) -> Problem:
+    return Problem(level="warning", part=part, text=text)
 
 
-def _of_batches(training: Training, loading: Loading, num_ranks: int) -> Iterator[Finding]:
+def _of_batches(training: TrainingRun, loading: Loading, num_ranks: int) -> Iterator[Problem]:
     full, last = loading.full, loading.last
     if training.global_batch % training.accumulate:
         yield _error(
@@ -386,7 +386,7 @@ def _of_batches(training: Training, loading: Loading, num_ranks: int) -> Iterato
         )
 
 
-def _of_schedule(training: Training) -> Iterator[Finding]:
+def _of_schedule(training: TrainingRun) -> Iterator[Problem]:
     if training.warmup_steps > training.num_steps:
         yield _error(
             "schedule",
@@ -395,7 +395,7 @@ def _of_schedule(training: Training) -> Iterator[Finding]:
         )
 
 
-def _of_memory(holding: Holding, files: Files, machine: Machine | None) -> Iterator[Finding]:
+def _of_memory(holding: Holding, files: Files, machine: Machine | None) -> Iterator[Problem]:
     if machine is None:
         return
     device, node = machine.memory_bytes_per_device, machine.memory_bytes_per_node
@@ -416,23 +416,23 @@ def _of_memory(holding: Holding, files: Files, machine: Machine | None) -> Itera
         )
 
 
-def _of_checkpoints(files: Files, room: Room) -> Iterator[Finding]:
-    free = room.checkpoint_free_bytes
-    need = (room.keep + 1) * files.num_bytes
+def _of_checkpoints(files: Files, limits: JobLimits) -> Iterator[Problem]:
+    free = limits.checkpoint_free_bytes
+    need = (limits.keep + 1) * files.num_bytes
     if free is not None and need > free:
         yield _error(
             "checkpoint",
-            f"{room.keep} checkpoints that are kept and one under way take {format_bytes(need)}, "
+            f"{limits.keep} checkpoints that are kept and one under way take {format_bytes(need)}, "
             f"and there are {format_bytes(free)}; keep fewer, or save elsewhere",
         )
 
 
-def _of_time(total: Range | None, room: Room) -> Iterator[Finding]:
-    if total is None or room.walltime_s is None:
+def _of_time(total: Range | None, limits: JobLimits) -> Iterator[Problem]:
+    if total is None or limits.walltime_s is None:
         return
-    have = room.walltime_s * (1 + room.max_requeues)
+    have = limits.walltime_s * (1 + limits.max_requeues)
     if total.value > have:
-        jobs = ceil(total.value / room.walltime_s)
+        jobs = ceil(total.value / limits.walltime_s)
         yield _error(
             "walltime",
             f"the steps alone take {_hours(total.value)} by the prediction (simulated), and there "

@@ -6,7 +6,8 @@
 | runs | run directories and traces, read, drawn and described |
 | advice | what limits scaling and what to try; time to solution and node-hours (pure) |
 | study | a study as sections, tables and charts (pure) |
-| charts, svg, pictures | what a picture shows; drawn as SVG, PNG and PDF |
+| charts, drawing | what a picture shows; laid out as shapes (pure) |
+| svg, pictures | the shapes as SVG, and as PNG and PDF |
 | document, page | a report before it has a format; as Markdown, CSV, LaTeX and HTML (pure) |
 | writing | from inputs to a document, and to files |
 """

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from hpctrain.bench import LIMIT, describe_reach, percent
 from hpctrain.errors import ConfigError
-from hpctrain.report.results import Estimate, Point, Study
+from hpctrain.report.results import Estimate, Study, StudyPoint
 
 __all__ = [
     "Ask",
-    "Finding",
+    "Bottleneck",
     "Wish",
     "advise",
     "choose_ask",
@@ -23,7 +23,7 @@ _COMPUTE = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Bottleneck:
     """Something that costs time, and a way to get it back."""
 
     rule: str
@@ -33,7 +33,7 @@ class Finding:
     attempt: str
 
 
-def advise(study: Study) -> list[Finding]:
+def advise(study: Study) -> list[Bottleneck]:
     """All findings on a study, the most costly first."""
     rules = _ANY_RULES if study.mode == "layout" else (*_ANY_RULES, *_SCALING_RULES)
     found = [finding for rule in rules for finding in rule(study)]
@@ -67,11 +67,11 @@ def describe_scaling(study: Study) -> str:
     return text
 
 
-def _ranks(point: Point) -> str:
+def _ranks(point: StudyPoint) -> str:
     return f"{point.num_ranks} rank{'s' * (point.num_ranks > 1)}"
 
 
-def _base_words(study: Study, point: Point) -> str:
+def _base_words(study: Study, point: StudyPoint) -> str:
     base = study.base_of(point)
     if base is None or base in study.baselines:
         return "one process without distribution"
@@ -82,22 +82,22 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _largest(study: Study) -> list[Point]:
+def _largest(study: Study) -> list[StudyPoint]:
     """Every engine's point with the most ranks, if its parts were timed."""
     ends = [study.of_engine(engine)[-1:] for engine in study.engines]
     return [point for end in ends for point in end if point.split_s and point.num_ranks > 1]
 
 
-def _share(point: Point, *parts: str) -> float:
+def _share(point: StudyPoint, *parts: str) -> float:
     total = sum(point.split_s.values())
     return sum(point.split_s.get(part, 0.0) for part in parts) / total if total > 0 else 0.0
 
 
-def _communication(study: Study) -> Iterator[Finding]:
+def _communication(study: Study) -> Iterator[Bottleneck]:
     for point in _largest(study):
         share = _share(point, "exchange")
         if share >= 0.1:
-            yield Finding(
+            yield Bottleneck(
                 rule="communication",
                 weight=share,
                 what=f"{point.engine} on {point.num_ranks} ranks waits {_percent(share)} of every "
@@ -109,7 +109,7 @@ def _communication(study: Study) -> Iterator[Finding]:
             )
 
 
-def _other_engine(study: Study, point: Point) -> str:
+def _other_engine(study: Study, point: StudyPoint) -> str:
     rivals = [
         rival
         for rival in study.measured
@@ -129,11 +129,11 @@ def _other_engine(study: Study, point: Point) -> str:
     return f" The {best.engine} engine is faster here, beyond the noise."
 
 
-def _input(study: Study) -> Iterator[Finding]:
+def _input(study: Study) -> Iterator[Bottleneck]:
     for point in _largest(study):
         share = _share(point, "input")
         if share >= 0.05:
-            yield Finding(
+            yield Bottleneck(
                 rule="input",
                 weight=share,
                 what=f"{point.engine} on {point.num_ranks} ranks waits {_percent(share)} of every "
@@ -143,11 +143,11 @@ def _input(study: Study) -> Iterator[Finding]:
             )
 
 
-def _straggling(study: Study) -> Iterator[Finding]:
+def _straggling(study: Study) -> Iterator[Bottleneck]:
     for point in _largest(study):
         share = _share(point, "straggling")
         if share >= 0.05:
-            yield Finding(
+            yield Bottleneck(
                 rule="straggling",
                 weight=share,
                 what=f"On {point.num_ranks} ranks of {point.engine} the slowest rank is "
@@ -157,11 +157,11 @@ def _straggling(study: Study) -> Iterator[Finding]:
             )
 
 
-def _update(study: Study) -> Iterator[Finding]:
+def _update(study: Study) -> Iterator[Bottleneck]:
     for point in _largest(study):
         share = _share(point, "update")
         if share >= 0.2:
-            yield Finding(
+            yield Bottleneck(
                 rule="update",
                 weight=share,
                 what=f"The optimizer takes {_percent(share)} of a step of {point.engine} on "
@@ -171,7 +171,7 @@ def _update(study: Study) -> Iterator[Finding]:
             )
 
 
-def _contention(study: Study) -> Iterator[Finding]:
+def _contention(study: Study) -> Iterator[Bottleneck]:
     """Computing itself slows down when more ranks share a node's memory."""
     for engine in study.engines:
         timed = [point for point in study.of_engine(engine) if point.split_s]
@@ -181,7 +181,7 @@ def _contention(study: Study) -> Iterator[Finding]:
         before, after = (_compute_per_sample(study, point) for point in (first, last))
         if before > 0 and after > 1.1 * before and last.num_nodes == first.num_nodes:
             share = _share(last, *_COMPUTE) * (1 - before / after)
-            yield Finding(
+            yield Bottleneck(
                 rule="contention",
                 weight=share,
                 what=f"A sample's forward and backward alone take {after / before:.2f} times as "
@@ -192,7 +192,7 @@ def _contention(study: Study) -> Iterator[Finding]:
             )
 
 
-def _compute_per_sample(study: Study, point: Point) -> float:
+def _compute_per_sample(study: Study, point: StudyPoint) -> float:
     """Seconds of computing for one rank's samples, weak or strong."""
     seconds = sum(point.split_s.get(part, 0.0) for part in _COMPUTE)
     if point.global_batch:
@@ -200,7 +200,7 @@ def _compute_per_sample(study: Study, point: Point) -> float:
     return seconds if study.mode == "weak" else seconds * point.num_ranks
 
 
-def _whole_node(study: Study) -> Iterator[Finding]:
+def _whole_node(study: Study) -> Iterator[Bottleneck]:
     best = study.best()
     one = None if best is None else study.node_of(best)
     if one is None or best is None or best.num_nodes > 1:
@@ -210,7 +210,7 @@ def _whole_node(study: Study) -> Iterator[Finding]:
         return
     clearly = slower.is_repeated and slower.low > 1.0
     unclear = "the intervals overlap" if slower.is_repeated else "it was measured once"
-    yield Finding(
+    yield Bottleneck(
         rule="whole node",
         weight=1 - 1 / slower.median,
         what=f"One process with all cores of the node is {slower.median:.2f} times as fast as the "
@@ -221,7 +221,7 @@ def _whole_node(study: Study) -> Iterator[Finding]:
     )
 
 
-def _times_as_fast(one: Point, other: Point) -> Estimate | None:
+def _times_as_fast(one: StudyPoint, other: StudyPoint) -> Estimate | None:
     """How much more work `one` does in the same time; None: they cannot be compared."""
     if other.over_node is not None:
         measured = other.over_node
@@ -233,7 +233,7 @@ def _times_as_fast(one: Point, other: Point) -> Estimate | None:
     return other.step_s.over(one.step_s).scaled(one.global_batch / other.global_batch)
 
 
-def _serial(study: Study) -> Iterator[Finding]:
+def _serial(study: Study) -> Iterator[Bottleneck]:
     if study.mode != "strong":
         return
     for engine in study.engines:
@@ -243,7 +243,7 @@ def _serial(study: Study) -> Iterator[Finding]:
             continue
         ranks = study.of_engine(engine)[-1].num_ranks
         if trend == "rises":
-            yield Finding(
+            yield Bottleneck(
                 rule="growing overhead",
                 weight=last / 10,
                 what=f"The serial fraction (Karp-Flatt) of {engine} rises from "
@@ -253,7 +253,7 @@ def _serial(study: Study) -> Iterator[Finding]:
                 "messages (bucket_bytes) help where latency is what grows.",
             )
         elif trend == "level":
-            yield Finding(
+            yield Bottleneck(
                 rule="serial part",
                 weight=last / 10,
                 what=f"The serial fraction (Karp-Flatt) of {engine} is level, {last:.3f} at {ranks}"
@@ -263,7 +263,7 @@ def _serial(study: Study) -> Iterator[Finding]:
             )
 
 
-def _superlinear(study: Study) -> Iterator[Finding]:
+def _superlinear(study: Study) -> Iterator[Bottleneck]:
     for point in study.measured:
         efficiency = study.efficiency(point)
         base = study.base_of(point)
@@ -272,7 +272,7 @@ def _superlinear(study: Study) -> Iterator[Finding]:
         if not efficiency.is_repeated:
             continue
         if point.num_ranks == 1:
-            yield Finding(
+            yield Bottleneck(
                 rule="noise",
                 weight=0.003,
                 what=f"{point.engine} on 1 rank has {_percent(efficiency.median)} of the speed of "
@@ -281,7 +281,7 @@ def _superlinear(study: Study) -> Iterator[Finding]:
                 attempt="Repeat on a quiet machine, with more --repeats.",
             )
         else:
-            yield Finding(
+            yield Bottleneck(
                 rule="superlinear",
                 weight=0.0,
                 what=f"{point.engine} on {point.num_ranks} ranks is more than ideal "
@@ -292,7 +292,7 @@ def _superlinear(study: Study) -> Iterator[Finding]:
             return
 
 
-def _noise(study: Study) -> Iterator[Finding]:
+def _noise(study: Study) -> Iterator[Bottleneck]:
     wide = [
         point
         for point in study.measured
@@ -300,7 +300,7 @@ def _noise(study: Study) -> Iterator[Finding]:
     ]
     if wide:
         worst = max(wide, key=lambda p: (p.step_s.high / p.step_s.low) if p.step_s else 0.0)
-        yield Finding(
+        yield Bottleneck(
             rule="noise",
             weight=0.001,
             what=f"{len(wide)} of {len(study.measured)} points have intervals wider than 20 % of "
@@ -310,9 +310,9 @@ def _noise(study: Study) -> Iterator[Finding]:
         )
 
 
-def _failures(study: Study) -> Iterator[Finding]:
+def _failures(study: Study) -> Iterator[Bottleneck]:
     for point in study.failed:
-        yield Finding(
+        yield Bottleneck(
             rule="failed",
             weight=0.002,
             what=f"{point.engine} on {_ranks(point)} was not measured: {_first_line(point)}",
@@ -320,13 +320,13 @@ def _failures(study: Study) -> Iterator[Finding]:
         )
 
 
-def _first_line(point: Point) -> str:
+def _first_line(point: StudyPoint) -> str:
     """Why it failed; the rest of it is in the result and in the launch's log."""
     return point.failure.partition("\n")[0]
 
 
-_ANY_RULES: tuple[Callable[[Study], Iterator[Finding]], ...] = (_whole_node, _noise, _failures)
-_SCALING_RULES: tuple[Callable[[Study], Iterator[Finding]], ...] = (
+_ANY_RULES: tuple[Callable[[Study], Iterator[Bottleneck]], ...] = (_whole_node, _noise, _failures)
+_SCALING_RULES: tuple[Callable[[Study], Iterator[Bottleneck]], ...] = (
     _communication,
     _input,
     _straggling,
@@ -362,7 +362,7 @@ class Wish:
 class Ask:
     """What one point would cost."""
 
-    point: Point
+    point: StudyPoint
     hours: float
     """Of one training, without the reserve."""
     node_hours: float

@@ -16,9 +16,9 @@ __all__ = [
     "Axis",
     "Bars",
     "Chart",
+    "EventMark",
     "Line",
     "LineChart",
-    "Mark",
     "make_axis",
     "number_text",
 ]
@@ -57,7 +57,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class EventMark:
     """Something that happened at a place of the horizontal axis."""
 
     x: float
@@ -82,7 +82,7 @@ class LineChart:
     y_scale: str = "linear"
     """`linear`, from 0, `free`, from where the data begin, `log2` or `log10`."""
     is_percent: bool = False
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[EventMark, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,11 +10,18 @@ from dataclasses import dataclass
 
 from hpctrain.report.charts import Chart
 
-__all__ = ["Document", "Section", "Table", "render_csv", "render_latex", "render_markdown"]
+__all__ = [
+    "Document",
+    "ReportSection",
+    "ReportTable",
+    "render_csv",
+    "render_latex",
+    "render_markdown",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class ReportTable:
     """Rows under headers; the first column names the row."""
 
     key: str
@@ -28,13 +35,13 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
+class ReportSection:
     """A part of a report."""
 
     title: str
     paragraphs: tuple[str, ...] = ()
     charts: tuple[Chart, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[ReportTable, ...] = ()
     commands: tuple[str, ...] = ()
     """Shell commands that do it again."""
     links: tuple[tuple[str, str], ...] = ()
@@ -53,14 +60,14 @@ class Document:
     subtitle: str
     figures: tuple[tuple[str, str], ...]
     """The few numbers that everybody looks for: a value and what it is."""
-    sections: tuple[Section, ...]
+    sections: tuple[ReportSection, ...]
 
     def charts(self) -> Iterator[Chart]:
         """All charts in their order."""
         for section in self.sections:
             yield from section.charts
 
-    def tables(self) -> Iterator[Table]:
+    def tables(self) -> Iterator[ReportTable]:
         """All tables in their order."""
         for section in self.sections:
             yield from section.tables
@@ -94,7 +101,7 @@ def render_markdown(document: Document, *, pictures: dict[str, str]) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
-def _section(section: Section, pictures: dict[str, str]) -> list[str]:
+def _section(section: ReportSection, pictures: dict[str, str]) -> list[str]:
     lines: list[str] = []
     for paragraph in section.paragraphs:
         lines += [paragraph, ""]
@@ -114,7 +121,7 @@ def _section(section: Section, pictures: dict[str, str]) -> list[str]:
     return lines
 
 
-def _table(table: Table) -> list[str]:
+def _table(table: ReportTable) -> list[str]:
     if len(table.headers) == 1:
         return ["```toml", *(row[0] for row in table.rows), "```"]
     rows = [table.headers, tuple("---" for _ in table.headers), *table.rows]
@@ -126,7 +133,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def render_csv(table: Table) -> str:
+def render_csv(table: ReportTable) -> str:
     """A table as CSV: bare numbers where the table has them.
 
     Doubts are a column `warning`: a line of words would break what reads the file.
@@ -148,7 +155,7 @@ def render_latex(document: Document) -> str:
     )
 
 
-def _latex(table: Table) -> str:
+def _latex(table: ReportTable) -> str:
     columns = "l" * 2 + "r" * max(0, len(table.headers) - 2)
     rows = [" & ".join(_escape(cell) for cell in row) + r" \\" for row in table.rows]
     return "\n".join(

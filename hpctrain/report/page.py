@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from html import escape
 
-from hpctrain.report.document import Document, Section, Table
-from hpctrain.report.svg import draw
+from hpctrain.report.document import Document, ReportSection, ReportTable
+from hpctrain.report.svg import render_svg
 
 __all__ = ["STYLE", "render_page"]
 
@@ -52,12 +52,12 @@ def _contents(document: Document) -> str:
     return f'<nav aria-label="Contents"><ol>{links}</ol></nav>'
 
 
-def _section(section: Section, number: int) -> str:
+def _section(section: ReportSection, number: int) -> str:
     parts = [f"<p>{_words(paragraph)}</p>" for paragraph in section.paragraphs]
     parts += [_findings(section)] if section.findings else []
     if section.charts:
         drawn = "".join(
-            f"<figure>{draw(chart)}<figcaption>{escape(chart.title)}</figcaption></figure>"
+            f"<figure>{render_svg(chart)}<figcaption>{escape(chart.title)}</figcaption></figure>"
             for chart in section.charts
         )
         parts.append(f'<div class="charts">{drawn}</div>')
@@ -73,7 +73,7 @@ def _section(section: Section, number: int) -> str:
     return f'<section id="s{number}"><h2>{escape(section.title)}</h2>\n{body}\n</section>'
 
 
-def _findings(section: Section) -> str:
+def _findings(section: ReportSection) -> str:
     items = "".join(
         f"<li><p>{_words(what)}</p><p><strong>Try:</strong> {_words(attempt)}</p></li>"
         for what, attempt in section.findings
@@ -85,7 +85,7 @@ def _words(text: str) -> str:
     return _CODE.sub(r"<code>\1</code>", escape(text))
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     columns = list(zip(*table.rows, strict=True)) if table.rows else []
     right = [all(cell in _GAPS or _NUMBER.fullmatch(cell) for cell in column) for column in columns]
     if len(table.headers) == 1:
@@ -108,7 +108,7 @@ def _table(table: Table) -> str:
     )
 
 
-def _chosen(table: Table, cells: tuple[str, ...]) -> str:
+def _chosen(table: ReportTable, cells: tuple[str, ...]) -> str:
     return ' class="chosen"' if table.headers[0] == "ask for" and cells[0] else ""
 
 

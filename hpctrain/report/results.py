@@ -36,9 +36,9 @@ __all__ = [
     "PARTS",
     "Bandwidth",
     "Estimate",
-    "Point",
     "Result",
     "Study",
+    "StudyPoint",
     "doubts_of",
     "estimate",
     "read_result",
@@ -76,7 +76,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class StudyPoint:
     """One way of training, measured."""
 
     engine: str
@@ -126,11 +126,11 @@ class Study:
     title: str
     mode: str
     """`weak`: the batch grows with the ranks; `strong`: it stays; `layout`: so do the cores."""
-    points: tuple[Point, ...]
-    baselines: tuple[Point, ...] = ()
+    points: tuple[StudyPoint, ...]
+    baselines: tuple[StudyPoint, ...] = ()
     """Undistributed, on the cores of one rank: what efficiency is measured against; one for every
     setting that was varied."""
-    whole_nodes: tuple[Point, ...] = ()
+    whole_nodes: tuple[StudyPoint, ...] = ()
     """One process with all cores of the node and a fused optimizer; one for every setting."""
     fits: tuple[str, ...] = ()
     """What laws were fitted, in words."""
@@ -147,38 +147,38 @@ class Study:
         return tuple(dict.fromkeys(point.engine for point in self.points))
 
     @cached_property
-    def measured(self) -> tuple[Point, ...]:
+    def measured(self) -> tuple[StudyPoint, ...]:
         """The points that did not fail."""
         return tuple(point for point in self.points if point.step_s is not None)
 
     @cached_property
-    def failed(self) -> tuple[Point, ...]:
+    def failed(self) -> tuple[StudyPoint, ...]:
         """The points that failed."""
         return tuple(point for point in self.points if point.step_s is None)
 
-    def of_engine(self, engine: str) -> tuple[Point, ...]:
+    def of_engine(self, engine: str) -> tuple[StudyPoint, ...]:
         """One engine's points by number of ranks."""
         mine = [point for point in self.measured if point.engine == engine]
         return tuple(sorted(mine, key=lambda point: point.num_ranks))
 
     @cached_property
-    def asides(self) -> tuple[Point, ...]:
+    def asides(self) -> tuple[StudyPoint, ...]:
         """One process each: baselines, then whole nodes."""
         return (*self.baselines, *self.whole_nodes)
 
-    def base_of(self, point: Point) -> Point | None:
+    def base_of(self, point: StudyPoint) -> StudyPoint | None:
         """What a point is compared with: the same undistributed, else its engine's fewest ranks."""
         for base in self.baselines:
             if base.step_s is not None and is_alike(point.values, base.values):
                 return base
         return next(iter(self.of_engine(point.engine)), None)
 
-    def node_of(self, point: Point) -> Point | None:
+    def node_of(self, point: StudyPoint) -> StudyPoint | None:
         """One process with all cores and the settings of a point."""
         nodes = (node for node in self.whole_nodes if node.step_s is not None)
         return next((node for node in nodes if is_alike(point.values, node.values)), None)
 
-    def efficiency(self, point: Point) -> Estimate | None:
+    def efficiency(self, point: StudyPoint) -> Estimate | None:
         """How much of the ideal speed a point reaches; 1 is all of it."""
         if point.efficiency is not None:
             return point.efficiency
@@ -192,7 +192,7 @@ class Study:
             work = growth if self.mode == "weak" else 1.0
         return base.step_s.over(point.step_s).scaled(work / growth)
 
-    def speed_up(self, point: Point) -> Estimate | None:
+    def speed_up(self, point: StudyPoint) -> Estimate | None:
         """How many times as much a point trains in the same time as its base."""
         if point.speedup is not None:
             return point.speedup
@@ -202,12 +202,12 @@ class Study:
             return None
         return efficiency.scaled(point.num_ranks / base.num_ranks)
 
-    def growth(self, point: Point) -> float:
+    def growth(self, point: StudyPoint) -> float:
         """How many times as many ranks a point has as its base."""
         base = self.base_of(point)
         return point.num_ranks / base.num_ranks if base is not None else 1.0
 
-    def serial_fraction(self, point: Point) -> float | None:
+    def serial_fraction(self, point: StudyPoint) -> float | None:
         """The Karp-Flatt fraction of a point; rising with ranks, it is overhead that grows."""
         speed_up = self.speed_up(point)
         if speed_up is None or self.growth(point) <= 1:
@@ -229,7 +229,7 @@ class Study:
         known = {p.num_ranks: e.median for p in self.of_engine(engine) if (e := self.efficiency(p))}
         return judge_reach(known)
 
-    def best(self) -> Point | None:
+    def best(self) -> StudyPoint | None:
         """The point that trains fastest."""
         if self.mode == "layout":  # the same batch everywhere
             return min(self.measured, key=lambda point: _median(point.step_s), default=None)
@@ -354,10 +354,10 @@ def doubts_of(raw: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _swept_point(row: Mapping[str, Any], curve: str) -> Point:
+def _swept_point(row: Mapping[str, Any], curve: str) -> StudyPoint:
     counts = row.get("counts") or {}
     samples = row.get("samples_per_step")
-    return Point(
+    return StudyPoint(
         engine=_name_of(row, curve),
         num_ranks=row["num_ranks"],
         num_threads=row.get("num_threads", 1),
@@ -410,7 +410,7 @@ def _layouts(raw: Mapping[str, Any], case: str) -> Study:
     points = [
         (
             item["kind"],
-            Point(
+            StudyPoint(
                 engine=item["kind"],
                 num_ranks=item["num_ranks"],
                 num_threads=item["num_threads"],
@@ -432,7 +432,7 @@ def _layouts(raw: Mapping[str, Any], case: str) -> Study:
     )
 
 
-def _of_role(points: Iterable[tuple[Any, Point]], role: str) -> tuple[Point, ...]:
+def _of_role(points: Iterable[tuple[Any, StudyPoint]], role: str) -> tuple[StudyPoint, ...]:
     return tuple(point for kind, point in points if kind == role)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_hours
-from hpctrain.report.charts import Bars, Chart, Line, LineChart, Mark, number_text
-from hpctrain.report.document import Section, Table
+from hpctrain.report.charts import Bars, Chart, EventMark, Line, LineChart, number_text
+from hpctrain.report.document import ReportSection, ReportTable
 from hpctrain.report.results import PARTS
 from hpctrain.timeline import blame
 
@@ -214,9 +214,9 @@ def _time_unit(run: Run) -> tuple[float, str]:
     return (60.0, "minutes since the start") if longest < 3 else (1.0, "hours since the start")
 
 
-def _marks(run: Run, scale: float) -> tuple[Mark, ...]:
+def _marks(run: Run, scale: float) -> tuple[EventMark, ...]:
     marks = [
-        Mark(x=scale * line["hours"], label=name, style=_MARK_STYLES[name])
+        EventMark(x=scale * line["hours"], label=name, style=_MARK_STYLES[name])
         for line in run.of_kind("event")
         if (name := event_name(line)) in _MARK_STYLES
     ]
@@ -281,7 +281,7 @@ def _chart(
     y_label: str,
     lines: Sequence[Line],
     unit: str,
-    marks: tuple[Mark, ...],
+    marks: tuple[EventMark, ...],
     y_scale: str,
 ) -> LineChart:
     told = [f"{line.label} from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in lines]
@@ -333,7 +333,7 @@ _BEHIND = 1.05
 """A slowest rank that takes less than this times the usual is only the one that happens to be."""
 
 
-def run_sections(run: Run, key: str) -> list[Section]:
+def run_sections(run: Run, key: str) -> list[ReportSection]:
     """Curves and what happened, then the events one by one."""
     charts = run_charts(run, key)
     words = [_outcome(run), *_speed(run), *_slowest(run)]
@@ -343,14 +343,16 @@ def run_sections(run: Run, key: str) -> list[Section]:
         words.append("It logged no steps: there are no curves.")
     elif not any(chart.key.endswith("breakdown") for chart in charts):
         words.append("The parts of a step were not timed in this run: there is no breakdown.")
-    sections = [Section(title=f"Run {run.name}", paragraphs=tuple(words), charts=tuple(charts))]
+    sections = [
+        ReportSection(title=f"Run {run.name}", paragraphs=tuple(words), charts=tuple(charts))
+    ]
     events = run.of_kind("event")
     if events:
         rows = tuple(
             (format_hours(line["hours"]), str(line.get("step", "")), event_name(line), _rest(line))
             for line in events[:_MOST_EVENTS]
         )
-        table = Table(
+        table = ReportTable(
             key=f"{key}-events",
             title=f"{run.name}: what happened",
             headers=("time", "step", "event", "more"),
@@ -359,17 +361,21 @@ def run_sections(run: Run, key: str) -> list[Section]:
         more = len(events) - len(rows)
         said = (f"{more} later events are left out.",) if more > 0 else ()
         sections.append(
-            Section(title=f"{run.name}: events", paragraphs=said, tables=(table,), is_minor=True)
+            ReportSection(
+                title=f"{run.name}: events", paragraphs=said, tables=(table,), is_minor=True
+            )
         )
     if run.config:
         lines = tuple(run.config.strip().splitlines())
-        table = Table(
+        table = ReportTable(
             key=f"{key}-config",
             title=f"{run.name}: config.toml",
             headers=("config.toml",),
             rows=tuple((line,) for line in lines),
         )
-        sections.append(Section(title=f"{run.name}: configuration", tables=(table,), is_minor=True))
+        sections.append(
+            ReportSection(title=f"{run.name}: configuration", tables=(table,), is_minor=True)
+        )
     return sections
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from hpctrain.log import format_bytes, format_hours
 from hpctrain.report.advice import Ask, Wish, advise, describe_scaling, price
 from hpctrain.report.charts import Bars, Chart, Line, LineChart, number_text
-from hpctrain.report.document import Section, Table
-from hpctrain.report.results import PARTS, Bandwidth, Estimate, Point, Study
+from hpctrain.report.document import ReportSection, ReportTable
+from hpctrain.report.results import PARTS, Bandwidth, Estimate, Study, StudyPoint
 
 __all__ = [
     "bandwidth_chart",
@@ -59,7 +59,7 @@ def _name(study: Study) -> str:
     return f"{study.title}, {kinds.get(study.mode, study.mode)}"
 
 
-def _lines(study: Study, measure: Callable[[Point], Estimate | None]) -> list[Line]:
+def _lines(study: Study, measure: Callable[[StudyPoint], Estimate | None]) -> list[Line]:
     lines = []
     for style, engine in enumerate(study.engines):
         known = [(p.num_ranks, found) for p in study.of_engine(engine) if (found := measure(p))]
@@ -80,7 +80,7 @@ def _line(label: str, x: Sequence[float], values: Sequence[Estimate], style: int
 
 
 def _tell(
-    study: Study, measure: Callable[[Point], Estimate | None], what: str, *, as_percent: bool
+    study: Study, measure: Callable[[StudyPoint], Estimate | None], what: str, *, as_percent: bool
 ) -> str:
     """The curve in words, for those who cannot see it."""
     told = []
@@ -209,7 +209,7 @@ def bandwidth_chart(bandwidths: Sequence[Bandwidth], key: str) -> LineChart:
 _MILLION = 1e6
 
 
-def study_sections(study: Study, key: str, wish: Wish | None) -> list[Section]:
+def study_sections(study: Study, key: str, wish: Wish | None) -> list[ReportSection]:
     """Curves, breakdown, what limits it, and what it costs."""
     is_layout = study.mode == "layout"
     charts = (
@@ -222,7 +222,7 @@ def study_sections(study: Study, key: str, wish: Wish | None) -> list[Section]:
     words += list(study.fits)
     if not findings and not is_layout:
         words.append("None of the report's rules finds anything that costs much time.")
-    section = Section(
+    section = ReportSection(
         title=study.title if is_layout else f"{study.title}: {study.mode} scaling",
         paragraphs=tuple(words),
         charts=tuple(chart for chart in charts if chart is not None),
@@ -275,7 +275,7 @@ def _best_layout(study: Study) -> str:
     return f"{text}, {verdict}."
 
 
-def _tables(study: Study, key: str) -> tuple[Table, ...]:
+def _tables(study: Study, key: str) -> tuple[ReportTable, ...]:
     """Speed in one table, what follows and what it needs in another: neither is too wide."""
     every = [*study.asides, *study.points]
     names = [
@@ -323,10 +323,10 @@ def _table(
     title: str,
     columns: list[tuple[str, list[str]]],
     data: tuple[tuple[str, ...], ...] = (),
-) -> Table:
+) -> ReportTable:
     """A table without columns that have nothing in them."""
     kept = [column for column in columns if any(column[1])]
-    return Table(
+    return ReportTable(
         key=key,
         title=title,
         headers=tuple(name for name, _ in kept),
@@ -335,7 +335,7 @@ def _table(
     )
 
 
-def _numbers(study: Study, points: list[Point]) -> tuple[tuple[str, ...], ...]:
+def _numbers(study: Study, points: list[StudyPoint]) -> tuple[tuple[str, ...], ...]:
     """The same in bare numbers, with intervals and parts in columns of their own."""
     headers = ["engine", "num_ranks", "num_threads", "num_nodes", "global_batch"]
     headers += [f"{study.unit}_s{tail}" for tail in ("", "_low", "_high")]
@@ -371,7 +371,7 @@ def _in_full(value: float) -> str:
     return number_text(value) if value < 1000 else f"{value:.0f}"
 
 
-def _milliseconds(point: Point) -> str:
+def _milliseconds(point: StudyPoint) -> str:
     if point.step_s is None:
         return "failed"
     step = point.step_s.scaled(1000)
@@ -379,12 +379,12 @@ def _milliseconds(point: Point) -> str:
     return f"{middle} [{low}, {high}]" if step.is_repeated else middle
 
 
-def _plain(study: Study, point: Point) -> str:
+def _plain(study: Study, point: StudyPoint) -> str:
     found = None if _is_aside(study, point) else study.speed_up(point)
     return f"{found.median:.2f}" if found else ""
 
 
-def _percents(study: Study, point: Point) -> str:
+def _percents(study: Study, point: StudyPoint) -> str:
     found = None if _is_aside(study, point) else study.efficiency(point)
     if found is None:
         return ""
@@ -393,23 +393,23 @@ def _percents(study: Study, point: Point) -> str:
     return text + interval * found.is_repeated
 
 
-def _over_node(study: Study, point: Point) -> str:
+def _over_node(study: Study, point: StudyPoint) -> str:
     found = None if _is_aside(study, point) else point.over_node
     if found is None:
         return ""
     return f"{found.median:.2f}" + f" [{found.low:.2f}, {found.high:.2f}]" * found.is_repeated
 
 
-def _fraction(study: Study, point: Point) -> str:
+def _fraction(study: Study, point: StudyPoint) -> str:
     found = None if _is_aside(study, point) else study.serial_fraction(point)
     return "" if found is None else f"{found:.3f}"
 
 
-def _is_aside(study: Study, point: Point) -> bool:
+def _is_aside(study: Study, point: StudyPoint) -> bool:
     return any(point is one for one in study.asides)
 
 
-def _cost_section(study: Study, key: str, wish: Wish | None) -> Section | None:
+def _cost_section(study: Study, key: str, wish: Wish | None) -> ReportSection | None:
     """Time to solution and node-hours; for a million samples where nobody said how many."""
     asks = price(study, wish or Wish(num_samples=_MILLION, reserve=0.0))
     if not asks:
@@ -428,7 +428,7 @@ def _cost_section(study: Study, key: str, wish: Wish | None) -> Section | None:
         )
         for ask in asks
     ]
-    table = Table(
+    table = ReportTable(
         key=f"{key}-cost",
         title=f"{study.title}: time and node-hours",
         headers=tuple(headers),
@@ -455,7 +455,7 @@ def _cost_section(study: Study, key: str, wish: Wish | None) -> Section | None:
     words.append(
         "Only what was measured is priced; for numbers of ranks beyond, `hpctrain plan` predicts."
     )
-    return Section(
+    return ReportSection(
         title=f"{study.title}: time to solution", paragraphs=tuple(words), tables=(table,)
     )
 

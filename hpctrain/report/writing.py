@@ -15,8 +15,8 @@ from hpctrain.report.advice import Wish
 from hpctrain.report.charts import Bars, number_text
 from hpctrain.report.document import (
     Document,
-    Section,
-    Table,
+    ReportSection,
+    ReportTable,
     render_csv,
     render_latex,
     render_markdown,
@@ -59,7 +59,7 @@ def compose(
         command: What made this report.
         wish: What is to be trained, to be priced.
     """
-    sections: list[Section] = []
+    sections: list[ReportSection] = []
     for number, result in enumerate(results):
         key = f"r{number}"
         for index, study in enumerate(result.studies):
@@ -73,7 +73,7 @@ def compose(
     for trace in traces:
         path = str(trace["path"])
         sections.append(
-            Section(title="Timeline", paragraphs=(trace_words(trace),), links=((path, path),))
+            ReportSection(title="Timeline", paragraphs=(trace_words(trace),), links=((path, path),))
         )
     sections += [_environment(results, runs), _repeat(results, runs, command)]
     figures = [figure for result in results for s in result.studies for figure in _figures(s)]
@@ -113,7 +113,7 @@ def _figures(study: Study) -> list[tuple[str, str]]:
     return found
 
 
-def _collectives(result: Result, key: str) -> Section:
+def _collectives(result: Result, key: str) -> ReportSection:
     limits = [one for one in result.bandwidths if one.is_limit]
     words = [
         "Bus bandwidth is what an ideal ring would have to move per rank, 2(n-1)/n times the size "
@@ -128,7 +128,7 @@ def _collectives(result: Result, key: str) -> Section:
             words.append(
                 f"{one.name} reaches {100 * share:.0f} % of {limit.name} at the largest size."
             )
-    return Section(
+    return ReportSection(
         title="Collectives",
         paragraphs=(*words, *doubts_of(result.raw)),
         charts=(bandwidth_chart(result.bandwidths, key),),
@@ -136,7 +136,7 @@ def _collectives(result: Result, key: str) -> Section:
     )
 
 
-def _others(result: Result, key: str) -> list[Section]:
+def _others(result: Result, key: str) -> list[ReportSection]:
     """A benchmark that the report has no picture of its own for: bars and the tables."""
     charts = []
     for index, case in enumerate(dict.fromkeys(item["case"] for item in result.raw["series"])):
@@ -162,7 +162,7 @@ def _others(result: Result, key: str) -> list[Section]:
             )
         )
     return [
-        Section(
+        ReportSection(
             title=result.benchmark.replace("_", " "),
             paragraphs=tuple(doubts_of(result.raw)),
             charts=tuple(charts),
@@ -171,9 +171,9 @@ def _others(result: Result, key: str) -> list[Section]:
     ]
 
 
-def _result_tables(result: Result, key: str) -> tuple[Table, ...]:
+def _result_tables(result: Result, key: str) -> tuple[ReportTable, ...]:
     return tuple(
-        Table(
+        ReportTable(
             key=f"{key}-table{index}",
             title=f"{result.benchmark}: all numbers",
             headers=tuple(headers),
@@ -184,7 +184,7 @@ def _result_tables(result: Result, key: str) -> tuple[Table, ...]:
     )
 
 
-def _environment(results: Sequence[Result], runs: Sequence[Run]) -> Section:
+def _environment(results: Sequence[Result], runs: Sequence[Run]) -> ReportSection:
     words = [f"{result.name}: {caption(result.raw)}" for result in results]
     made = [
         _facts(f"e{number}", result.name, result.raw["machine"])
@@ -200,12 +200,16 @@ def _environment(results: Sequence[Result], runs: Sequence[Run]) -> Section:
         for run in runs
         if not run.environment
     ]
-    return Section(title="Environment", paragraphs=tuple(words), tables=tuple(made), is_minor=True)
+    return ReportSection(
+        title="Environment", paragraphs=tuple(words), tables=tuple(made), is_minor=True
+    )
 
 
-def _facts(key: str, name: str, facts: Mapping[str, Any]) -> Table:
+def _facts(key: str, name: str, facts: Mapping[str, Any]) -> ReportTable:
     rows = [(str(what), _fact(value)) for what, value in facts.items() if value not in (None, "")]
-    return Table(key=f"{key}-environment", title=name, headers=("what", "value"), rows=tuple(rows))
+    return ReportTable(
+        key=f"{key}-environment", title=name, headers=("what", "value"), rows=tuple(rows)
+    )
 
 
 def _fact(value: Any) -> str:
@@ -216,7 +220,7 @@ def _fact(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _repeat(results: Sequence[Result], runs: Sequence[Run], command: str) -> Section:
+def _repeat(results: Sequence[Result], runs: Sequence[Run], command: str) -> ReportSection:
     words, commands = [], []
     for result in results:
         if result.command:
@@ -236,7 +240,7 @@ def _repeat(results: Sequence[Result], runs: Sequence[Run], command: str) -> Sec
             number = run.summary.get("ranks") or len(run.environment.get("ranks", ())) or 1
             file = shlex.quote(f"{run.folder or run.name}/config.toml")
             commands.append(f"hpctrain train {file} -n {number}")
-    return Section(
+    return ReportSection(
         title="To repeat it",
         paragraphs=tuple(words),
         commands=tuple([*dict.fromkeys(commands), command]),

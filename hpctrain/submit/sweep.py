@@ -1,8 +1,9 @@
-"""Sweeps: points over keys, and the argument vector of each. Pure but for the files of results.
+"""Sweeps: points over keys, the argument vector of each, their launches and their array jobs.
 
-The seam to whatever is run is one argument vector with `{key}` placeholders: this module knows
-nothing of trainings. Each point has a run directory; the command leaves `result.json` there, or is
-a training from a file, which leaves `summary.json`.
+`hpctrain sweep` and the sweeps of `hpctrain bench` are made of these. The seam to whatever is run
+is one argument vector with `{key}` placeholders: this module knows nothing of trainings. Each point
+of `hpctrain sweep` has a run directory; the command leaves `result.json` there, or is a training
+from a file, which leaves `summary.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import math
 import random
 import re
+import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,11 @@ from hpctrain.submit.status import ask_states
 __all__ = [
     "RESULT",
     "fill",
+    "fill_words",
     "forget_exit",
     "grid_points",
     "job_states",
+    "launch",
     "list_points",
     "note_exit",
     "note_jobs",
@@ -36,6 +41,7 @@ __all__ = [
     "random_points",
     "read_results",
     "sweep_commands",
+    "task_states",
     "withdraw_sweep",
     "write_sweep",
 ]
@@ -50,22 +56,30 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 _DRAW = re.compile(r"(uniform|loguniform|int|choice)\((.*)\)")
 _MOST = 1000
+_END_S = 20.0
 
 Point = Mapping[str, str]
 
 
-def grid_points(axes: Sequence[str]) -> list[Point]:
-    """All combinations of `key=a,b,c`, the last key fastest.
+def grid_points(axes: Sequence[str], *, reserved: Sequence[str] = _OWN) -> list[Point]:
+    """All combinations of `key=a,b,c`, the last key fastest; one empty point where there are none.
+
+    Args:
+        axes: The keys with their values.
+        reserved: Names that are no keys.
 
     Raises:
         ConfigError: an axis is not understood or comes twice, or there are too many points.
     """
     values: dict[str, list[str]] = {}
     for axis in axes:
-        key, text = _split(axis)
+        key, text = _split(axis, reserved)
         words = text.split(",")
         if key in values or "" in words or len(set(words)) != len(words):
-            raise ConfigError(f"axis {axis!r} comes twice, or a value of it is empty or repeated")
+            raise ConfigError(
+                f"axis {axis!r} is not understood: it comes twice, or a value of it is empty or "
+                "repeated; write key=a,b"
+            )
         values[key] = words
     _check_count(math.prod(len(words) for words in values.values()))
     return [
@@ -146,6 +160,22 @@ def _text(value: str | int | float) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
+def fill_words(
+    words: Sequence[str], values: Mapping[str, str]
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Put values where their `{key}` stands; other braces stay.
+
+    Returns:
+        The words, and the names of all placeholders that were in them.
+    """
+    used = {name for word in words for name in _PLACEHOLDER.findall(word)}
+
+    def put(match: re.Match[str]) -> str:
+        return values.get(match[1], match[0])
+
+    return tuple(_PLACEHOLDER.sub(put, word) for word in words), frozenset(used)
+
+
 def fill(template: Sequence[str], point: Point, *, run_dir: Path, index: int) -> tuple[str, ...]:
     """The argument vector of one point.
 
@@ -153,14 +183,14 @@ def fill(template: Sequence[str], point: Point, *, run_dir: Path, index: int) ->
         ConfigError: a placeholder has no value, or a key of the point has no placeholder.
     """
     values = {**point, "run_dir": str(run_dir), "index": str(index)}
-    used = {name for word in template for name in _PLACEHOLDER.findall(word)}
+    words, used = fill_words(template, values)
     if unknown := sorted(used - set(values)):
         raise ConfigError(
             f"the command has {{{unknown[0]}}}, and the sweep has {', '.join(sorted(values))}"
         )
     if idle := sorted(set(point) - used):
         raise ConfigError(f"the command has no {{{idle[0]}}}, so sweeping it would change nothing")
-    return tuple(_PLACEHOLDER.sub(lambda match: values[match.group(1)], word) for word in template)
+    return words
 
 
 def sweep_commands(
@@ -249,16 +279,67 @@ def job_states(directory: Path, ask: Ask) -> dict[int, JobState]:
         return {}
     found: dict[int, JobState] = {}
     for number, entry in enumerate(entries):
-        first = find_system(entry.batch).first_index
-        for state in ask_states(entry, ask):
-            task = split_task(entry, state.job)[1]
-            if entry.array_size is None:
-                found[number] = state
-            elif task is not None:
-                found[task - first] = state
-            else:  # an array that waits as a whole
-                found |= {each: state for each in range(entry.array_size) if each not in found}
+        first = number if entry.array_size is None else 0
+        found |= {first + task: state for task, state in task_states(entry, ask).items()}
     return found
+
+
+def task_states(entry: Entry, ask: Ask) -> dict[int, JobState]:
+    """How the tasks of a job are doing, counted from 0; a job that is no array is task 0."""
+    first = find_system(entry.batch).first_index
+    found: dict[int, JobState] = {}
+    for state in ask_states(entry, ask):
+        task = split_task(entry, state.job)[1]
+        if entry.array_size is None:
+            found[0] = state
+        elif task is not None:
+            found[task - first] = state
+        else:  # an array that waits as a whole
+            found |= {each: state for each in range(entry.array_size) if each not in found}
+    return found
+
+
+def launch(
+    command: Sequence[str],
+    log: Path,
+    *,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> tuple[int, bool]:
+    """Run one point's command on this machine, its output in a file, and end it with us.
+
+    Returns:
+        The exit code, and whether it ended by itself within the time.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
+    with log.open("wb") as said:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=None if environ is None else dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            raise ConfigError(f"{command[0]} cannot be started: {error}") from error
+        try:
+            return process.wait(timeout=timeout_s), True
+        except subprocess.TimeoutExpired:
+            return _end(process), False
+        except BaseException:
+            _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    process.send_signal(signal.SIGINT)  # `hpctrain run` ends its ranks at once
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=_END_S)
+    process.kill()
+    return process.wait(timeout=_END_S)
 
 
 def withdraw_sweep(directory: Path) -> None:
@@ -368,11 +449,12 @@ def _number(value: object) -> float | None:
     return None if math.isnan(number) else number
 
 
-def _split(text: str) -> tuple[str, str]:
+def _split(text: str, reserved: Sequence[str] = _OWN) -> tuple[str, str]:
     key, equals, value = text.partition("=")
-    if not equals or not _KEY.fullmatch(key) or key in _OWN:
+    if not equals or not _KEY.fullmatch(key) or key in reserved:
         raise ConfigError(
-            f"{text!r} is not understood; write key=values, with a key other than {', '.join(_OWN)}"
+            f"{text!r} is not understood; write key=values, with a key other than "
+            f"{', '.join(reserved)}"
         )
     return key, value
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.bench.command import RESULTS
 from hpctrain.bench.comparing import compare_counts
-from hpctrain.bench.control import Launch
+from hpctrain.bench.control import WorkerLaunch
 from hpctrain.bench.results import validate
 from hpctrain.errors import LaunchError
 from mpi_tests.built import BUILT
@@ -176,7 +176,7 @@ def status_of(process: psutil.Process) -> str:
 
 def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
     variant = "horovod" if "horovod" in BUILT else "ddp"
-    launch = Launch(
+    launch = WorkerLaunch(
         variant,
         "benchmarks.step_overhead",
         num_ranks=2,
@@ -204,7 +204,7 @@ def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
 
 
 def test_a_rank_that_fails_is_told_with_its_traceback():
-    launch = Launch(
+    launch = WorkerLaunch(
         "broken",
         "benchmarks.step_overhead",
         num_ranks=2,

@@ -12,11 +12,11 @@ import hpctrain as hpc
 from hpctrain.checkpoint import Store
 from hpctrain.checkpoint.layout import LEAST_PART_BYTES, Item
 from hpctrain.errors import ConfigError
-from hpctrain.predict import Layout
+from hpctrain.predict import RankLayout
 from hpctrain.predict.fit import fit_costs
 from hpctrain.predict.measuring import measure
 from hpctrain.predict.profiling import Subject
-from hpctrain.predict.rehearsal import Files, Loading, State, Training, rehearse
+from hpctrain.predict.rehearsal import Files, Loading, State, TrainingRun, rehearse
 from mpi_tests.loader_plan import samples_of
 
 
@@ -25,7 +25,7 @@ from mpi_tests.loader_plan import samples_of
     [(64, 16, False), (61, 10, False), (23, 6, True), (3, 7, False)],
 )
 def test_batches(world, samples, batch, drop_last):
-    training = Training(num_samples=samples, global_batch=batch, drop_last=drop_last)
+    training = TrainingRun(num_samples=samples, global_batch=batch, drop_last=drop_last)
     loader = hpc.Loader(world, np.arange(samples), global_batch=batch, drop_last=drop_last)
     got = [len(part) for part in loader]
     assert got == list(samples_of(training, rank=world.rank, num_ranks=world.size))
@@ -39,8 +39,8 @@ def test_batches(world, samples, batch, drop_last):
 
 
 def test_the_loader_refuses_what_a_rehearsal_calls_an_error(world):
-    training = Training(num_samples=20, global_batch=3)
-    layout = Layout(num_ranks=world.size, ranks_per_node=world.local_size)
+    training = TrainingRun(num_samples=20, global_batch=3)
+    layout = RankLayout(num_ranks=world.size, ranks_per_node=world.local_size)
     state = State(weights=(Item(name="w", num_elements=1, element_bytes=4),))
     if rehearse(training, state, layout).is_sound:
         assert len(hpc.Loader(world, np.arange(20), global_batch=3)) == 7
@@ -60,7 +60,7 @@ def test_parts_of_a_checkpoint(world, tmp_path):
     manifest = json.loads((found / "manifest.json").read_text())
     with_store.close()
     state = State(weights=(Item(name="w", num_elements=elements, element_bytes=4),), state_copies=0)
-    files = Files.of(state, Layout(num_ranks=world.size, ranks_per_node=world.local_size))
+    files = Files.of(state, RankLayout(num_ranks=world.size, ranks_per_node=world.local_size))
     assert len(manifest["parts"]) == len(files.writers)
 
 

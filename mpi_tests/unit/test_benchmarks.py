@@ -24,7 +24,7 @@ from hpctrain.bench.paired import (
     shuffled_order,
 )
 from hpctrain.bench.results import describe_machine, machine_id
-from hpctrain.bench.session import Block, Case, Plan, Rules, Variant, describe_case
+from hpctrain.bench.session import BenchPlan, Block, Case, Rules, Variant, describe_case
 from hpctrain.errors import ConfigError
 
 TIMES = st.floats(1e-6, 1e3)
@@ -160,7 +160,7 @@ def machine() -> dict[str, object]:
 
 def make_result(num_noisy: int = 0) -> dict[str, object]:
     loads = [0.0, 0.5, 0.01, 0.4 if num_noisy else 0.02]
-    plan = Plan(
+    plan = BenchPlan(
         name="step_overhead",
         module="m",
         cases=[Case(name="small", warmup=1, repeats=2)],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks import barrier, layout, memory, step_overhead
 from benchmarks.memory_parts import data_kib
 from hpctrain.bench import command, results
-from hpctrain.bench.session import Case, Plan, Rules, Variant
+from hpctrain.bench.session import BenchPlan, Case, Rules, Variant
 from hpctrain.errors import ConfigError
 
 # Layouts
@@ -123,7 +123,7 @@ def test_barriers_of_one_number_of_ranks_share_a_launch():
 
 def test_who_has_nothing_to_do_in_a_case_is_left_out():
     idle = Case(name="idle", warmup=0, repeats=1, without=frozenset({"a"}))
-    plan = Plan(
+    plan = BenchPlan(
         name="x",
         module="m",
         cases=[idle],

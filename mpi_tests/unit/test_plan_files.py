@@ -16,10 +16,10 @@ from hpctrain.errors import ConfigError
 from hpctrain.predict import (
     Costs,
     Layer,
-    Layout,
     Link,
     Machine,
     Profile,
+    RankLayout,
     advise,
     find_machine,
     machine_names,
@@ -201,7 +201,7 @@ def test_a_fit_finds_the_costs_that_made_the_times(topology, near_s, near, far_s
             num_ranks=count,
             ranks_per_node=per_node,
             num_bytes=size,
-            seconds=allreduce_s(size, Layout(num_ranks=count, ranks_per_node=per_node), costs),
+            seconds=allreduce_s(size, RankLayout(num_ranks=count, ranks_per_node=per_node), costs),
         )
         for count, per_node in ((2, 2), (4, 4), (2, 1), (4, 1), (8, 2))
         for size in sizes
@@ -211,14 +211,14 @@ def test_a_fit_finds_the_costs_that_made_the_times(topology, near_s, near, far_s
         assert allreduce_s(sample.num_bytes, sample.layout, found) == pytest.approx(
             sample.seconds, rel=0.02
         )
-    unseen = Layout(num_ranks=64, ranks_per_node=4)
+    unseen = RankLayout(num_ranks=64, ranks_per_node=4)
     assert allreduce_s(1 << 22, unseen, found) == pytest.approx(
         allreduce_s(1 << 22, unseen, costs), rel=0.05
     )
 
 
 def _measured(count: int, seconds: float) -> Measurement:
-    layout = Layout(num_ranks=count, ranks_per_node=count)
+    layout = RankLayout(num_ranks=count, ranks_per_node=count)
     costs = Costs(topology="hierarchical", intra=LINK, inter=LINK)
     samples = [
         CollectiveSample(

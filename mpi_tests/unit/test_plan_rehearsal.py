@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from hpctrain.checkpoint.layout import LEAST_PART_BYTES, Item
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
-from hpctrain.predict import Layer, Layout, Profile, find_machine, write_profile
+from hpctrain.predict import Layer, Profile, RankLayout, find_machine, write_profile
 from hpctrain.predict.model import Range
 from hpctrain.predict.rehearsal import (
     Files,
     Holding,
+    JobLimits,
     Loading,
-    Room,
     State,
-    Training,
+    TrainingRun,
     rehearse,
 )
 from mpi_tests.loader_plan import samples_of
@@ -30,15 +30,15 @@ CPU = find_machine("frontera")
 STATE = State(
     weights=tuple(Item(name=f"w{i}", num_elements=1 << 20, element_bytes=4) for i in range(8))
 )
-TRAINING = Training(num_samples=100_000, global_batch=1024)
-ON_512 = Layout(num_ranks=512, ranks_per_node=4)
+TRAINING = TrainingRun(num_samples=100_000, global_batch=1024)
+ON_512 = RankLayout(num_ranks=512, ranks_per_node=4)
 STEP = Range(0.1, 0.09, 0.11)
 
 
 def found(
-    training=TRAINING, state=STATE, layout=ON_512, machine=GPU, **room
+    training=TRAINING, state=STATE, layout=ON_512, machine=GPU, **limits
 ) -> set[tuple[str, str]]:
-    done = rehearse(training, state, layout, machine, step_s=STEP, room=Room(**room))
+    done = rehearse(training, state, layout, machine, step_s=STEP, limits=JobLimits(**limits))
     assert done.is_sound == all(item.level == "warning" for item in done.findings)
     return {(item.level, item.part) for item in done.findings}
 
@@ -48,7 +48,7 @@ def found(
     st.integers(1, 3000), st.integers(1, 300), st.integers(1, 3), st.integers(1, 24), st.booleans()
 )
 def test_shares_are_those_that_the_loader_plans(samples, batch, accumulate, num_ranks, drop_last):
-    training = Training(
+    training = TrainingRun(
         num_samples=samples, global_batch=batch, accumulate=accumulate, drop_last=drop_last
     )
     each = [list(samples_of(training, rank=r, num_ranks=num_ranks)) for r in range(num_ranks)]
@@ -88,7 +88,7 @@ def test_what_would_break_in_the_data_is_found(change, finding):
 
 
 def test_the_last_batch_may_have_fewer_samples_than_ranks():
-    many = Layout(num_ranks=900, ranks_per_node=4)
+    many = RankLayout(num_ranks=900, ranks_per_node=4)
     training = replace(TRAINING, num_samples=1800 + 450, global_batch=1800, even_last=False)
     done = rehearse(training, STATE, many, GPU)
     assert done.loading.last.num_empty == 450
@@ -100,7 +100,7 @@ def test_memory_time_and_space_are_compared_with_what_there_is():
     huge = replace(STATE, activation_bytes_per_sample=20 << 30)
     assert ("error", "memory") in found(state=huge)
     assert ("error", "memory") in found(
-        state=huge, machine=CPU, layout=Layout(num_ranks=56, ranks_per_node=56)
+        state=huge, machine=CPU, layout=RankLayout(num_ranks=56, ranks_per_node=56)
     )
     assert ("error", "walltime") in found(walltime_s=9)
     assert ("warning", "walltime") in found(walltime_s=10)
@@ -113,7 +113,7 @@ def test_memory_time_and_space_are_compared_with_what_there_is():
 
 
 def test_memory_is_what_the_page_on_nodes_says():
-    size, node = STATE.weight_bytes, Layout(num_ranks=4, ranks_per_node=4)
+    size, node = STATE.weight_bytes, RankLayout(num_ranks=4, ranks_per_node=4)
     here = Holding.of(STATE, node, rank_batch=1, on_device=False)
     # weights and gradients of each, the sums, the new weights, and Adam's two moments once
     assert here.per_node == 4 * 2 * size + size + size + 2 * size
@@ -184,4 +184,4 @@ def test_what_a_rehearsal_refuses(words, options, message, capsys):
     assert main([*words, *options]) == 2
     assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match="keep=0"):
-        Room(keep=0)
+        JobLimits(keep=0)

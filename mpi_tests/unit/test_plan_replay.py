@@ -16,10 +16,10 @@ from hpctrain.predict import (
     Costs,
     Exchange,
     Layer,
-    Layout,
     Link,
     Machine,
     Profile,
+    RankLayout,
     default_exchange,
     predict,
 )
@@ -163,8 +163,8 @@ def test_a_hand_computed_timeline():
 @given(st.integers(2, 512), st.floats(1, 1e9), st.floats(1e-6, 1e-3), st.floats(1e6, 1e11))
 def test_closed_forms_on_one_node_and_on_single_ranks(count, size, latency, rate):
     link = Link(latency_s=latency, bytes_per_s=rate)
-    near = Layout(num_ranks=count, ranks_per_node=count)
-    far = Layout(num_ranks=count, ranks_per_node=1)
+    near = RankLayout(num_ranks=count, ranks_per_node=count)
+    far = RankLayout(num_ranks=count, ranks_per_node=1)
     share = 2 * (count - 1) / count * size / rate
     depth = -(-log2(count) // 1)
     expected = {
@@ -194,7 +194,7 @@ def test_a_ring_over_nodes_crosses_the_network_2_n_minus_1_times():
         intra=Link(latency_s=1e-6, bytes_per_s=1e12),
         inter=Link(latency_s=1e-3, bytes_per_s=1e12),
     )
-    layout = Layout(num_ranks=16, ranks_per_node=4)
+    layout = RankLayout(num_ranks=16, ranks_per_node=4)
     assert allreduce_s(0, layout, costs) == pytest.approx(6e-3 + 24e-6)
 
 
@@ -266,7 +266,7 @@ def test_ten_thousand_ranks_in_less_than_five_seconds():
 def test_defaults_are_those_of_distribute(count, per_node, size, on_gpu):
     from hpctrain.replica.overlapping import bucket_size
 
-    layout = Layout(num_ranks=count, ranks_per_node=per_node)
+    layout = RankLayout(num_ranks=count, ranks_per_node=per_node)
     found = default_exchange("mpi", layout, gradient_bytes=size, on_gpu=on_gpu)
     if found.overlap:
         assert found.bucket_bytes == bucket_size(size)
@@ -283,10 +283,10 @@ def test_what_is_refused():
         Costs(topology="star", intra=LINK, inter=LINK)
     with pytest.raises(ConfigError, match="engine='mpl'; choose one of mpi"):
         default_exchange(
-            "mpl", Layout(num_ranks=1, ranks_per_node=1), gradient_bytes=0, on_gpu=True
+            "mpl", RankLayout(num_ranks=1, ranks_per_node=1), gradient_bytes=0, on_gpu=True
         )
     with pytest.raises(ConfigError, match="num_ranks=0 must be a whole number"):
-        Layout(num_ranks=0, ranks_per_node=1)
+        RankLayout(num_ranks=0, ranks_per_node=1)
 
 
 LINK = Link(latency_s=0, bytes_per_s=1)

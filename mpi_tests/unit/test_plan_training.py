@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.predict import ROOT, predict_again
-from hpctrain.predict import Costs, Layout, Link
+from hpctrain.predict import Costs, Link, RankLayout
 from hpctrain.predict.costs import allreduce_s, slowest_of
 from hpctrain.predict.fit import TrainingSample, fit_training
 
@@ -26,7 +26,7 @@ def test_what_training_adds_to_a_collective_is_found():
             gradient_bytes=size,
             compute_s=0.05,
             seconds=0.05 * slowest_of(count, 0.02)
-            + allreduce_s(size, Layout(num_ranks=count, ranks_per_node=count), true),
+            + allreduce_s(size, RankLayout(num_ranks=count, ranks_per_node=count), true),
         )
         for count in (2, 4)
         for size in (1 << 20, 1 << 24)

@@ -15,9 +15,9 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.report import FORMATS, Wish, write_report
-from hpctrain.report.charts import Bars, Line, LineChart, Mark
+from hpctrain.report.charts import Bars, EventMark, Line, LineChart
 from hpctrain.report.runs import parse_metrics, read_run, run_charts, run_figures, thin
-from hpctrain.report.svg import draw
+from hpctrain.report.svg import render_svg
 from mpi_tests.report_kit import (
     collectives,
     result,
@@ -149,7 +149,7 @@ def root_points(root):
 def test_curves_differ_without_colour():
     lines = tuple(Line(label=str(k), x=(1, 2), y=(k, k + 1), style=k) for k in range(6))
     chart = LineChart(key="k", title="t", description="d", x_label="x", y_label="y", lines=lines)
-    text = draw(chart)
+    text = render_svg(chart)
     curves = re.findall(r"<polyline[^>]*>", text)
     assert len({re.sub(r' (points|stroke)="[^"]*"', "", curve) for curve in curves}) == 6
     markers = {
@@ -158,15 +158,24 @@ def test_curves_differ_without_colour():
     assert len(markers) == 6
     parts = tuple((str(k), (1.0, 2.0)) for k in range(6))
     bars = Bars(key="b", title="t", description="d", y_label="y", labels=("a", "b"), parts=parts)
-    patterns = re.findall(r"<pattern.*?</pattern>", draw(bars))
+    patterns = re.findall(r"<pattern.*?</pattern>", render_svg(bars))
     assert len({re.sub(r"#[0-9a-f]{6}|b-h\d", "", pattern) for pattern in patterns}) == 6
+
+
+def test_a_value_that_is_not_finite_leaves_the_others_where_they_are():
+    line = Line(label="loss", x=(1, 2, 3), y=(5.0, float("nan"), 7.0))
+    chart = LineChart(key="k", title="t", description="d", x_label="x", y_label="y", lines=(line,))
+    assert re.findall(r"<title>(loss[^<]*)</title>", render_svg(chart)) == [
+        "loss: 5 at 1",
+        "loss: 7 at 3",
+    ]
 
 
 def test_bars_whose_names_have_no_room_are_numbered():
     names = tuple(f"hpctrain-horovod-{kind}" for kind in "abcdefgh")
     parts = (("time", tuple(range(1, 9))),)
     bars = Bars(key="b", title="t", description="d", y_label="y", labels=names, parts=parts)
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", draw(bars))
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", render_svg(bars))
     assert [word for word in words if "hpctrain" in word] == [
         f"{number} {name}" for number, name in enumerate(names, 1)
     ]
@@ -273,7 +282,7 @@ def test_long_runs_are_thinned_and_keep_their_extremes(tmp_path):
     assert [line.label for line in loss.lines] == ["training loss", "evaluation loss"]
     assert len(loss.lines[0].x) <= 300
     assert {mark.label for mark in loss.marks} == {"checkpoint", "restart"}
-    assert isinstance(loss.marks[0], Mark)
+    assert isinstance(loss.marks[0], EventMark)
     assert sum(mark.label == "checkpoint" for mark in loss.marks) <= 60
 
 

@@ -14,7 +14,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.log import format_bytes, format_hours
 from hpctrain.report.advice import Wish, advise, describe_scaling, price
 from hpctrain.report.charts import make_axis, number_text
-from hpctrain.report.results import Estimate, Point, Study, understand
+from hpctrain.report.results import Estimate, Study, StudyPoint, understand
 from mpi_tests.report_kit import failed_row, row, split, swept, weak_sweep
 
 
@@ -23,7 +23,7 @@ def about(value, noise=0.01):
 
 
 def point(num_ranks, step_s, *, engine="mpi", batch=None, **more):
-    return Point(
+    return StudyPoint(
         engine=engine, num_ranks=num_ranks, step_s=about(step_s), global_batch=batch, **more
     )
 
@@ -80,7 +80,7 @@ def test_how_far_it_scales_in_words():
     slower = describe_scaling(study(point(1, 1.0), point(2, 1.5), mode="strong"))
     assert "fastest point is mpi on 1 rank:" in slower
     assert "80 % or more up to 1 rank and below beyond (33.3 % at 2)." in slower
-    assert "No point" in describe_scaling(study(Point(engine="mpi", num_ranks=2, failure="x")))
+    assert "No point" in describe_scaling(study(StudyPoint(engine="mpi", num_ranks=2, failure="x")))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_one_process_with_all_cores_that_is_faster_is_said():
 def test_noise_failures_and_more_than_ideal_are_said():
     wide = replace(point(2, 1.0), step_s=Estimate(median=1.0, low=0.8, high=1.3))
     assert rules(study(wide)) == ["noise"]
-    broken = Point(engine="mpi", num_ranks=4, failure="exit code 3")
+    broken = StudyPoint(engine="mpi", num_ranks=4, failure="exit code 3")
     (found,) = advise(study(point(2, 1.0), broken))
     assert found.rule == "failed"
     assert "exit code 3" in found.what

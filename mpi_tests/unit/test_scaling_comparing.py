@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hpctrain.bench.command import RESULTS
 from hpctrain.bench.comparing import compare_counts, compare_times, counts_of, read_counts
-from hpctrain.bench.layouts import Layout, LayoutBook, best_layout, find_layout
-from hpctrain.bench.sweep import Folder, Measured, Settings, Sweep, layout_points
+from hpctrain.bench.layouts import BestLayout, LayoutBook, best_layout, find_layout
+from hpctrain.bench.sweep import Folder, Measured, Sweep, SweepSettings, layout_points
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 
@@ -171,7 +171,7 @@ def test_a_layout_is_remembered_only_where_it_was_repeated(repeats, tmp_path, mo
         is_module=False,
         arguments=(),
         label="train.py",
-        settings=Settings(mode="strong", repeats=repeats),
+        settings=SweepSettings(mode="strong", repeats=repeats),
         points=tuple(layout_points(2, values={})),
         kind="layout",
     )
@@ -200,7 +200,7 @@ def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path)
     known = {"target": "/a/train.py", "machine": "m", "digest": "d", "why": "w", "date": "x"}
     known["num_rounds"] = 3
     for arguments, ranks in ((("--big",), 4), ((), 1), ((), 2)):
-        book.add(Layout(arguments=arguments, num_ranks=ranks, num_threads=1, **known))
+        book.add(BestLayout(arguments=arguments, num_ranks=ranks, num_threads=1, **known))
     assert len(book.read()) == 2  # the newer one stands for the older
 
     def find(**changed):
@@ -217,10 +217,10 @@ def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path)
     with pytest.raises(ConfigError, match=r"bench layout other\.py` first"):
         find(target="/b/other.py")
     doubtful = {**known, "target": "/c/x.py", "num_disturbed": 2}
-    book.add(Layout(arguments=(), num_ranks=2, num_threads=1, **doubtful))
+    book.add(BestLayout(arguments=(), num_ranks=2, num_threads=1, **doubtful))
     (said,) = find(target="/c/x.py")[1]
     assert said.startswith("2 of 3 rounds were disturbed by others")
-    book.add(Layout(arguments=(), num_ranks=2, num_threads=1, **{**doubtful, "num_rounds": 0}))
+    book.add(BestLayout(arguments=(), num_ranks=2, num_threads=1, **{**doubtful, "num_rounds": 0}))
     assert find(target="/c/x.py")[1] == ["nobody wrote down how often it was measured"]
     book.path.write_text("broken")
     with pytest.raises(ConfigError, match="move it away"):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.bench.summary import describe_laws, point_rows
-from hpctrain.bench.sweep import Settings, Sweep, plan_points
+from hpctrain.bench.sweep import Sweep, SweepSettings, plan_points
 from hpctrain.report.advice import Wish, advise, choose_ask, describe_scaling, price
 from hpctrain.report.results import understand
 from hpctrain.report.study import study_sections
@@ -40,7 +40,7 @@ def sweep_of(speedup, *, ranks=RANKS, repeats=3, noise=0.0, seed=0, mode="strong
         target="train.py",
         is_module=False,
         arguments=(),
-        settings=Settings(mode=mode, repeats=repeats),
+        settings=SweepSettings(mode=mode, repeats=repeats),
         points=tuple(points),
     )
     drawn = np.random.default_rng(seed)
@@ -257,7 +257,7 @@ def test_the_engine_that_auto_turned_out_to_be_is_told():
         target="train.py",
         is_module=False,
         arguments=(),
-        settings=Settings(repeats=2),
+        settings=SweepSettings(repeats=2),
         points=tuple(points),
     )
     measured = measure(sweep, lambda p: 0.1)

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.bench.jobs import gather, group_launches, submit_sweep
 from hpctrain.bench.local import tell_end
-from hpctrain.bench.sweep import Folder, Measured, Settings, Sweep, plan_points
+from hpctrain.bench.sweep import Folder, Measured, Sweep, SweepSettings, plan_points
 from hpctrain.errors import ConfigError
 from hpctrain.programs import Answer
 from hpctrain.submit.ledger import Ledger
@@ -32,7 +32,7 @@ def make_sweep():
         target="train.py",
         is_module=False,
         arguments=(),
-        settings=Settings(repeats=2),
+        settings=SweepSettings(repeats=2),
         points=tuple(points),
     )
 

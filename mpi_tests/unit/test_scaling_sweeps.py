@@ -16,8 +16,8 @@ from hpctrain.bench.summary import describe_laws, point_rows, repeat_command, sp
 from hpctrain.bench.sweep import (
     Folder,
     Measured,
-    Settings,
     Sweep,
+    SweepSettings,
     fill_arguments,
     interleave,
     layout_points,
@@ -56,7 +56,7 @@ def make_sweep(mode="weak", vary=(), arguments=(), **settings):
         target="train.py",
         is_module=False,
         arguments=tuple(arguments),
-        settings=Settings(mode=mode, **settings),
+        settings=SweepSettings(mode=mode, **settings),
         points=tuple(points),
     )
 

@@ -8,8 +8,8 @@ import os
 
 from hpctrain import log
 from hpctrain.bench import (
+    BestLayout,
     Folder,
-    Layout,
     LayoutBook,
     Sweep,
     best_layout,
@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
         return code
     best, why = best_layout(result["scale"]["points"])
     LayoutBook(state_home(os.environ)).add(
-        Layout(
+        BestLayout(
             target=subject.key,
             arguments=subject.given,
             machine=this_machine(),

@@ -11,8 +11,8 @@ from typing import Any
 from hpctrain import log
 from hpctrain.bench import (
     Folder,
-    Settings,
     Sweep,
+    SweepSettings,
     describe_laws,
     describe_machine,
     make_result,
@@ -81,13 +81,13 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settings_of(args: argparse.Namespace, *, mode: str, batch: int | None) -> Settings:
+def settings_of(args: argparse.Namespace, *, mode: str, batch: int | None) -> SweepSettings:
     """How points are measured.
 
     Raises:
         ConfigError: an option is wrong.
     """
-    return Settings(
+    return SweepSettings(
         mode=mode,
         batch=batch,
         steps=args.steps,

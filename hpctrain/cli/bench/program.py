@@ -10,11 +10,11 @@ from pathlib import Path
 from hpctrain.errors import ConfigError
 from hpctrain.launch import Program
 
-__all__ = ["Subject", "subject_of"]
+__all__ = ["BenchProgram", "subject_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
+class BenchProgram:
     """A program, as a sweep starts it and as its user calls it."""
 
     program: Program
@@ -28,7 +28,7 @@ class Subject:
     """Samples of one share, where the command line or the configuration names them."""
 
 
-def subject_of(args: argparse.Namespace) -> Subject:
+def subject_of(args: argparse.Namespace) -> BenchProgram:
     """What is to be measured.
 
     Raises:
@@ -44,7 +44,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
         return _configured(args, Path(words[0]), words[1:])
     program = Program(target=words[0], is_module=is_module, arguments=tuple(words[1:]))
     program.check()
-    return Subject(
+    return BenchProgram(
         program=program,
         label=words[0] if is_module else Path(words[0]).name,
         key=words[0] if is_module else str(Path(words[0]).resolve()),
@@ -53,7 +53,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
     )
 
 
-def _configured(args: argparse.Namespace, path: Path, words: Sequence[str]) -> Subject:
+def _configured(args: argparse.Namespace, path: Path, words: Sequence[str]) -> BenchProgram:
     """A configuration: the sweep sets its batch, engine and varied keys; nothing is saved."""
     from hpctrain.train.config import load_config
 
@@ -82,7 +82,7 @@ def _configured(args: argparse.Namespace, path: Path, words: Sequence[str]) -> S
         is_module=True,
         arguments=(str(path), *(word for text in chosen for word in ("--set", text))),
     )
-    return Subject(
+    return BenchProgram(
         program=program,
         label=path.name,
         key=str(path.resolve()),

@@ -10,10 +10,10 @@ from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.predict import (
     Exchange,
-    Layout,
     Machine,
     Prediction,
     Profile,
+    RankLayout,
     advise,
     default_exchange,
     find_machine,
@@ -123,7 +123,7 @@ def _check_network(args: argparse.Namespace, machine: Machine, num_ranks: int) -
 def _exchange(
     args: argparse.Namespace, profile: Profile, machine: Machine, num_ranks: int
 ) -> Exchange:
-    layout = Layout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
+    layout = RankLayout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
     chosen = default_exchange(
         args.engine,
         layout,

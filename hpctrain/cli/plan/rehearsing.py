@@ -17,14 +17,14 @@ from hpctrain.cli.plan.predicting import machine_from, parse_ranks, predict_from
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_bytes, format_hours
 from hpctrain.predict import (
-    Finding,
-    Layout,
+    JobLimits,
     Machine,
+    Problem,
     Profile,
+    RankLayout,
     Rehearsed,
-    Room,
     State,
-    Training,
+    TrainingRun,
     rehearse,
 )
 from hpctrain.submit.render import render
@@ -74,7 +74,7 @@ def print_rehearsal(args: argparse.Namespace) -> int:
 def _rehearse(
     args: argparse.Namespace, profile: Profile, machine: Machine, num_ranks: int
 ) -> Rehearsed:
-    training = Training(
+    training = TrainingRun(
         num_samples=args.samples or profile.samples or _no_samples(),
         global_batch=args.global_batch,
         accumulate=args.accumulate,
@@ -97,18 +97,18 @@ def _rehearse(
         state_copies=args.state_copies,
         activation_bytes_per_sample=round(args.activation_mib * 2**20),
     )
-    room = Room(
+    limits = JobLimits(
         walltime_s=parse_duration(args.time) if args.time else None,
         max_requeues=args.requeue,
         checkpoint_free_bytes=_free(args.save_dir) if args.save_dir else None,
         keep=args.keep,
     )
-    layout = Layout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
+    layout = RankLayout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
     # The rank that has most is the one that the others wait for.
     most = -(-training.batching.global_batch // num_ranks)
     weak = argparse.Namespace(**{**vars(args), "global_batch": None})
     step = predict_from(weak, profile.at_batch(most), machine, num_ranks).step_s
-    return rehearse(training, state, layout, machine, step_s=step, room=room)
+    return rehearse(training, state, layout, machine, step_s=step, limits=limits)
 
 
 def _no_samples() -> int:
@@ -139,7 +139,7 @@ def _scripted(args: argparse.Namespace, each: Rehearsed, machine: Machine) -> tu
     try:
         return each, render(request, site)
     except ConfigError as error:
-        trouble = Finding(level="error", part="job script", text=str(error))
+        trouble = Problem(level="error", part="job script", text=str(error))
         return replace(each, findings=(*each.findings, trouble)), ""
 
 
