@@ -21,14 +21,14 @@ from hpctrain.replica.arguments import (
     describe_optimizer,
     find_trouble,
 )
-from hpctrain.replica.core import Replica, Step
-from hpctrain.replica.hints import own_statistics
+from hpctrain.replica.checks import own_statistics
 from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.overlapping import bucket_size, can_hide
 from hpctrain.replica.precision import check_trained, choose_precision
+from hpctrain.replica.replica import Replica, Step
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.replica.sweep import SweepTimer

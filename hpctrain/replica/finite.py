@@ -17,7 +17,7 @@ from hpctrain.errors import NonFiniteError
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
-    from hpctrain.replica.words import Words
+    from hpctrain.replica.control_words import ControlWords
     from hpctrain.world import World
 
 __all__ = ["FiniteCheck"]
@@ -108,7 +108,7 @@ class FiniteCheck:
         self.finding = None
         self._late = [one for one in self._late if one.step != step]
 
-    def stop(self, sums: Words, finding: str | None) -> NoReturn:
+    def stop(self, sums: ControlWords, finding: str | None) -> NoReturn:
         """Collective: some rank has found something.
 
         Args:
@@ -146,7 +146,7 @@ class _OnItsWay:
         return list(zip(self._texts, self._host.tolist(), strict=True))
 
 
-def _who(sums: Words) -> str:
+def _who(sums: ControlWords) -> str:
     if sums.nonfinite == 1:
         return f"rank {sums.nonfinite_rank:.0f}"
     return f"{sums.nonfinite:.0f} ranks"

@@ -31,7 +31,7 @@ from hpctrain.optim import label_of
 from hpctrain.world import PHASES, roll_call
 
 if TYPE_CHECKING:
-    from hpctrain.replica.core import Replica
+    from hpctrain.replica.replica import Replica
     from hpctrain.world import Asked
 
 __all__ = ["RankTimes", "StepClock", "StepTime", "SweepTimer", "summarize"]
@@ -278,7 +278,7 @@ class SweepTimer:
             "num_parameters": sum(p.numel() for p in replica.model.parameters()),
             "optimizer": label_of(replica.optimizer),
             "is_fused": any(group.get("fused") for group in replica.optimizer.param_groups),
-            "replica": replica._mode.describe(),
+            "replica": replica.describe_mode(),
         }
         path = Path(self._asked.report)
         fresh = path.with_name(f"{path.name}.{os.getpid()}.new")

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.engines import HorovodEngine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.replica.horovod_settings import HorovodTraining, cut_into_groups
-from hpctrain.replica.passes import unfrozen
+from hpctrain.replica.modes.base import unfrozen
 
 __all__ = ["Carrier", "Wire", "check_parameters", "near_power_of_two"]
 
