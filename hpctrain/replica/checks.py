@@ -1,6 +1,6 @@
 """What a user's own loop, model or call gets wrong, said by name; and what a call means. Pure.
 
-Habits of a loop that would make ranks silently different are refused here.
+What would make ranks silently different is refused here.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def check_gradients(mode: Mode, window: Window) -> None:
         raise ConfigError(
             f"gradients were changed between backward calls {window.calls} and {window.calls + 1} "
             "of one step, before they were averaged over the ranks; clip, zero or edit them after "
-            "the last backward of the step (replica.zero_grad() begins the step anew)"
+            "the last backward of the step (replica.zero_grad() starts the step over)"
         )
 
 
@@ -111,13 +111,13 @@ def check_finished(window: Window, *, is_open: bool = False) -> None:
     """
     if window.broken:
         raise ConfigError(
-            f"a backward pass was interrupted by {window.broken}; call replica.zero_grad() and go "
-            "on with the next batch instead of stepping"
+            f"a backward pass was interrupted by {window.broken}; call replica.zero_grad() and "
+            "continue with the next batch instead of stepping"
         )
     if is_open:
         raise ConfigError(
             "gradients of the last loss.backward() were not exchanged: an exception interrupted "
-            "it (call replica.zero_grad() and go on with the next batch), or the whole model is "
+            "it (call replica.zero_grad() and continue with the next batch), or the whole model is "
             "inside a reentrant activation checkpoint (pass use_reentrant=False to "
             "torch.utils.checkpoint, or call replica.backward(loss))"
         )
@@ -244,7 +244,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     if "param_groups" not in state or "state" not in state:
         found = ", ".join(map(str, list(state)[:3]))
         raise ConfigError(
-            f"this is no state of a replica: it has {found or 'nothing'}, and not 'state' and "
+            f"this is not the state of a replica: it has {found or 'nothing'}, and not 'state' and "
             "'param_groups'; a model's state goes to replica.model.load_state_dict(state)"
         )
 

@@ -1,4 +1,4 @@
-"""The control words: what every rank says with its gradients, and what all conclude from the sums.
+"""The control words: what every rank sends with its gradients, and what the sums tell.
 
 They travel in the tail of the gradients, so none of this costs a message. Every check gives the
 same answer on all ranks that see the same sums.
@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.fusion import CONTROL_WORDS
 
-__all__ = ["ControlWords", "LateSums", "check_counted", "check_sums", "digest_rates", "say"]
+__all__ = ["ControlWords", "LateSums", "check_counted", "check_sums", "digest_rates", "own_words"]
 
 _SEQUENCE_PERIOD = 16
 """Of numbers that are compared: sums of squares stay exact in float32 for 70,000 ranks."""
@@ -58,7 +58,7 @@ if len(ControlWords._fields) != CONTROL_WORDS:
     raise RuntimeError("ControlWords and CONTROL_WORDS differ")
 
 
-def say(
+def own_words(
     *,
     rank: int,
     weight: float,

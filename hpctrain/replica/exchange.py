@@ -22,7 +22,7 @@ from hpctrain.replica.control_words import (
     check_counted,
     check_sums,
     digest_rates,
-    say,
+    own_words,
 )
 from hpctrain.replica.finite import FiniteCheck
 from hpctrain.replica.modes import Mode
@@ -47,7 +47,7 @@ class Exchange:
         mode: How gradients travel.
         accumulate: Backward calls that make one window.
         treatment: Loss scaling and clipping.
-        rebuild: Collective: makes the mode anew; True: after weights became rank 0's.
+        rebuild: Collective: makes a new mode; True: weights become rank 0's first.
         stops_at_nonfinite: Whether a loss that is inf or NaN stops all ranks.
     """
 
@@ -114,7 +114,7 @@ class Exchange:
         return identity(self._optimizer) != self._identity or not self.mode.fits()
 
     def rebuild(self, *, broadcast: bool) -> None:
-        """Collective: lay the gradients out anew."""
+        """Collective: make a new mode for the parameters that there are now."""
         self.mode.close()
         num_loads = self.num_loads
         self.mode = self._rebuild(broadcast)
@@ -140,17 +140,17 @@ class Exchange:
         """Keep averages while a further backward pass before the step begins from zero."""
         self._aside = self.mode.gradients()
 
-    def begin_anew(self) -> None:
-        """Forget a window, and what was found in it."""
+    def reset_window(self) -> None:
+        """Begin a new window, and forget what was found in the old one."""
         self.window.clear()
         self.treatment.forget()
         self._aside = self._nonfinite = None
         self.finite.forget(step=self.num_steps)
 
     def drop(self) -> None:
-        """Forget gradients that are worth nothing, so that a caught error leaves none behind."""
+        """Drop gradients that cannot be used, so that a caught error leaves none behind."""
         self.mode.begin(fresh=True)
-        self.begin_anew()
+        self.reset_window()
 
     def agree_on_scale(self, weight: float, *, counted: bool | None) -> None:
         """Collective, once: a first guess of what sums are divided by, and do all count samples?"""
@@ -176,10 +176,10 @@ class Exchange:
             counted: Whether they came with sample counts.
         """
         if not self.examines:
-            words = self._say(weight, calls, counted=float(calls) if counted else 0.0)
+            words = self._words(weight, calls, counted=float(calls) if counted else 0.0)
             self.mode.watch.arm(words)
 
-    def _say(
+    def _words(
         self,
         weight: float,
         calls: int,
@@ -188,7 +188,7 @@ class Exchange:
         plain: bool = False,
         present: bool = True,
     ) -> ControlWords:
-        return say(
+        return own_words(
             rank=self.world.rank,
             weight=weight,
             calls=float(calls),
@@ -222,7 +222,7 @@ class Exchange:
         window, mode = self.window, self.mode
         if self.examines:
             self.treatment.examine(self._names, mode.parameters)
-        words = self._say(
+        words = self._words(
             window.weight,
             window.calls,
             counted=float(window.counted),

@@ -17,7 +17,7 @@ __all__ = ["Joining"]
 
 
 class Joining:
-    """One `join` block: counts the steps made in it, by whom ever, and ends it on all ranks."""
+    """One `join` block: counts the steps made in it, by either call, and ends it on all ranks."""
 
     def __init__(self, replica: Replica, exchange: Exchange) -> None:
         self._replica = replica
@@ -30,7 +30,7 @@ class Joining:
         self._by_optimizer += 1
 
     def stay_until_all_are_done(self) -> None:
-        """Collective: take part in the others' exchanges with nothing, until nobody has anything.
+        """Collective: take part in the other ranks' exchanges with nothing, until all are done.
 
         A window that was left unfinished is exchanged and stepped first. Ranks that only stay make
         no updates: learning-rate schedules of the others move on without them, so in the end all

@@ -252,7 +252,7 @@ class PlainLoop:
         if self._passes.is_open:
             return
         if window.exchanged and not exchange.is_seen():  # somebody's zero_grad()
-            exchange.begin_anew()
+            exchange.reset_window()
         treatment.admit(exchanged=window.exchanged)
         if window.exchanged:
             exchange.finite.finding = None  # of a window that is over

@@ -164,8 +164,8 @@ class Replica:
                 "rank counts the same; pass num_samples=len(y) to replica.backward"
             )
         self.world.shares.forget()
-        if window.exchanged and exchange.mode.has_none():  # somebody's zero_grad(): begin anew
-            exchange.begin_anew()
+        if window.exchanged and exchange.mode.has_none():  # after somebody's zero_grad()
+            exchange.reset_window()
         self._turn.admit()
         weight = window.admit(num_samples)
         self._treatment.admit(exchanged=window.exchanged)
@@ -369,7 +369,7 @@ class Replica:
         self._turn.begin(last=last)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients and begin the window anew; `set_to_none` as in torch.
+        """Drop all gradients and begin a new window; `set_to_none` as in torch.
 
         Collective after an interrupted backward pass that had sent some of its gradients.
         """
@@ -378,7 +378,7 @@ class Replica:
             self._plain.watch()  # the loop has begun to use plain torch
         exchange.num_exchanges += exchange.mode.zero()
         self._plain.forget()
-        exchange.begin_anew()
+        exchange.reset_window()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
@@ -399,7 +399,7 @@ class Replica:
     def join(self) -> Iterator[None]:
         """Collective: let ranks whose data end early wait for the others without holding them up.
 
-        Ranks that leave the block first go on taking part with nothing, and the averages count the
+        Ranks that leave the block first keep taking part with nothing, and the averages count the
         others alone. All ranks leave together, with the weights and the optimizer state of those
         that made the most steps.
         """
@@ -415,7 +415,7 @@ class Replica:
             joining.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on: the optimizer's state as torch has it, and the model's.
+        """All that a run needs to resume: the optimizer's state as torch has it, and the model's.
 
         The weights are under the key `model`. `fp16` adds the key `scaler`, `bf16-pure` the key
         `masters`; torch's own optimizers load the state all the same and leave these out.
@@ -469,7 +469,7 @@ class Replica:
     def counters(self) -> dict[str, Any]:
         """What a replica has counted and learned beside the optimizer's state, as plain data.
 
-        A run that goes on with it is bit for bit the one that was never stopped.
+        A run that resumes with it is bit for bit the one that was never stopped.
         """
         steps_per_batch = self._turn.num_steps or self._turn.usual_steps
         return {

@@ -61,7 +61,7 @@ class Window:
         """
         if self.broken:
             raise ConfigError(
-                f"a backward pass was interrupted by {self.broken} and has left half-made "
+                f"a backward pass was interrupted by {self.broken} and left incomplete "
                 "gradients; call replica.zero_grad() before the next backward"
             )
         if num_samples is not None:
@@ -251,6 +251,6 @@ def _whole(num_samples: object) -> int:
         return operator.index(num_samples)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(
-            f"num_samples={num_samples!r} is no whole number; give the number of samples that the "
-            "loss is the mean over, such as len(y)"
+            f"num_samples={num_samples!r} must be a whole number; give the number of samples that "
+            "the loss is the mean over, such as len(y)"
         ) from None

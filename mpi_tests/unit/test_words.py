@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.replica.control_words import ControlWords, check_sums, digest_rates, say
+from hpctrain.replica.control_words import ControlWords, check_sums, digest_rates, own_words
 from hpctrain.world.shares import Shares
 
 
 def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, rates=0, **more):
-    return say(
+    return own_words(
         rank=rank,
         weight=1.0,
         calls=1.0,

@@ -68,7 +68,7 @@ class AloneMode(TorchGradientsMode):
             gradient.clamp_(-limit, limit)
 
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
         return [("gradients", "torch's own: one rank exchanges nothing")]
 
     def counts(self) -> dict[str, int]:

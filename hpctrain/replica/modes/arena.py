@@ -134,7 +134,7 @@ class ArenaMode(Mode):
         return exchanged
 
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
         sizes = [
             f"{flat.numel() * flat.element_size() / 2**20:.1f} MiB {dtype} on {device}"
             for (dtype, device), flat in self.arena.flats.items()

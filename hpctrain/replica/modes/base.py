@@ -189,11 +189,11 @@ class Mode(Gradients, ABC):
                 (left if index in excluded else kept).append(parameter.grad)
         return kept, left
 
-    # Telling
+    # Reports
 
     @abstractmethod
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
 
     @abstractmethod
     def counts(self) -> dict[str, int]:

@@ -215,12 +215,12 @@ class HorovodMode(Mode):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    # Telling
+    # Reports
 
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
         when = "while backward runs" if self.overlap else "after backward"
-        groups = f" in {self._carrier.num_parcels} groups" if self.settings.num_groups else ""
+        groups = f" in {self._carrier.num_handed_over} groups" if self.settings.num_groups else ""
         return [
             ("gradients", f"Horovod: {len(self.parameters)} tensors{groups}, fused by Horovod"),
             ("messages", f"as Horovod fuses, and 1 for weights; sent {when}"),

@@ -213,7 +213,7 @@ class NodeMode(TorchGradientsMode):
             yield
 
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
         sizes = [
             f"{format_bytes(buffer.num_bytes)} {buffer.bucket.dtype}"
             for buffer in self.memory.buffers
