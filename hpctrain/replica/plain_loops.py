@@ -36,7 +36,7 @@ from hpctrain.replica.exchange import Exchange
 from hpctrain.replica.modes import unfrozen
 from hpctrain.world import Observer, Phase
 
-__all__ = ["PlainLoop", "own_pass", "tell_counted", "tell_stepped"]
+__all__ = ["PlainLoop", "has_replica", "own_pass", "tell_counted", "tell_stepped"]
 
 
 _serials = itertools.count()
@@ -377,6 +377,13 @@ class PlainLoop:
     def _count_load(self, _optimizer: object) -> None:
         """The user has loaded a state; all ranks must, which the next exchange sees."""
         self._exchange.num_loads += 1
+
+
+def has_replica(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is a replica's already."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    owners = (getattr(hook, "__self__", None) for hook in hooks.values())
+    return any(isinstance(owner, PlainLoop) for owner in owners)
 
 
 # Observers, where a phase is no block of code
