@@ -31,7 +31,7 @@ __all__ = [
 
 
 CONTROL_WORDS = 14
-"""See `hpctrain.replica.words`: sample counts, the number of the step, what a rank has found.
+"""Sample counts, the number of the step, what a rank found: `hpctrain.replica.control_words`.
 The last one says that a backward pass was interrupted."""
 
 _ALIGN_BYTES = 64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -21,14 +20,15 @@ from hpctrain.replica.arguments import (
     describe_optimizer,
     find_trouble,
 )
-from hpctrain.replica.core import Replica, Step
-from hpctrain.replica.hints import own_statistics
+from hpctrain.replica.checks import own_statistics
 from hpctrain.replica.horovod_engine import choose_engine
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.overlapping import bucket_size, can_hide
+from hpctrain.replica.plain_loops import has_replica
 from hpctrain.replica.precision import check_trained, choose_precision
+from hpctrain.replica.replica import Replica, Step
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.replica.sweep import SweepTimer
@@ -229,19 +229,13 @@ def distribute(
 def _belongs_already(optimizer: torch.optim.Optimizer) -> str | None:
     """Whose an optimizer is: two replicas would both exchange, and both divide its update."""
     for member in members_of(optimizer):
-        owners = (getattr(hook, "__self__", None) for hook in _step_hooks(member))
-        if any(isinstance(owner, Replica) for owner in owners):
+        if has_replica(member):
             return (
                 f"distribute: this {type(member).__name__} belongs to a replica already, which an "
-                "earlier distribute() made; go on with that replica, or call its close() before "
+                "earlier distribute() made; keep using that replica, or call its close() before "
                 "you distribute again. To train several models, give each an optimizer of its own"
             )
     return None
-
-
-def _step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    return list(hooks.values())
 
 
 _replicas: weakref.WeakKeyDictionary[World, list[weakref.ref[Replica]]] = (

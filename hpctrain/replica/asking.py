@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.replica.core import Replica
+from hpctrain.replica.replica import Replica
 
 __all__ = ["accumulation_of", "measure_norm"]
 

@@ -1,6 +1,6 @@
 """A loss or gradient that is inf or NaN on one rank: found there, before sums spread it to all.
 
-After an exchange every rank has the same NaN and nobody can tell where it came from. What a rank
+After an exchange every rank has the same NaN, and its origin is lost. What a rank
 has found goes into its control words, so that all ranks stop in the same exchange.
 """
 
@@ -17,7 +17,7 @@ from hpctrain.errors import NonFiniteError
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
-    from hpctrain.replica.words import Words
+    from hpctrain.replica.control_words import ControlWords
     from hpctrain.world import World
 
 __all__ = ["FiniteCheck"]
@@ -27,9 +27,9 @@ _LOOK_ALL_EVERY = 100
 _MOST_SMALL = 8
 
 _WHAT = "a loss or gradient is inf or NaN"
-_CURE = (
+_ADVICE = (
     "look at this rank's batch of that step, at the learning rate and at divisions and roots near "
-    "0, and resume from a checkpoint before that step; distribute(nonfinite='ignore') goes on"
+    "0, and resume from a checkpoint before that step; distribute(nonfinite='ignore') continues"
 )
 
 
@@ -46,7 +46,7 @@ class FiniteCheck:
         self._world = world
         self._num_ranks = num_ranks
         self.watches = watches
-        self._late: list[_OnItsWay] = []
+        self._late: list[_Transfer] = []
         self._num_looks = 0
         self.finding: str | None = None
 
@@ -61,7 +61,7 @@ class FiniteCheck:
 
     def _look_late(self, texts: list[str], values: Tensor, step: int) -> None:
         """On a GPU: send these to the host, and judge what has arrived meanwhile."""
-        self._late.append(_OnItsWay(step, texts, values))
+        self._late.append(_Transfer(step, texts, values))
         while self._late and self._late[0].step < step and self._late[0].has_arrived():
             there = self._late.pop(0)
             for text, value in there.read():
@@ -75,7 +75,7 @@ class FiniteCheck:
     def look_at_gradients(
         self, names: Sequence[str], parameters: Sequence[Tensor], *, step: int
     ) -> None:
-        """Look at gradients whose loss nobody showed us, before they are summed.
+        """Look at gradients of a loss that was not seen, before they are summed.
 
         A NaN loss makes nearly every gradient NaN, so the smallest are looked at each time, and all
         of them now and then; that waits for a GPU.
@@ -108,7 +108,7 @@ class FiniteCheck:
         self.finding = None
         self._late = [one for one in self._late if one.step != step]
 
-    def stop(self, sums: Words, finding: str | None) -> NoReturn:
+    def stop(self, sums: ControlWords, finding: str | None) -> NoReturn:
         """Collective: some rank has found something.
 
         Args:
@@ -119,17 +119,17 @@ class FiniteCheck:
             NonFiniteError: on all ranks, with the rank, its step and what it found.
         """
         if self._world.size != self._num_ranks:  # not all of them are here to agree
-            raise NonFiniteError(f"{_who(sums)}: {finding or _WHAT}; {_CURE}")
+            raise NonFiniteError(f"{_who(sums)}: {finding or _WHAT}; {_ADVICE}")
         agree(
             self._world.comm,
-            None if finding is None else f"{finding}; {_CURE}",
+            None if finding is None else f"{finding}; {_ADVICE}",
             error=NonFiniteError,
         )
-        raise NonFiniteError(f"{_who(sums)}: {_WHAT}; {_CURE}")
+        raise NonFiniteError(f"{_who(sums)}: {_WHAT}; {_ADVICE}")
 
 
-class _OnItsWay:
-    """Numbers on their way from a GPU."""
+class _Transfer:
+    """Numbers that a GPU is sending to the host."""
 
     def __init__(self, step: int, texts: list[str], values: Tensor) -> None:
         self.step = step
@@ -146,7 +146,7 @@ class _OnItsWay:
         return list(zip(self._texts, self._host.tolist(), strict=True))
 
 
-def _who(sums: Words) -> str:
+def _who(sums: ControlWords) -> str:
     if sums.nonfinite == 1:
         return f"rank {sums.nonfinite_rank:.0f}"
     return f"{sums.nonfinite:.0f} ranks"

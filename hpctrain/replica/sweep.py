@@ -31,7 +31,7 @@ from hpctrain.optim import label_of
 from hpctrain.world import PHASES, roll_call
 
 if TYPE_CHECKING:
-    from hpctrain.replica.core import Replica
+    from hpctrain.replica.replica import Replica
     from hpctrain.world import Asked
 
 __all__ = ["RankTimes", "StepClock", "StepTime", "SweepTimer", "summarize"]
@@ -39,7 +39,7 @@ __all__ = ["RankTimes", "StepClock", "StepTime", "SweepTimer", "summarize"]
 _MEET_S = 600.0
 _MOST_STEPS = 100_000
 
-# What time that nobody has claimed turns out to be, by what comes after it.
+# The phase that unclaimed time belongs to, by the phase that follows.
 _BEFORE = {"forward": "input", "backward": "forward", "update": "update", "exchange": "update"}
 
 
@@ -61,14 +61,16 @@ class StepClock:
 
     Args:
         now: The time in seconds.
-        settle: Waits until a device has done what it was told, before the time is read.
+        synchronize: Waits for a device before the time is read.
     """
 
     def __init__(
-        self, now: Callable[[], float] = time.perf_counter, settle: Callable[[], None] | None = None
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], None] | None = None,
     ) -> None:
         self._now = now
-        self._settle = settle
+        self._synchronize = synchronize
         self._last = now()
         self._phase: str | None = None  # None: whose time it is will be seen
         self._split = dict.fromkeys(PHASES, 0.0)
@@ -117,8 +119,8 @@ class StepClock:
         return None if spoilt else done
 
     def _charge(self, phase: str) -> None:
-        if self._settle is not None:
-            self._settle()
+        if self._synchronize is not None:
+            self._synchronize()
         now = self._now()
         self._split[phase] += now - self._last
         self._last = now
@@ -201,7 +203,7 @@ class SweepTimer:
         self._replica = replica
         self._asked = asked
         wait = torch.cuda.synchronize if replica.world.device.type == "cuda" else None
-        self._clock = StepClock(settle=wait)
+        self._clock = StepClock(synchronize=wait)
         self._open: list[str] = []
         self._times: list[StepTime] = []
         self._num_seen = 0
@@ -278,7 +280,7 @@ class SweepTimer:
             "num_parameters": sum(p.numel() for p in replica.model.parameters()),
             "optimizer": label_of(replica.optimizer),
             "is_fused": any(group.get("fused") for group in replica.optimizer.param_groups),
-            "replica": replica._mode.describe(),
+            "replica": replica.describe_mode(),
         }
         path = Path(self._asked.report)
         fresh = path.with_name(f"{path.name}.{os.getpid()}.new")

@@ -1,6 +1,6 @@
 """The window between two steps: how many backward calls it has, and what their sum is divided by.
 
-Pure: what may follow what, and the arithmetic of the average.
+Pure: what may follow what, the arithmetic of the average, and what the step then did.
 
 - Within `accumulate=k` the k calls are parts of one batch: their average counts.
 - Otherwise calls add up, as they do in torch: each is averaged over the ranks, then summed.
@@ -9,14 +9,15 @@ Pure: what may follow what, and the arithmetic of the average.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
+from hpctrain.precision import Treated
 
-__all__ = ["Turn", "Window"]
+__all__ = ["Step", "Turn", "Window"]
 
 _MIXED = (
     "replica.backward(loss) and loss.backward() were both called before one exchange, and they "
@@ -60,7 +61,7 @@ class Window:
         """
         if self.broken:
             raise ConfigError(
-                f"a backward pass was interrupted by {self.broken} and has left half-made "
+                f"a backward pass was interrupted by {self.broken} and left incomplete "
                 "gradients; call replica.zero_grad() before the next backward"
             )
         if num_samples is not None:
@@ -117,11 +118,6 @@ class Window:
 
     def _reopen(self) -> None:
         self.calls, self.weight, self.exchanged, self.stepped = 0, 0.0, False, False
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the last call that was added completes the window."""
-        return self.calls >= self.accumulate
 
     @property
     def counted(self) -> int:
@@ -189,12 +185,72 @@ class Turn:
         return self.is_last and self.num_steps == self.usual_steps
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Step:
+    """What a call of `step()` or `learn()` did. True when the weights moved.
+
+    With `precision="fp16"` on a GPU and a fused optimizer, reading `moved`, `skipped`, `reason` or
+    the truth of this object waits for the GPU, and so do `scale` and `norm` on any GPU.
+    """
+
+    due: bool
+    """Whether there were gradients of a whole window to step with."""
+    note: str
+    """`stepped`, `accumulating`, `no gradients` or `no samples`, before overflow is looked at."""
+    learning_rates: tuple[float | Tensor, ...] = ()
+    """Of each parameter group, for this step."""
+    loss: Tensor | None = field(default=None, repr=False)
+    """Of `learn()`: this rank's loss, without its graph; None after `step()`."""
+    done: Treated = field(default=Treated(), repr=False)
+    """The same as it is on the device; the properties below read it."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether an inf or NaN on some rank made all ranks leave this step out."""
+        return bool(self.done.overflow)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the weights moved."""
+        return self.due and not self.skipped
+
+    @property
+    def reason(self) -> str:
+        """`stepped`, `skipped`, `accumulating`, `no gradients` or `no samples`."""
+        return "skipped" if self.due and self.skipped else self.note
+
+    @property
+    def scale(self) -> float | None:
+        """What the losses of this step were multiplied by; None: they were not scaled."""
+        return None if self.done.scale is None else self.done.scale.item()
+
+    @property
+    def norm(self) -> float | None:
+        """The gradients' norm, unscaled and before clipping, without groups that say `clip=False`.
+
+        None where nobody asked: without `clip_norm` and loss scaling it is computed only for the
+        lines of a trainer's log. None, too, where gradients of a step were exchanged several times.
+        """
+        if self.done.norm_parts is None:
+            return None
+        squared, factor = self.done.norm_parts
+        return (squared.sqrt() * factor).item()
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Of the first parameter group; None: no step was due."""
+        return float(self.learning_rates[0]) if self.learning_rates else None
+
+    def __bool__(self) -> bool:
+        return self.moved
+
+
 def _whole(num_samples: object) -> int:
     """A count as a whole number; numpy's and torch's integers are, too."""
     try:
         return operator.index(num_samples)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(
-            f"num_samples={num_samples!r} is no whole number; give the number of samples that the "
-            "loss is the mean over, such as len(y)"
+            f"num_samples={num_samples!r} must be a whole number; give the number of samples that "
+            "the loss is the mean over, such as len(y)"
         ) from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -476,6 +478,17 @@ def test_lbfgs(plain, request):
         other = p.own.step(_closure(p.own, lambda s=step: p.whole(s) + held(p.alone)))
         assert abs(float(mine) - float(other)) < 1e-9
     p.check(atol=1e-7)
+
+
+def test_a_loop_need_not_hold_the_replica(world, engines):
+    """What ends with the world must not end with the last name that the script has for it."""
+    model = build()
+    optimizer = OPTIMIZERS["sgd"](model)
+    held = weakref.ref(hpc.distribute(world, model, optimizer, engine=engines["mpi"]))
+    gc.collect()
+    replica = held()
+    assert replica is not None
+    replica.close()
 
 
 def test_a_closure_with_any_optimizer(plain):

@@ -136,7 +136,7 @@ def test_sample_counts_on_some_ranks_alone_are_refused(world, engines, by_horovo
 @pytest.mark.parametrize("count", [4.5, "4", torch.tensor(4.0)])
 def test_a_number_of_samples_is_whole(pair, count):
     p = pair()
-    with pytest.raises(hpc.ConfigError, match=r"num_samples=.* is no whole number.*len\(y\)"):
+    with pytest.raises(hpc.ConfigError, match=r"num_samples=.* must be a whole number.*len\(y\)"):
         p.replica.backward(p.loss(0), num_samples=count)
     p.replica.backward(p.loss(0), num_samples=np.int64(4))
     p.replica.close()

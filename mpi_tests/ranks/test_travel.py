@@ -35,7 +35,7 @@ def test_messages_and_hooks_are_exact(pair):
 def test_overlap_sends_buckets_while_backward_runs(world, engines, engine_name, model_name):
     engine = engines[engine_name]
     p = Pair(world, engine, model=model_name, overlap=True, bucket_bytes=600)
-    num_buckets = len(p.replica._mode.arena.buckets)
+    num_buckets = len(p.replica._exchange.mode.arena.buckets)
     assert num_buckets > 1
     for step in range(STEPS):
         before = p.replica.counts()
@@ -74,13 +74,13 @@ def test_buckets_follow_the_order_of_use_from_the_second_step_on(
     digests = []
     for _ in range(2):
         p = Pair(world, engines[engine_name], model="shuffled", overlap=True, bucket_bytes=1200)
-        backwards = p.replica._mode.arena.buckets
+        backwards = p.replica._exchange.mode.arena.buckets
         for step in range(STEPS):
             before = p.replica.counts()
             p.replica.backward(p.loss(step))
             p.replica.step()
             after = p.replica.counts()
-            arena = p.replica._mode.arena
+            arena = p.replica._exchange.mode.arena
             assert after["messages"] - before["messages"] == len(arena.buckets)
             p.own.zero_grad()
             p.whole_loss(step).backward()
@@ -105,12 +105,12 @@ def test_an_order_that_is_right_already_lays_nothing_out_anew(world, engines):
     replica = hpc.distribute(
         world, model, optimizer, engine=engines["mpi"], overlap=True, bucket_bytes=8
     )
-    arena = replica._mode.arena
+    arena = replica._exchange.mode.arena
     assert len(arena.buckets) == 4
     for _ in range(3):
         replica.backward(replica(torch.ones(2, 8).double()).mean())
         assert replica.step()
-        assert replica._mode.arena is arena
+        assert replica._exchange.mode.arena is arena
     replica.close()
 
 

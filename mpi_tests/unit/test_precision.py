@@ -24,7 +24,7 @@ from hpctrain.precision.gradients import (
     sum_of_squares,
 )
 from hpctrain.precision.loss_scaling import Scaler, check_choice
-from hpctrain.replica.outcome import Step
+from hpctrain.replica.window import Step
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.replica.hints import own_statistics
+from hpctrain.replica.checks import own_statistics
 from hpctrain.replica.naming import named_parameters
 from hpctrain.tensor_names import are_plain, fit_keys, plain_keys, plain_name
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.replica.words import Words, check_sums, digest_rates, say
+from hpctrain.replica.control_words import ControlWords, check_sums, digest_rates, own_words
 from hpctrain.world.shares import Shares
 
 
 def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, rates=0, **more):
-    return say(
+    return own_words(
         rank=rank,
         weight=1.0,
         calls=1.0,
@@ -28,10 +28,10 @@ def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, rates=0
 
 def added(ranks, dtype=torch.float32):
     """As they travel: in float32 at the worst."""
-    total = torch.zeros(len(Words._fields), dtype=dtype)
+    total = torch.zeros(len(ControlWords._fields), dtype=dtype)
     for one in ranks:
         total += torch.tensor(one, dtype=dtype)
-    return Words(*total.tolist())
+    return ControlWords(*total.tolist())
 
 
 @given(st.integers(0, 10**6), st.integers(1, 300))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hpctrain.replica.modes.alone import AloneMode
 from hpctrain.replica.modes.arena import ArenaMode
-from hpctrain.replica.modes.base import Mode
+from hpctrain.replica.modes.base import Mode, unfrozen
 from hpctrain.replica.modes.horovod import HorovodMode
 from hpctrain.replica.modes.node import NodeMode
 
-__all__ = ["AloneMode", "ArenaMode", "HorovodMode", "Mode", "NodeMode"]
+__all__ = ["AloneMode", "ArenaMode", "HorovodMode", "Mode", "NodeMode", "unfrozen"]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hpctrain.fusion import Arrived, Usage
 from hpctrain.precision import sum_of_squares
+from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.base import TorchGradientsMode
-from hpctrain.replica.words import Words
 
 __all__ = ["AloneMode"]
 
@@ -22,7 +22,7 @@ class AloneMode(TorchGradientsMode):
         super().__init__(names, parameters)
         self._watch(Usage(self.names, self.parameters))
 
-    def exchange(self, control: Words) -> Arrived:
+    def exchange(self, control: ControlWords) -> Arrived:
         """Nothing: this rank's sum is everybody's."""
         self.watch.forget()
         for parameter in self.parameters:  # as if it had travelled: dense, and with no graph
@@ -68,7 +68,7 @@ class AloneMode(TorchGradientsMode):
             gradient.clamp_(-limit, limit)
 
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
         return [("gradients", "torch's own: one rank exchanges nothing")]
 
     def counts(self) -> dict[str, int]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from hpctrain.engines import Op
 from hpctrain.fusion import Arena, Arrived, Watcher, complete
 from hpctrain.precision import multiply, sum_of_squares
+from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.base import BackwardWatch, Mode
-from hpctrain.replica.words import Words
 
 if TYPE_CHECKING:
     from hpctrain.engines import Engine, Work
@@ -60,7 +60,7 @@ class ArenaMode(Mode):
         if self._watcher is not None:
             self._watcher.forget()
 
-    def _depart(self, control: Words) -> None:
+    def _depart(self, control: ControlWords) -> None:
         """Let buckets leave while the backward pass that follows runs."""
         self.arena.arm(self._carry, control, overlap=True)
         self._armed = True
@@ -73,7 +73,7 @@ class ArenaMode(Mode):
         self.watch.forget()
         self._taken = True
 
-    def exchange(self, control: Words) -> Arrived:
+    def exchange(self, control: ControlWords) -> Arrived:
         """Collective: sum all gradients over all ranks."""
         if not self._armed:
             self.arena.arm(self._carry, control, overlap=False)
@@ -134,7 +134,7 @@ class ArenaMode(Mode):
         return exchanged
 
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
         sizes = [
             f"{flat.numel() * flat.element_size() / 2**20:.1f} MiB {dtype} on {device}"
             for (dtype, device), flat in self.arena.flats.items()

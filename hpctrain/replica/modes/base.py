@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hpctrain.fusion import Arrived, Usage
 from hpctrain.precision import Gradients
-from hpctrain.replica.words import Words
+from hpctrain.replica.control_words import ControlWords
 
-__all__ = ["BackwardWatch", "Hooks", "Mode", "TorchGradientsMode", "look_at"]
+__all__ = ["BackwardWatch", "Hooks", "Mode", "TorchGradientsMode", "look_at", "unfrozen"]
 
 
 class Hooks(Protocol):
@@ -48,7 +48,7 @@ class BackwardWatch:
         fingerprint: Callable[[], object],
         *,
         is_intact: Callable[[], bool] = lambda: True,
-        depart: Callable[[Words], None] | None = None,
+        depart: Callable[[ControlWords], None] | None = None,
     ) -> None:
         self.hooks = hooks
         self._fingerprint = fingerprint
@@ -57,7 +57,7 @@ class BackwardWatch:
         self._seen: object = None  # after a pass that gradients wait in the middle of a window
         self._closing = False
 
-    def arm(self, control: Words) -> None:
+    def arm(self, control: ControlWords) -> None:
         """Before the last backward pass of a window: gradients may leave while it runs."""
         self._closing = True
         if self._depart is not None:
@@ -140,7 +140,7 @@ class Mode(Gradients, ABC):
     # Exchange
 
     @abstractmethod
-    def exchange(self, control: Words) -> Arrived:
+    def exchange(self, control: ControlWords) -> Arrived:
         """Collective: sum all gradients over all ranks."""
 
     def rest_of(self, divisor: float | Tensor) -> float | Tensor:
@@ -189,11 +189,11 @@ class Mode(Gradients, ABC):
                 (left if index in excluded else kept).append(parameter.grad)
         return kept, left
 
-    # Telling
+    # Reports
 
     @abstractmethod
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
 
     @abstractmethod
     def counts(self) -> dict[str, int]:
@@ -229,3 +229,16 @@ class TorchGradientsMode(Mode):
         """Forget all gradients; none has left before its window was full."""
         self.watch.forget()
         return False
+
+
+@contextmanager
+def unfrozen(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Let parameters be hooked that are frozen now, so that they may be unfrozen later."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

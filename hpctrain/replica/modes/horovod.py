@@ -22,23 +22,22 @@ from hpctrain.engines import HorovodEngine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import CONTROL_WORDS, Arrived, hook_gradient
 from hpctrain.precision import multiply, sum_of_squares
+from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.horovod_settings import HorovodTraining
-from hpctrain.replica.modes.base import BackwardWatch, Mode, look_at
+from hpctrain.replica.modes.base import BackwardWatch, Mode, look_at, unfrozen
 from hpctrain.replica.modes.horovod_carrier import (
     Carrier,
     Wire,
     check_parameters,
     near_power_of_two,
 )
-from hpctrain.replica.passes import unfrozen
-from hpctrain.replica.words import Words
 
 if TYPE_CHECKING:
     from hpctrain.engines import Engine
 
 __all__ = ["HorovodMode"]
 
-_NOTHING = Words(*[0.0] * CONTROL_WORDS)
+_NOTHING = ControlWords(*[0.0] * CONTROL_WORDS)
 
 
 class HorovodMode(Mode):
@@ -100,7 +99,7 @@ class HorovodMode(Mode):
         if fresh:
             self._forget()
 
-    def _depart(self, control: Words) -> None:
+    def _depart(self, control: ControlWords) -> None:
         """Let gradients leave while the backward pass that follows runs."""
         self._prepare(control)
         self._carrier.watch_backward(True)
@@ -118,7 +117,7 @@ class HorovodMode(Mode):
 
     # Exchange
 
-    def exchange(self, control: Words) -> Arrived:
+    def exchange(self, control: ControlWords) -> Arrived:
         """Collective: sum all gradients over all ranks.
 
         Raises:
@@ -127,7 +126,7 @@ class HorovodMode(Mode):
         totals = self._travel(control)
         num_used = len(self._notes.used)
         self._forget()
-        words = Words(*totals[:CONTROL_WORDS].tolist())
+        words = ControlWords(*totals[:CONTROL_WORDS].tolist())
         if words.counted and self._adasum:
             self.begin(fresh=True)
             raise ConfigError(
@@ -138,7 +137,7 @@ class HorovodMode(Mode):
         every = num_used == len(self.parameters)
         return Arrived(control=totals[:CONTROL_WORDS], flags=(flags,), all_used_here=every)
 
-    def _travel(self, control: Words) -> Tensor:
+    def _travel(self, control: ControlWords) -> Tensor:
         """Collective: sum gradients and words over all ranks; returns the words."""
         marks = [float(index in self._notes.used) for index in range(len(self.parameters))]
         totals = torch.tensor([*control, *marks], dtype=torch.float64)
@@ -156,7 +155,7 @@ class HorovodMode(Mode):
         self._weight = totals[0].item()
         return totals
 
-    def _prepare(self, control: Words) -> None:
+    def _prepare(self, control: ControlWords) -> None:
         """Collective the first time: settle what gradients are divided by before they leave."""
         if self._adasum:
             self._wire.divisor = control[0] or 1.0  # each rank's own mean
@@ -216,12 +215,12 @@ class HorovodMode(Mode):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    # Telling
+    # Reports
 
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
         when = "while backward runs" if self.overlap else "after backward"
-        groups = f" in {self._carrier.num_parcels} groups" if self.settings.num_groups else ""
+        groups = f" in {self._carrier.num_handed_over} groups" if self.settings.num_groups else ""
         return [
             ("gradients", f"Horovod: {len(self.parameters)} tensors{groups}, fused by Horovod"),
             ("messages", f"as Horovod fuses, and 1 for weights; sent {when}"),

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.engines import HorovodEngine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.replica.horovod_settings import HorovodTraining, cut_into_groups
-from hpctrain.replica.passes import unfrozen
+from hpctrain.replica.modes.base import unfrozen
 
 __all__ = ["Carrier", "Wire", "check_parameters", "near_power_of_two"]
 
@@ -49,22 +49,22 @@ class Wire:
 
     def compress(self, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         """What to send, and the gradient itself where the two are not one."""
-        parcel = gradient.resolve_conj().resolve_neg()
-        if parcel.is_complex():
-            parcel = torch.view_as_real(parcel)
+        message = gradient.resolve_conj().resolve_neg()
+        if message.is_complex():
+            message = torch.view_as_real(message)
         if self.divisor != 1.0:
-            parcel = parcel / self.divisor
-        parcel = parcel.to(self.carried_as(gradient.dtype)).contiguous()
-        at_home = parcel.dtype == gradient.dtype and parcel.data_ptr() == gradient.data_ptr()
-        return parcel, None if at_home else gradient
+            message = message / self.divisor
+        message = message.to(self.carried_as(gradient.dtype)).contiguous()
+        at_home = message.dtype == gradient.dtype and message.data_ptr() == gradient.data_ptr()
+        return message, None if at_home else gradient
 
-    def decompress(self, parcel: Tensor, gradient: Tensor | None) -> Tensor:
+    def decompress(self, message: Tensor, gradient: Tensor | None) -> Tensor:
         """Put what arrived where the gradient is, in its own dtype and layout."""
         if gradient is None:
-            return parcel
+            return message
         if not gradient.is_complex():
-            return gradient.copy_(parcel)
-        real = parcel.to(gradient.dtype.to_real())
+            return gradient.copy_(message)
+        real = message.to(gradient.dtype.to_real())
         return gradient.copy_(torch.view_as_complex(real))
 
 
@@ -122,7 +122,9 @@ class Carrier:
         self._hvd = hvd
         predivided = settings.gradient_predivide_factor != 1.0
         if predivided and hvd.rocm_built():
-            raise ConfigError("gradient_predivide_factor: Horovod has it not on ROCm; leave it out")
+            raise ConfigError(
+                "gradient_predivide_factor is not supported by Horovod on ROCm; leave it out"
+            )
         self.divided_by = engine.size if predivided else 1
         """What sums have been divided by on arrival: Horovod averages where it predivides."""
         sent = [(name, p) for name, p in zip(names, parameters, strict=True) if p.numel()]
@@ -153,7 +155,7 @@ class Carrier:
                 self._optimizer.op = hvd.Adasum
 
     @property
-    def num_parcels(self) -> int:
+    def num_handed_over(self) -> int:
         """How many tensors or groups are handed to Horovod in one step."""
         return len(self._groups or self._parameters) if self._optimizer is not None else 0
 
@@ -182,7 +184,7 @@ class Carrier:
         for parameter in [] if self._groups else self._parameters:
             if handles.get(parameter, (None, None))[0] is None:
                 handles[parameter] = self._optimizer._allreduce_grad_async(parameter)
-        return self.num_parcels
+        return self.num_handed_over
 
     def wait(self) -> None:
         """Wait until all gradients are here; errors are Horovod's own."""

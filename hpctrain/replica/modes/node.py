@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hpctrain.fusion import Arrived, Usage, plan, specs_of
 from hpctrain.log import format_bytes
+from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.base import TorchGradientsMode
 from hpctrain.replica.modes.node_memory import NodeMemory, NodeNorms, NodeSums
-from hpctrain.replica.words import Words
 from hpctrain.update import some_names
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class NodeMode(TorchGradientsMode):
         for update in self.updates:
             update.go_between()
 
-    def exchange(self, control: Words) -> Arrived:
+    def exchange(self, control: ControlWords) -> Arrived:
         """Collective: sum all gradients over all ranks."""
         gradients = [p.grad for p in self.parameters]
         used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
@@ -156,7 +156,7 @@ class NodeMode(TorchGradientsMode):
                 torch._foreach_zero_([self._slots[index] for index in absent])
         self._written = (self._written & direct) | (used - direct)
 
-    def _write_words(self, used: frozenset[int], control: Words) -> None:
+    def _write_words(self, used: frozenset[int], control: ControlWords) -> None:
         """Write control words, and the flags where they have changed."""
         for buffer in self.memory.buffers:
             part = buffer.parts[self.group.local_rank]
@@ -213,7 +213,7 @@ class NodeMode(TorchGradientsMode):
             yield
 
     def describe(self) -> list[tuple[str, str]]:
-        """What was chosen, in words."""
+        """Rows that say what was chosen."""
         sizes = [
             f"{format_bytes(buffer.num_bytes)} {buffer.bucket.dtype}"
             for buffer in self.memory.buffers

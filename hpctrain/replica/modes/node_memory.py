@@ -3,7 +3,7 @@
     [ rank 0's part | rank 1's part | ... | the sum ]     for each dtype
 
 Every part has the layout of `hpctrain.fusion.layout`: gradients, flags, control words. All ranks
-read the sum through views that are theirs to scribble on: what one rank writes to a gradient after
+read the sum through private (copy-on-write) views: what one rank writes to a gradient after
 the exchange (clipping) is seen by that rank alone. A rank that never writes copies nothing back.
 
 Each rank adds up one slice. Nobody else reads this rank's part of its own slice: a gradient that
@@ -260,7 +260,7 @@ class NodeNorms:
         total = self._partial.sum(0)
         if self._group.num_nodes > 1:  # slices are cut elsewhere there, and round otherwise
             self._engine.broadcast_(total, 0, what="norms of gradients")
-        # In float64, whatever this rank's own slice holds: all ranks must go on with the same bits.
+        # In float64, whatever this rank's slice holds: all ranks must continue with the same bits.
         kept, left = total.unbind()
         return kept, left
 

@@ -1,21 +1,38 @@
-"""Habits of a user's own loop that would make ranks silently different: refused by name."""
+"""What a user's own loop, model or call gets wrong, said by name; and what a call means. Pure.
+
+What would make ranks silently different is refused here.
+"""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpctrain.errors import ConfigError
-from hpctrain.replica.modes import Mode
 from hpctrain.replica.window import Window
+from hpctrain.tensor_names import plain_name
+
+if TYPE_CHECKING:
+    from hpctrain.replica.modes import Mode
 
 __all__ = [
+    "check_closure",
     "check_finished",
     "check_gradients",
+    "check_learning",
     "check_not_in_backward",
     "check_plain",
+    "check_state",
     "check_stepped",
     "check_unchanged",
     "check_untouched",
+    "count_samples",
+    "explain_missing",
+    "needs_closure",
+    "own_statistics",
 ]
 
 _AFTER_BACKWARD = (
@@ -48,6 +65,9 @@ def check_untouched(mode: Mode) -> None:
         )
 
 
+# Backward passes and steps
+
+
 def check_unchanged(window: Window) -> None:
     """Refuse parameters that came or changed while a step is under way."""
     if window.calls:
@@ -75,7 +95,7 @@ def check_gradients(mode: Mode, window: Window) -> None:
         raise ConfigError(
             f"gradients were changed between backward calls {window.calls} and {window.calls + 1} "
             "of one step, before they were averaged over the ranks; clip, zero or edit them after "
-            "the last backward of the step (replica.zero_grad() begins the step anew)"
+            "the last backward of the step (replica.zero_grad() starts the step over)"
         )
 
 
@@ -91,13 +111,13 @@ def check_finished(window: Window, *, is_open: bool = False) -> None:
     """
     if window.broken:
         raise ConfigError(
-            f"a backward pass was interrupted by {window.broken}; call replica.zero_grad() and go "
-            "on with the next batch instead of stepping"
+            f"a backward pass was interrupted by {window.broken}; call replica.zero_grad() and "
+            "continue with the next batch instead of stepping"
         )
     if is_open:
         raise ConfigError(
             "gradients of the last loss.backward() were not exchanged: an exception interrupted "
-            "it (call replica.zero_grad() and go on with the next batch), or the whole model is "
+            "it (call replica.zero_grad() and continue with the next batch), or the whole model is "
             "inside a reentrant activation checkpoint (pass use_reentrant=False to "
             "torch.utils.checkpoint, or call replica.backward(loss))"
         )
@@ -147,3 +167,101 @@ def check_stepped(window: Window, *, by_hand: bool) -> None:
             "(assigned by hand, or left from before distribute): they were never averaged over "
             "the ranks; call replica.synchronize() before the step, or zero_grad() to drop them"
         )
+
+
+# `replica.learn`
+
+
+def check_learning(loss_fn: object, batch: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Refuse a call that has no loss function, no input or no target.
+
+    Raises:
+        ConfigError: with how it is called.
+    """
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"learn: the first argument is a {type(loss_fn).__name__}, and must be the loss "
+            "function; call replica.learn(loss_fn, x, y), or replica.backward(loss) with a loss"
+        )
+    if len(batch) < (1 if named else 2):
+        raise ConfigError(
+            f"learn: {len(batch)} positional arguments follow the loss function, and the model's "
+            "inputs and the target are needed; call replica.learn(loss_fn, x, y), with None as the "
+            "target where the loss needs none"
+        )
+
+
+def count_samples(target: object) -> int | None:
+    """How many samples a target is for: its first dimension; None where it has none."""
+    shape = getattr(target, "shape", None)
+    return int(shape[0]) if shape is not None and len(shape) else None
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer evaluates the loss itself, as LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_closure(optimizer: str, *, accumulate: int, no_sync: bool, treats: bool) -> None:
+    """Refuse what an optimizer that evaluates the loss several times a step cannot carry.
+
+    Raises:
+        ConfigError: with what to leave out.
+    """
+    what = None
+    if accumulate > 1:
+        what = f"accumulate={accumulate}"
+    elif no_sync:
+        what = "no_sync()"
+    elif treats:
+        what = "precision='fp16', clip_norm and clip_value"
+    if what is not None:
+        raise ConfigError(
+            f"learn: {optimizer} evaluates one batch several times in a step, and {what} cannot go "
+            "with that; leave it out, or use another optimizer"
+        )
+
+
+# Attributes, states and statistics
+
+
+def explain_missing(attributes: Mapping[str, Any], name: str) -> str:
+    """Why a replica has no such attribute, and whose it is."""
+    text = f"'Replica' object has no attribute {name!r}"
+    for owner in ("model", "optimizer"):
+        if owner in attributes and hasattr(attributes[owner], name):
+            return f"{text}; it is the {owner}'s: use replica.{owner}.{name}"
+    return text
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Refuse a state that is neither a replica's nor an optimizer's.
+
+    Raises:
+        ConfigError: with the keys that it has.
+    """
+    if "param_groups" not in state or "state" not in state:
+        found = ", ".join(map(str, list(state)[:3]))
+        raise ConfigError(
+            f"this is not the state of a replica: it has {found or 'nothing'}, and not 'state' and "
+            "'param_groups'; a model's state goes to replica.model.load_state_dict(state)"
+        )
+
+
+def own_statistics(model: torch.nn.Module, size: int) -> list[tuple[str, str]]:
+    """A row for models with running statistics, which are never exchanged; none for others."""
+    found = [
+        plain_name(name) or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "running_mean", None), torch.Tensor)
+        and "SyncBatchNorm" not in type(module).__name__  # torch's, and that of `sync_batchnorm`
+    ]
+    if size == 1 or not found:
+        return []
+    shown = ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
+    text = (
+        f"running statistics of {shown} are each rank's own; evaluate and save on one rank, "
+        "call average_batchnorm before, or share them by sync_batchnorm"
+    )
+    return [("BatchNorm", text)]

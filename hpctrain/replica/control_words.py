@@ -1,4 +1,4 @@
-"""The control words: what every rank says with its gradients, and what all conclude from the sums.
+"""The control words: what every rank sends with its gradients, and what the sums tell.
 
 They travel in the tail of the gradients, so none of this costs a message. Every check gives the
 same answer on all ranks that see the same sums.
@@ -17,13 +17,13 @@ from torch import Tensor
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.fusion import CONTROL_WORDS
 
-__all__ = ["LateSums", "Words", "check_counted", "check_sums", "digest_rates", "say"]
+__all__ = ["ControlWords", "LateSums", "check_counted", "check_sums", "digest_rates", "own_words"]
 
 _SEQUENCE_PERIOD = 16
 """Of numbers that are compared: sums of squares stay exact in float32 for 70,000 ranks."""
 
 
-class Words(NamedTuple):
+class ControlWords(NamedTuple):
     """One rank's control words, or their sums over all ranks."""
 
     weight: float
@@ -54,11 +54,11 @@ class Words(NamedTuple):
     an arena that is abandoned sets by itself."""
 
 
-if len(Words._fields) != CONTROL_WORDS:
-    raise RuntimeError("Words and CONTROL_WORDS differ")
+if len(ControlWords._fields) != CONTROL_WORDS:
+    raise RuntimeError("ControlWords and CONTROL_WORDS differ")
 
 
-def say(
+def own_words(
     *,
     rank: int,
     weight: float,
@@ -70,12 +70,12 @@ def say(
     rates: int,
     finding: str | None,
     loads: int = 0,
-) -> Words:
+) -> ControlWords:
     """This rank's words."""
     loaded = float(loads % _SEQUENCE_PERIOD) if present else 0.0
     number = float(sequence % _SEQUENCE_PERIOD) if present else 0.0
     digest = float(rates % _SEQUENCE_PERIOD) if present else 0.0
-    return Words(
+    return ControlWords(
         weight=weight,
         calls=calls,
         present=float(present),
@@ -98,7 +98,7 @@ def digest_rates(groups: Sequence[Mapping[str, Any]]) -> int:
     return zlib.crc32(struct.pack(f"{len(rates)}d", *rates))
 
 
-def check_sums(mine: Words, sums: Words, *, size: int, step: int) -> None:
+def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) -> None:
     """Refuse what ranks did differently.
 
     Args:
@@ -171,7 +171,7 @@ class LateSums:
     have arrived: nothing waits for them.
     """
 
-    def __init__(self, sums: Tensor, mine: Words, *, step: int, finding: str | None) -> None:
+    def __init__(self, sums: Tensor, mine: ControlWords, *, step: int, finding: str | None) -> None:
         self.mine = mine
         self.step = step
         self.finding = finding
@@ -180,7 +180,7 @@ class LateSums:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
-    def read(self) -> Words:
+    def read(self) -> ControlWords:
         """The sums; waits where they are still under way."""
         self._event.synchronize()
-        return Words(*self._host.tolist())
+        return ControlWords(*self._host.tolist())

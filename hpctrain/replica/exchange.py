@@ -1,0 +1,328 @@
+"""The exchange of a replica: gradients of a window become averages over all ranks.
+
+What every rank says with its gradients is in `control_words`; how they travel is a mode's part.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hpctrain.engines import Engine, Op
+from hpctrain.errors import HpcTrainError
+from hpctrain.fusion import Arrived
+from hpctrain.precision import Treatment
+from hpctrain.replica.checks import check_gradients, check_unchanged
+from hpctrain.replica.control_words import (
+    ControlWords,
+    LateSums,
+    check_counted,
+    check_sums,
+    digest_rates,
+    own_words,
+)
+from hpctrain.replica.finite import FiniteCheck
+from hpctrain.replica.modes import Mode
+from hpctrain.replica.naming import identity, named_parameters
+from hpctrain.replica.window import Window
+from hpctrain.world import World, phase
+
+__all__ = ["Exchange"]
+
+_EXCHANGES_LATER = 4
+"""When sums are read from a GPU. The processor is seldom further ahead of it than that."""
+
+
+class Exchange:
+    """Averages gradients over all ranks, window by window, and refuses what ranks do differently.
+
+    Args:
+        world: All ranks.
+        model: Whose parameters have names.
+        optimizer: What is trained.
+        engine: Over the ranks that train together.
+        mode: How gradients travel.
+        accumulate: Backward calls that make one window.
+        treatment: Loss scaling and clipping.
+        rebuild: Collective: makes a new mode; True: weights become rank 0's first.
+        stops_at_nonfinite: Whether a loss that is inf or NaN stops all ranks.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        mode: Mode,
+        *,
+        accumulate: int,
+        treatment: Treatment,
+        rebuild: Callable[[bool], Mode],
+        stops_at_nonfinite: bool,
+    ) -> None:
+        self.world = world
+        self.engine = engine
+        self.mode = mode
+        self.window = Window(accumulate)
+        self.treatment = treatment
+        self.observers = world.observers
+        """Who is told what this rank does; the world's own list, so that others may come later."""
+        self.num_steps = 0
+        """Steps so far, those included that an overflow made all ranks skip."""
+        self.num_exchanges = self.num_updates = self.num_loads = 0
+        self.is_joining = False
+        """Whether ranks may be in different steps: inside `join`."""
+        self.is_empty = False
+        """Whether the last exchange brought no samples at all."""
+        # Losses are divided by what the last sum was divided by, the same on all ranks: while batch
+        # sizes stay the same, the sums are averages already, and large counts overflow nothing.
+        self.scale: float | None = None
+        self.finite = FiniteCheck(
+            world,
+            num_ranks=engine.size,
+            watches=stops_at_nonfinite and treatment.scaler is None,
+        )
+        self.when_rebuilt: Callable[[], None] = lambda: None
+        self._model = model
+        self._optimizer = optimizer
+        self._rebuild = rebuild
+        self._identity = identity(optimizer)
+        self._names = named_parameters(model, optimizer)[0]
+        self._aside: list[Tensor | None] | None = None
+        """Averages of earlier backward calls, while later ones of the same step are collected."""
+        self._seen: tuple[torch.nn.Parameter, weakref.ref[Tensor]] | None = None
+        """A parameter and its gradient, as the last exchange or step has left it."""
+        self._nonfinite: tuple[ControlWords, str | None] | None = None
+        """The sums in which a rank said that something is not finite, and what this rank found."""
+        self._late: list[LateSums] = []
+        world.shares.forget()  # batches that were looked at before there was anything to train
+        self._batches_before = world.shares.num_batches
+
+    # The parameters
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the optimizer."""
+        return len(self._identity)
+
+    def is_outgrown(self) -> bool:
+        """Whether the optimizer has other parameters than the mode was made for."""
+        return identity(self._optimizer) != self._identity or not self.mode.fits()
+
+    def rebuild(self, *, broadcast: bool) -> None:
+        """Collective: make a new mode for the parameters that there are now."""
+        self.mode.close()
+        num_loads = self.num_loads
+        self.mode = self._rebuild(broadcast)
+        self.num_loads = num_loads  # others take rank 0's state there
+        self._identity = identity(self._optimizer)
+        self._names = named_parameters(self._model, self._optimizer)[0]
+        self.when_rebuilt()
+
+    def check_parameters(self) -> None:
+        """Collective if parameters were added or converted since forward: take them as they are."""
+        if self.is_outgrown():
+            check_unchanged(self.window)
+            self.rebuild(broadcast=False)  # forward has used them: too late to change them
+
+    def check_gradients(self) -> None:
+        """Refuse what would make ranks silently different, by name."""
+        self.check_parameters()
+        check_gradients(self.mode, self.window)
+
+    # Before the exchange
+
+    def set_aside(self) -> None:
+        """Keep averages while a further backward pass before the step begins from zero."""
+        self._aside = self.mode.gradients()
+
+    def reset_window(self) -> None:
+        """Begin a new window, and forget what was found in the old one."""
+        self.window.clear()
+        self.treatment.forget()
+        self._aside = self._nonfinite = None
+        self.finite.forget(step=self.num_steps)
+
+    def drop(self) -> None:
+        """Drop gradients that cannot be used, so that a caught error leaves none behind."""
+        self.mode.begin(fresh=True)
+        self.reset_window()
+
+    def agree_on_scale(self, weight: float, *, counted: bool | None) -> None:
+        """Collective, once: a first guess of what sums are divided by, and do all count samples?"""
+        if self.scale is not None:
+            return
+        largest = torch.tensor([weight, counted is True, counted is False], dtype=torch.float64)
+        self.engine.allreduce_(largest, Op.MAX, what="the largest batch")
+        most, some_count, some_do_not = largest.tolist()
+        check_counted(some_count + some_do_not, some_count, here=counted is True)
+        self.scale = max(1.0, most * self.engine.size * self.window.accumulate)
+
+    @property
+    def examines(self) -> bool:
+        """Whether gradients are looked at before they travel. Not in `join`: not all step there."""
+        return self.treatment.examines and not self.is_joining
+
+    def arm(self, weight: float, calls: int, *, counted: bool) -> None:
+        """Before the last backward pass of a window, which gradients may leave in.
+
+        Args:
+            weight: Of the whole window.
+            calls: Of the whole window.
+            counted: Whether they came with sample counts.
+        """
+        if not self.examines:
+            words = self._words(weight, calls, counted=float(calls) if counted else 0.0)
+            self.mode.watch.arm(words)
+
+    def _words(
+        self,
+        weight: float,
+        calls: int,
+        *,
+        counted: float,
+        plain: bool = False,
+        present: bool = True,
+    ) -> ControlWords:
+        return own_words(
+            rank=self.world.rank,
+            weight=weight,
+            calls=float(calls),
+            present=present,
+            counted=counted,
+            plain=plain,
+            sequence=self.num_exchanges + self.num_updates + self._num_batches(),
+            rates=digest_rates(self._optimizer.param_groups),
+            finding=self.finite.finding,
+            loads=self.num_loads,
+        )
+
+    def _num_batches(self) -> int:
+        """Batches that loaders have handed out since the last exchange."""
+        return self.world.shares.num_batches - self._batches_before
+
+    # The exchange
+
+    def run(self, *, present: bool = True) -> Arrived:
+        """Collective: average the window's gradients over all ranks, unscaled and clipped.
+
+        Args:
+            present: Whether this rank has a window; False: it takes part with nothing (`join`).
+        """
+        if self.observers:
+            with phase(self.observers, "exchange"):
+                return self._run(present)
+        return self._run(present)
+
+    def _run(self, present: bool) -> Arrived:
+        window, mode = self.window, self.mode
+        if self.examines:
+            self.treatment.examine(self._names, mode.parameters)
+        words = self._words(
+            window.weight,
+            window.calls,
+            counted=float(window.counted),
+            plain=window.plain,
+            present=present,
+        )
+        self.num_exchanges += 1
+        self._batches_before = self.world.shares.num_batches
+        arrived = mode.exchange(words)
+        self.is_empty = False
+        plain = window.plain
+        alone = self.engine.size == 1  # then this rank knows the totals without asking a GPU
+        on_cpu = alone or arrived.control.device.type == "cpu"
+        if on_cpu or window.weight == 0 or self.is_joining:
+            totals = words if alone else ControlWords(*arrived.control.tolist())
+            self._check_totals(words, totals)
+            self.is_empty = totals.weight == 0
+            plain = totals.plain > 0  # a rank that ran out of data does as the others do
+        else:
+            self._read_late(words, arrived.control)
+        if not self.is_empty:
+            # On a GPU the device divides on all ranks, also where the totals were read: same bits.
+            given = totals[:3] if on_cpu else arrived.control[:3].unbind()
+            divisor = window.divisor(*given)
+            seeded = 1.0 if plain else self.scale or 1.0
+            self.treatment.average(mode, divisor / seeded, self._optimizer.param_groups)
+            if on_cpu and not plain:
+                self.scale = float(divisor)
+        mode.hide_unused(frozenset() if self.is_empty else arrived.used())
+        if self._aside is not None:
+            mode.add(self._aside)
+            self._aside = None
+        window.mark_exchanged()
+        self.note_seen()
+        return arrived
+
+    def run_plain(self) -> None:
+        """Collective: average gradients as they lie on the parameters, each rank by its share.
+
+        Averages of earlier calls are in them. They are equal on all ranks and shares add up to the
+        number of ranks, so that averaging leaves them as they are.
+        """
+        window, parameters = self.window, self.mode.parameters
+        self.agree_on_scale(1.0, counted=None)
+        self.finite.look_at_gradients(self._names, parameters, step=self.num_steps)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if window.share == 0.0 and gradients:  # a mean over no samples is NaN
+            torch._foreach_zero_(gradients)
+        elif window.share != 1.0 and gradients:
+            torch._foreach_mul_(gradients, window.share)
+        self.run()
+
+    def _check_totals(self, mine: ControlWords, totals: ControlWords) -> None:
+        """Refuse what ranks did differently, and keep what all must know at the step."""
+        try:
+            check_sums(mine, totals, size=self.engine.size, step=self.num_steps)
+        except HpcTrainError:
+            self.drop()
+            raise
+        self._nonfinite = (totals, self.finite.finding) if totals.nonfinite else None
+
+    def _read_late(self, mine: ControlWords, control: Tensor) -> None:
+        """On a GPU: check the sums of an exchange that is long done."""
+        finding = self.finite.finding
+        self._late.append(LateSums(control, mine, step=self.num_steps, finding=finding))
+        if len(self._late) > _EXCHANGES_LATER:
+            late = self._late.pop(0)
+            sums = late.read()
+            check_sums(late.mine, sums, size=self.engine.size, step=late.step)
+            self._nonfinite = (sums, late.finding) if sums.nonfinite else None
+
+    def stop_at_nonfinite(self) -> None:
+        """Collective if a rank has found something: stop before it gets into the weights.
+
+        Not before the step: a GradScaler of the user's leaves out a step that has overflowed.
+        """
+        if self._nonfinite is None:
+            return
+        try:
+            self.finite.stop(*self._nonfinite)
+        finally:
+            self.drop()
+
+    # What the last exchange or step has left
+
+    def note_seen(self) -> None:
+        """Gradients are what an exchange or a step has left."""
+        pairs = ((p, p.grad) for p in self.mode.parameters)
+        found = next(((p, g) for p, g in pairs if g is not None), None)
+        self._seen = None if found is None else (found[0], weakref.ref(found[1]))
+
+    def is_seen(self) -> bool:
+        """Whether gradients are still those that the last exchange or step has left."""
+        if self._seen is None:
+            return False
+        parameter, gradient = self._seen
+        return parameter.grad is not None and parameter.grad is gradient()
+
+    def is_by_hand(self) -> bool:
+        """Whether gradients are on the parameters that no exchange has seen."""
+        if self.engine.size == 1 or (self.window.exchanged and not self.window.stepped):
+            return False
+        return not (self.mode.has_none() or self.is_seen())
