@@ -9,7 +9,7 @@ from hpctrain.engines import choose as choose_engine
 from hpctrain.errors import ConfigError
 from hpctrain.predict.costs import RankLayout
 from hpctrain.tables import count_of, number_of, positive
-from hpctrain.replica import Facts, choose
+from hpctrain.replica import Facts, Options, choose
 
 __all__ = ["Exchange", "default_exchange"]
 
@@ -51,12 +51,26 @@ class Exchange:
 
 
 def default_exchange(
-    engine: str | None, layout: RankLayout, *, gradient_bytes: int, on_gpu: bool
+    engine: str | None,
+    layout: RankLayout,
+    *,
+    gradient_bytes: int,
+    on_gpu: bool,
+    overlap: bool | None = None,
+    bucket_bytes: int | None = None,
 ) -> Exchange:
-    """What `hpctrain.distribute` does with this engine where nothing else is asked for.
+    """What `hpctrain.distribute` does with this engine.
 
     The choice is `hpctrain.replica.policy`'s, for an optimizer that can be divided; whether the
-    profile's can is part of the profile. No engine is `auto`.
+    profile's can is part of the profile.
+
+    Args:
+        engine: Its name; None: `auto`.
+        layout: Ranks on nodes.
+        gradient_bytes: Of all gradients.
+        on_gpu: Whether the ranks compute on GPUs.
+        overlap: As `distribute` takes it.
+        bucket_bytes: As `distribute` takes it.
     """
     known = communicating_names()
     if engine is not None and engine not in known:
@@ -71,7 +85,8 @@ def default_exchange(
             device_type=device_type,
             engine=capabilities_of(name),
             gradient_bytes=gradient_bytes,
-        )
+        ),
+        Options(overlap=overlap, bucket_bytes=bucket_bytes),
     )
     return Exchange(
         engine=engine,
