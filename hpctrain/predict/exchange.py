@@ -8,11 +8,10 @@ from hpctrain.engines import AUTO, capabilities_of, communicating_names
 from hpctrain.engines import choose as choose_engine
 from hpctrain.errors import ConfigError
 from hpctrain.predict.costs import RankLayout
-from hpctrain.tables import count_of, number_of, positive
 from hpctrain.replica import Facts, Options, choose
+from hpctrain.tables import count_of, number_of, positive
 
 __all__ = ["Exchange", "default_exchange"]
-
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

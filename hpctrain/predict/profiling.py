@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
 from hpctrain.predict.profile import Layer, Profile
-from hpctrain.tables import count_of
 from hpctrain.replica import choose_update, optimizer_facts
+from hpctrain.tables import count_of
 from hpctrain.world import keep_freed_memory
 
 __all__ = ["Subject", "load_subject", "measure_profile"]

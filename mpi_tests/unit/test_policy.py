@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpctrain.engines import capabilities_of
 from hpctrain.errors import ConfigError
-from hpctrain.predict import Layout, default_exchange
+from hpctrain.predict import RankLayout, default_exchange
 from hpctrain.replica import Facts, OptimizerFacts, Options, choose
 from hpctrain.replica.policy import UPDATES, bucket_size, may_share_memory
 
@@ -196,7 +196,7 @@ def test_a_larger_model_never_stops_overlapping(some_facts, more):
     st.booleans(),
 )
 def test_the_predictor_chooses_the_same(engine, count, per_node, size, on_gpu):
-    layout = Layout(num_ranks=count, ranks_per_node=per_node)
+    layout = RankLayout(num_ranks=count, ranks_per_node=per_node)
     found = default_exchange(engine, layout, gradient_bytes=size, on_gpu=on_gpu)
     chosen = choose(
         facts(

@@ -10,9 +10,9 @@ import torch
 
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import is_dense, like_parameter
+from hpctrain.replica import choose_update, optimizer_facts
 from hpctrain.update.pieces import flat_gradient, flat_memory, make_inner, make_pieces, take_options
 from hpctrain.update.sharing import Fragment, shards_by
-from hpctrain.replica import choose_update, optimizer_facts
 from hpctrain.world.shared_memory import PrivateView
 
 DENSE = {
