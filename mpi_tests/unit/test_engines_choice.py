@@ -119,7 +119,7 @@ def test_an_entry_point_that_is_no_engine_is_refused(tmp_path, monkeypatch, valu
 
 def test_the_configuration_and_the_predictor_know_it(monkeypatch):
     program = (
-        "from hpctrain.train.config.keys import keys_of;"
+        "from hpctrain.tables import keys_of;"
         "from hpctrain.train.config.running import EngineChoice;"
         "from hpctrain.predict import RankLayout, default_exchange;"
         "words = {key.name: key.words for key in keys_of(EngineChoice)};"
