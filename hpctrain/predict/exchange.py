@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.engines import communicating_names
+from hpctrain.engines import AUTO, capabilities_of, communicating_names
+from hpctrain.engines import choose as choose_engine
 from hpctrain.errors import ConfigError
 from hpctrain.predict.costs import RankLayout
+from hpctrain.replica import Facts, Options, choose
 from hpctrain.tables import count_of, number_of, positive
 
 __all__ = ["Exchange", "default_exchange"]
-
-_SMALLEST_BYTES = 4 << 20
-_LARGEST_BYTES = 25 << 20
-_PIECES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,21 +50,46 @@ class Exchange:
 
 
 def default_exchange(
-    engine: str | None, layout: RankLayout, *, gradient_bytes: int, on_gpu: bool
+    engine: str | None,
+    layout: RankLayout,
+    *,
+    gradient_bytes: int,
+    on_gpu: bool,
+    overlap: bool | None = None,
+    bucket_bytes: int | None = None,
 ) -> Exchange:
-    """What `hpctrain.distribute` does with this engine where nothing else is asked for.
+    """What `hpctrain.distribute` does with this engine.
 
-    No engine is `auto`. On CPUs with several ranks a node the `mpi` engine adds up in shared memory
-    after backward and divides the update; elsewhere pieces of an eighth of the gradients, 4 to 25
-    MiB, travel while backward runs (`hpctrain.replica.overlapping`).
+    The choice is `hpctrain.replica.policy`'s, for an optimizer that can be divided; whether the
+    profile's can is part of the profile.
+
+    Args:
+        engine: Its name; None: `auto`.
+        layout: Ranks on nodes.
+        gradient_bytes: Of all gradients.
+        on_gpu: Whether the ranks compute on GPUs.
+        overlap: As `distribute` takes it.
+        bucket_bytes: As `distribute` takes it.
     """
     known = communicating_names()
     if engine is not None and engine not in known:
         raise ConfigError(f"engine={engine!r}; choose one of {', '.join(known)}")
-    if engine in (None, "mpi") and not on_gpu and layout.local_ranks > 1:
-        return Exchange(engine=engine, overlap=False, divided_update=True)
-    hides = on_gpu or layout.num_nodes > 1 or engine in ("horovod", "torch")
-    if layout.num_ranks == 1 or not hides or gradient_bytes < 2 * _SMALLEST_BYTES:
-        return Exchange(engine=engine, overlap=False)
-    size = min(max(gradient_bytes // _PIECES, _SMALLEST_BYTES), _LARGEST_BYTES)
-    return Exchange(engine=engine, bucket_bytes=size)
+    device_type = "cuda" if on_gpu else "cpu"
+    name = engine or choose_engine(AUTO, device_kind=device_type, size=layout.num_ranks).name
+    choice = choose(
+        Facts(
+            num_ranks=layout.num_ranks,
+            num_nodes=layout.num_nodes,
+            sharing_ranks=layout.local_ranks,
+            device_type=device_type,
+            engine=capabilities_of(name),
+            gradient_bytes=gradient_bytes,
+        ),
+        Options(overlap=overlap, bucket_bytes=bucket_bytes),
+    )
+    return Exchange(
+        engine=engine,
+        overlap=choice.overlap,
+        bucket_bytes=choice.bucket_bytes,
+        divided_update=choice.divides_update,
+    )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
 from hpctrain.predict.profile import Layer, Profile
-from hpctrain.replica.sharing_work import choose_update
+from hpctrain.replica import choose_update, optimizer_facts
 from hpctrain.tables import count_of
 from hpctrain.world import keep_freed_memory
 
@@ -168,7 +168,7 @@ def _step(subject: Subject, parameters: Sequence[Tensor], clock: _Clock) -> _Pas
 def _divides(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
     """Whether `distribute` would divide the update where ranks share a node."""
     names = [str(number) for number, _ in enumerate(parameters)]
-    return choose_update(optimizer, names, parameters, update="auto", shared=True).by is not None
+    return choose_update(optimizer_facts(optimizer, names, parameters)).by is not None
 
 
 def _uncertainty(passes: Sequence[_Pass]) -> float:

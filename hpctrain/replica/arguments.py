@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from hpctrain.engines import Engine
+from hpctrain.engines import AUTO, Engine
 from hpctrain.errors import ConfigError
 from hpctrain.optim import Several, members_of
+from hpctrain.precision import LossScaling, PrecisionName
+from hpctrain.replica.horovod_settings import HorovodTraining
+from hpctrain.replica.policy import Options
 from hpctrain.world import World, agree
 
-__all__ = [
-    "agree_on_arguments",
-    "check_loss",
-    "check_world",
-    "describe_engine",
-    "describe_optimizer",
-    "find_trouble",
-]
+__all__ = ["DistributeArguments", "agree_on_arguments", "check_loss", "check_world"]
 
 _REFUSED = {
     "SparseAdam": "it needs sparse gradients, and gradients travel dense; use Adam or AdamW",
 }
+_HOROVOD = "horovod"
+"""The engine that `horovod=` is about."""
 _ORDER = "call distribute(world, model, optimizer)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistributeArguments:
+    """The options of `distribute`, as they were given; what each means is said there."""
+
+    accumulate: int
+    overlap: bool | None
+    bucket_bytes: int | None
+    update: str
+    share_parameters: bool
+    timeout_s: float
+    horovod: HorovodTraining | None
+    precision: PrecisionName
+    scaling: LossScaling | None
+    clip_norm: float | None
+    clip_value: float | None
+    nonfinite: str
+    averages_statistics: bool
+
+    @property
+    def options(self) -> Options:
+        """What of them the policy chooses by."""
+        return Options(
+            overlap=self.overlap,
+            bucket_bytes=self.bucket_bytes,
+            update=self.update,
+            share_parameters=self.share_parameters,
+            horovod_fusion=self.horovod is not None and self.horovod.fusion == "horovod",
+        )
 
 
 def check_world(world: object) -> None:
@@ -46,17 +75,28 @@ def check_world(world: object) -> None:
         )
 
 
-def find_trouble(
-    model: object,
-    optimizer: object,
-    *,
-    accumulate: object,
-    overlap: object,
-    bucket_bytes: object,
-    engine: object,
-    nonfinite: object,
+def _find_mistake(
+    model: object, optimizer: object, engine: object, given: DistributeArguments
 ) -> str | None:
     """What is wrong with this rank's arguments, or None. Pure."""
+    mistake = _find_odd_part(model, optimizer)
+    if mistake is not None:
+        return mistake
+    if not _is_count(given.accumulate):
+        return f"accumulate={given.accumulate!r} must be a whole number, at least 1"
+    if not (given.bucket_bytes is None or _is_count(given.bucket_bytes)):
+        return f"bucket_bytes={given.bucket_bytes!r} must be a whole number, at least 1, or None"
+    if not _is_flag(given.overlap):
+        return f"overlap={given.overlap!r} must be True, False or None"
+    if given.nonfinite not in ("stop", "ignore"):
+        return f"nonfinite={given.nonfinite!r} is unknown; choose 'stop' or 'ignore'"
+    if not isinstance(engine, str | Engine):
+        return f"engine={engine!r} must be a name such as 'auto', or an engine"
+    return _find_horovod_mistake(engine, given)
+
+
+def _find_odd_part(model: object, optimizer: object) -> str | None:
+    """What cannot be trained, or None. Pure."""
     for name, value, kind in (
         ("model", model, torch.nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer),
@@ -77,29 +117,47 @@ def find_trouble(
         for member in optimizer.members:
             if type(member).__name__ == "LBFGS":
                 return "LBFGS evaluates the loss several times a step; it cannot be one of several"
-    if not _is_count(accumulate):
-        return f"accumulate={accumulate!r} must be a whole number, at least 1"
-    if not (bucket_bytes is None or _is_count(bucket_bytes)):
-        return f"bucket_bytes={bucket_bytes!r} must be a whole number, at least 1, or None"
-    if not (overlap is None or isinstance(overlap, bool)):
-        return f"overlap={overlap!r} must be True, False or None"
-    if nonfinite not in ("stop", "ignore"):
-        return f"nonfinite={nonfinite!r} is unknown; choose 'stop' or 'ignore'"
-    if not isinstance(engine, str | Engine):
-        return f"engine={engine!r} must be a name such as 'auto', or an engine"
     return None
+
+
+def _find_horovod_mistake(engine: str | Engine, given: DistributeArguments) -> str | None:
+    """What of the arguments does not go together with `horovod=`, or None. Pure."""
+    settings = given.horovod
+    if settings is None:
+        return None
+    name = engine if isinstance(engine, str) else engine.name
+    if name not in (AUTO, _HOROVOD):
+        return (
+            f"horovod=HorovodTraining(...) on the {name} engine; use engine='horovod', or leave it "
+            "out"
+        )
+    if settings.fusion == "horovod" and given.bucket_bytes is not None:
+        return (
+            f"bucket_bytes={given.bucket_bytes} with fusion='horovod', which has no buckets; use "
+            "HorovodOptions(fusion_threshold_bytes=...), or fusion='arena'"
+        )
+    if not isinstance(engine, str) and settings.options is not None:
+        return (
+            "HorovodTraining: options come too late for an engine that is made already; give "
+            "engine='horovod', so that Horovod starts with them"
+        )
+    return None
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or isinstance(value, bool)
 
 
 def _is_count(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
 
 
-def describe_engine(engine: object) -> str:
+def _describe_engine(engine: object) -> str:
     """What must be the same of engines on all ranks, in words. Pure."""
     return f"an engine over {engine.name}" if isinstance(engine, Engine) else str(engine)
 
 
-def describe_optimizer(optimizer: object) -> str:
+def _describe_optimizer(optimizer: object) -> str:
     """What must be the same of optimizers on all ranks, in words. Pure."""
     members: tuple[object, ...] = members_of(optimizer)  # type: ignore[arg-type]
     known = [member for member in members if isinstance(member, torch.optim.Optimizer)]
@@ -108,19 +166,38 @@ def describe_optimizer(optimizer: object) -> str:
     return f"{name} (parameters in its groups: {', '.join(sizes)})"
 
 
-def agree_on_arguments(world: World, trouble: str | None, given: Mapping[str, object]) -> None:
+def agree_on_arguments(
+    world: World,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    engine: str | Engine,
+    given: DistributeArguments,
+    *,
+    find_more: Callable[[torch.optim.Optimizer], str | None],
+) -> str | Engine:
     """Collective: raise on all ranks when one's arguments are wrong, or not those of rank 0.
 
     Args:
         world: The ranks.
-        trouble: What is wrong on this rank, or None.
-        given: What must match, by name.
+        model: What is to be trained.
+        optimizer: Over its parameters.
+        engine: A name, or an engine.
+        given: The options.
+        find_more: What else may be wrong with an optimizer that is one.
+
+    Returns:
+        The engine to use: with `horovod=` that is Horovod's where the caller left it open.
 
     Raises:
         ConfigError: with the rank and both values.
     """
-    agree(world.comm, trouble, error=ConfigError)
-    mine = {name: value if isinstance(value, str) else repr(value) for name, value in given.items()}
+    mistake = _find_mistake(model, optimizer, engine, given) or find_more(optimizer)
+    agree(world.comm, mistake, error=ConfigError)
+    must_match = {field.name: getattr(given, field.name) for field in fields(given)}
+    del must_match["averages_statistics"]  # what each rank is told, not what it does
+    must_match["engine"] = _describe_engine(engine)
+    must_match["optimizer"] = _describe_optimizer(optimizer)
+    mine = {name: v if isinstance(v, str) else repr(v) for name, v in must_match.items()}
     everyone: list[dict[str, str]] = world.comm.allgather(mine)
     for name, first in everyone[0].items():
         for rank, one in enumerate(everyone):
@@ -129,6 +206,7 @@ def agree_on_arguments(world: World, trouble: str | None, given: Mapping[str, ob
                     f"distribute: {name} is {first} on rank 0 and {one[name]} on rank {rank}; give "
                     "the same on every rank"
                 )
+    return _HOROVOD if engine == AUTO and given.horovod is not None else engine
 
 
 def check_loss(loss: object) -> None:

@@ -26,7 +26,7 @@ from hpctrain.faults import (
     time_left_s,
 )
 from hpctrain.log import format_seconds
-from hpctrain.replica.asking import accumulation_of
+from hpctrain.replica import accumulation_of
 from hpctrain.saver import randomness
 from hpctrain.saver.batches import Batches
 from hpctrain.saver.parts import Parts

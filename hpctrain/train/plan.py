@@ -15,10 +15,10 @@ from hpctrain.engines import (
     ChosenEngine,
     HorovodState,
     capabilities_of,
-    choose,
 )
+from hpctrain.engines import choose as choose_engine
 from hpctrain.errors import ConfigError
-from hpctrain.replica.sharing_work import ChosenUpdate, choose_update
+from hpctrain.replica import Choice, Facts, Options, choose, optimizer_facts
 from hpctrain.train.config import Config
 from hpctrain.train.memory import Memory
 
@@ -135,13 +135,14 @@ def make_plan(
     Raises:
         ConfigError: the engine or the update cannot be as asked for.
     """
-    choice = choose(
+    engine = choose_engine(
         config.engine.name,
         device_kind=place.device_kind,
         size=place.num_ranks,
         horovod=place.horovod,
     )
-    update = _choose_update(config, parts, choice, place)
+    choice = _choose(config, parts, engine, place)
+    update = choice.update[0]
     parameters = [p for model, _ in parts.values() for p in model.parameters()]
     trained = [p for p in parameters if p.requires_grad]
     train = config.train
@@ -168,40 +169,42 @@ def make_plan(
         num_steps=total,
         num_parameters=sum(p.numel() for p in parameters),
         num_trained=sum(p.numel() for p in trained),
-        memory=_memory(config, parameters, trained, state_bytes, update, choice, place),
-        engine=choice.name,
-        engine_reason=choice.reason,
-        update="replicated" if update.by is None else f"sharded by {update.by}",
+        memory=_memory(config, parameters, trained, state_bytes, choice, place),
+        engine=engine.name,
+        engine_reason=engine.reason,
+        update=str(update),
         update_reason=update.why,
         precision=config.precision.kind,
     )
 
 
-def _choose_update(
+def _choose(
     config: Config,
     parts: Mapping[str, tuple[torch.nn.Module, torch.optim.Optimizer]],
-    choice: ChosenEngine,
+    engine: ChosenEngine,
     place: Place,
-) -> ChosenUpdate:
-    """Of the first part; the others have the same optimizer."""
+) -> Choice:
+    """How the first part would be trained; the others have the same optimizer."""
     model, optimizer = next(iter(parts.values()))
     names, parameters = zip(*model.named_parameters(), strict=True)
-    return choose_update(
-        optimizer,
-        names,
-        parameters,
-        update=config.engine.update,
-        shared=_shares_memory(config, choice, place),
-        masters=config.precision.kind == "bf16-pure",
-        alone=place.num_ranks == 1,
+    facts = Facts(
+        num_ranks=place.num_ranks,
+        num_nodes=place.num_nodes,
+        sharing_ranks=place.ranks_per_node,
+        device_type=place.device_kind,
+        engine=capabilities_of(engine.name),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        optimizers=(optimizer_facts(optimizer, names, parameters),),
+        has_masters=config.precision.kind == "bf16-pure",
     )
-
-
-def _shares_memory(config: Config, choice: ChosenEngine, place: Place) -> bool:
-    messages = config.engine.overlap or config.engine.bucket_bytes is not None
-    shares = capabilities_of(choice.name).shares_memory
-    on_cpus = shares and place.device_kind == "cpu"
-    return on_cpus and place.ranks_per_node > 1 and not messages
+    asked = config.engine
+    options = Options(
+        overlap=asked.overlap,
+        bucket_bytes=asked.bucket_bytes,
+        update=asked.update,
+        share_parameters=asked.share_parameters,
+    )
+    return choose(facts, options)
 
 
 def _memory(
@@ -209,8 +212,7 @@ def _memory(
     parameters: list[torch.nn.Parameter],
     trained: list[torch.nn.Parameter],
     state_bytes: int,
-    update: ChosenUpdate,
-    choice: ChosenEngine,
+    choice: Choice,
     place: Place,
 ) -> Memory:
     pure = config.precision.kind == "bf16-pure"
@@ -228,8 +230,8 @@ def _memory(
         optimizer_state=state_bytes + masters,
         averages=averages,
         ranks_per_node=place.ranks_per_node,
-        shares_memory=_shares_memory(config, choice, place),
-        shards_update=update.by is not None,
+        shares_memory=choice.mode == "node",
+        shards_update=choice.divides_update,
         share_parameters=config.engine.share_parameters,
     )
 

@@ -14,8 +14,7 @@ from hpctrain.data import Loader
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.optim import EMA
-from hpctrain.replica import Replica, Step
-from hpctrain.replica.asking import accumulation_of, measure_norm
+from hpctrain.replica import Replica, Step, accumulation_of, measure_norm
 from hpctrain.train.arguments import check_arguments, count_batches
 from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.evaluation import evaluate

@@ -142,7 +142,7 @@ def test_a_class_of_ones_own_is_replicated_and_said(world, engines):
 def test_sharded_where_it_cannot_be_is_refused(world, engines):
     model = build()
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match=r'update="sharded" cannot be: Plain is not'):
+        with pytest.raises(hpc.ConfigError, match=r'"sharded" is not possible: Plain is not'):
             hpc.distribute(
                 world, model, make(Plain)(model), engine=engines["mpi"], update="sharded"
             )

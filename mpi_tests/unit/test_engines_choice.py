@@ -119,12 +119,12 @@ def test_an_entry_point_that_is_no_engine_is_refused(tmp_path, monkeypatch, valu
 
 def test_the_configuration_and_the_predictor_know_it(monkeypatch):
     program = (
-        "from hpctrain.train.config.keys import keys_of;"
+        "from hpctrain.tables import keys_of;"
         "from hpctrain.train.config.running import EngineChoice;"
-        "from hpctrain.predict import Layout, default_exchange;"
+        "from hpctrain.predict import RankLayout, default_exchange;"
         "words = {key.name: key.words for key in keys_of(EngineChoice)};"
         "assert words['name'] == ('auto', 'local', 'mpi', 'horovod', 'torch', 'outside'), words;"
-        "layout = Layout(num_ranks=4, ranks_per_node=4);"
+        "layout = RankLayout(num_ranks=4, ranks_per_node=4);"
         "print(default_exchange('outside', layout, gradient_bytes=1 << 26, on_gpu=False).overlap)"
     )
     paths = os.pathsep.join([str(OUTSIDE), *sys.path])

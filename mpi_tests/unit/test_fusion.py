@@ -13,7 +13,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.fusion import Arena, ParameterSpec, plan
 from hpctrain.fusion.layout import CONTROL_WORDS
 from hpctrain.fusion.usage import Watcher, complete
-from hpctrain.replica.overlapping import bucket_size
+from hpctrain.replica.policy import bucket_size
 from hpctrain.replica.window import Turn, Window
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "complex128": 16}

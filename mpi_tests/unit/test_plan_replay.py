@@ -264,7 +264,7 @@ def test_ten_thousand_ranks_in_less_than_five_seconds():
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 1 << 30), st.booleans())
 def test_defaults_are_those_of_distribute(count, per_node, size, on_gpu):
-    from hpctrain.replica.overlapping import bucket_size
+    from hpctrain.replica.policy import bucket_size
 
     layout = RankLayout(num_ranks=count, ranks_per_node=per_node)
     found = default_exchange("mpi", layout, gradient_bytes=size, on_gpu=on_gpu)

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import is_dense, like_parameter
-from hpctrain.replica.sharing_work import choose_update
+from hpctrain.replica import choose_update, optimizer_facts
 from hpctrain.update.pieces import flat_gradient, flat_memory, make_inner, make_pieces, take_options
 from hpctrain.update.sharing import Fragment, shards_by
 from hpctrain.world.shared_memory import PrivateView
@@ -112,7 +112,8 @@ def test_kinds_of_optimizers():
 def choose(optimizer, update="auto", shared=True, alone=False):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = [f"p{i}" for i in range(len(parameters))]
-    return choose_update(optimizer, names, parameters, update=update, shared=shared, alone=alone)
+    facts = optimizer_facts(optimizer, names, parameters)
+    return choose_update(facts, update=update, shared=shared, alone=alone)
 
 
 def test_the_choice():
@@ -132,7 +133,7 @@ def test_the_choice():
     scattered = torch.optim.Adam([torch.nn.Parameter(torch.randn(4, 4)[:, :2])])
     assert choose(scattered).why == "p0 does not lie in one piece of memory"
     for optimizer, shared in ((adam, False), (over(Untold, lr=0.1), True), (scattered, True)):
-        with pytest.raises(ConfigError, match=r'update="sharded" cannot be: .*pass update="auto"'):
+        with pytest.raises(ConfigError, match=r'"sharded" is not possible: .*pass update="auto"'):
             choose(optimizer, "sharded", shared=shared)
     with pytest.raises(ConfigError, match="choose auto, sharded, replicated"):
         choose(adam, "both")

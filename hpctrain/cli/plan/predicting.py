@@ -124,20 +124,16 @@ def _exchange(
     args: argparse.Namespace, profile: Profile, machine: Machine, num_ranks: int
 ) -> Exchange:
     layout = RankLayout(num_ranks=num_ranks, ranks_per_node=machine.ranks_per_node)
+    size = None if args.bucket_mib is None else round(args.bucket_mib * 2**20)
     chosen = default_exchange(
         args.engine,
         layout,
         gradient_bytes=profile.gradient_bytes,
         on_gpu=machine.memory_bytes_per_device > 0,
+        overlap=False if size == 0 else args.overlap,
+        bucket_bytes=size or None,
     )
     chosen = replace(chosen, accumulate=args.accumulate, wire_ratio=args.wire_bits / 32)
-    if args.overlap is not None:
-        chosen = replace(
-            chosen, overlap=args.overlap, divided_update=chosen.divided_update and not args.overlap
-        )
-    if args.bucket_mib is not None:
-        size = round(args.bucket_mib * 2**20)
-        chosen = replace(chosen, bucket_bytes=size or None, overlap=size > 0, divided_update=False)
     if args.cycle_ms is not None:
         chosen = replace(chosen, cycle_s=args.cycle_ms / 1000)
     return chosen

@@ -1,0 +1,305 @@
+"""`distribute`: check what was given, choose how the replica works, build it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpctrain import log
+from hpctrain.connection import Connection, connect
+from hpctrain.engines import AUTO, Engine
+from hpctrain.errors import CollectiveError
+from hpctrain.optim import combine, members_of, spans_of
+from hpctrain.precision import LossScaling, Precision, PrecisionName
+from hpctrain.replica.arguments import DistributeArguments, agree_on_arguments, check_world
+from hpctrain.replica.checks import own_statistics
+from hpctrain.replica.facts import gather_facts
+from hpctrain.replica.horovod_settings import HorovodTraining
+from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode, NodeMode
+from hpctrain.replica.naming import named_parameters
+from hpctrain.replica.policy import Choice, choose
+from hpctrain.replica.precision import check_trained, choose_precision
+from hpctrain.replica.replica import Replica
+from hpctrain.replica.starting import make_equal, make_equal_state
+from hpctrain.replica.sweep import SweepTimer
+from hpctrain.update import ShardedUpdate
+from hpctrain.world import World, keep_freed_memory, takes_timeout
+
+__all__ = ["distribute"]
+
+
+@takes_timeout
+def distribute(
+    world: World,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    engine: str | Engine = "auto",
+    accumulate: int = 1,
+    overlap: bool | None = None,
+    bucket_bytes: int | None = None,
+    update: str = "auto",
+    share_parameters: bool = False,
+    timeout_s: float = 600.0,
+    horovod: HorovodTraining | None = None,
+    precision: PrecisionName = "fp32",
+    scaling: LossScaling | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    nonfinite: str = "stop",
+    averages_statistics: bool = False,
+) -> Replica:
+    """Collective: train a model on all ranks as one; every rank passes the same arguments.
+
+    Weights, buffers and optimizer state become rank 0's and are checked equal; from here on the
+    global generators draw each rank's own random numbers (see `hpctrain.world.seeding`).
+
+    Args:
+        world: The ranks.
+        model: Built alike on every rank, on `world.device`.
+        optimizer: Over the parameters to train; it stays the user's own. A list where some
+            parameters want another one (Muon for matrices, AdamW for the rest): all of them step
+            together, and `replica.optimizer` stands for them.
+        engine: `auto`, a name (`local`, `mpi`, `horovod`, `torch`), or an engine to share.
+        accumulate: Backward calls that make one step.
+        overlap: Whether buckets travel while backward still runs; None: where there is something to
+            hide: see `hpctrain.replica.policy`.
+        bucket_bytes: When to close a bucket; None: an eighth of the gradients, 4 to 25 MiB,
+            with overlap, and everything at once without.
+        update: `sharded`: each rank of a node updates its share of the weights, and a node holds
+            the optimizer's state once; `replicated`: every rank updates everything; `auto`: sharded
+            where it pays. See `hpctrain.replica.policy`.
+        share_parameters: Hold the weights once a node as well, with a sharded update: for models
+            that need the memory. Code that writes to weights on every rank works as before.
+        timeout_s: How long a collective may wait for a rank before the job ends and names it.
+        horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
+            Adasum, and its switches.
+        precision: `fp32` (torch's own settings), `tf32`, `bf16` or `fp16` (autocast in `replica(x)`
+            with float32 weights), or `bf16-pure` (weights too, with float32 masters).
+        scaling: Options of the loss scale of `fp16`.
+        clip_norm: Limit of the norm of all gradients together, over all ranks.
+        clip_value: Limit of the size of each element of the gradients. A parameter group with
+            `clip=False` is left out of both.
+        nonfinite: `stop`: a loss that is inf or NaN ends the training on all ranks before the sum
+            spreads it, with the rank and the step; `ignore`: go on as torch does. `fp16` has its
+            own rule: such steps are skipped.
+        averages_statistics: Whether the caller averages the running statistics of BatchNorm itself
+            before they are used (`average_batchnorm`), and need not be told to.
+
+    Raises:
+        ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
+            between ranks.
+    """
+    check_world(world)
+    trained = combine(optimizer)
+    given = DistributeArguments(
+        accumulate=accumulate,
+        overlap=overlap,
+        bucket_bytes=bucket_bytes,
+        update=update,
+        share_parameters=share_parameters,
+        timeout_s=timeout_s,
+        horovod=horovod,
+        precision=precision,
+        scaling=scaling,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        nonfinite=nonfinite,
+        averages_statistics=averages_statistics,
+    )
+    asked = world.bench.asked
+    if asked is not None and asked.engine is not None and engine == AUTO:
+        engine = asked.engine
+    engine = agree_on_arguments(world, model, trained, engine, given, find_more=_find_owner)
+    if isinstance(engine, str):
+        options = horovod.options if horovod is not None else None
+        connection = connect(world, engine, timeout_s=timeout_s, options=options)
+        return _build(world, model, trained, connection, given, release=connection.close)
+    connection = Connection(engine=engine, reason="given")
+    return _build(world, model, trained, connection, given, release=_keep)
+
+
+def _find_owner(optimizer: torch.optim.Optimizer) -> str | None:
+    """Whose an optimizer is: two replicas would both exchange, and both divide its update."""
+    for member in members_of(optimizer):
+        hooks: Any = member._optimizer_step_pre_hooks
+        owners = (getattr(hook, "__self__", None) for hook in hooks.values())
+        if any(isinstance(owner, Replica) for owner in owners):
+            return (
+                f"distribute: this {type(member).__name__} belongs to a replica already, which an "
+                "earlier distribute() made; keep using that replica, or call its close() before "
+                "you distribute again. To train several models, give each an optimizer of its own"
+            )
+    return None
+
+
+def _keep() -> None:
+    """Leave an engine that the caller gave as it is."""
+
+
+def _build(
+    world: World,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    connection: Connection,
+    given: DistributeArguments,
+    *,
+    release: Callable[[], None],
+) -> Replica:
+    """Collective: the replica, over an engine that is there."""
+    engine = connection.engine
+    numerics = choose_precision(
+        world,
+        engine,
+        model,
+        optimizer,
+        precision=given.precision,
+        scaling=given.scaling,
+        clip_norm=given.clip_norm,
+        clip_value=given.clip_value,
+    )
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    lay_out = _Layout(world, engine, model, optimizer, given, numerics)
+    mode = lay_out(True)
+    make_equal_state(world, engine, model, optimizer)
+    world.streams.bind_own()
+    if world.rank == 0 and not given.averages_statistics:
+        for what, text in own_statistics(model, engine.size):
+            log.notice(f"{what}: {text}")
+    replica = Replica(
+        world,
+        model,
+        optimizer,
+        engine,
+        mode,
+        accumulate=given.accumulate,
+        precision=numerics,
+        reason=connection.reason,
+        rebuild=lay_out,
+        release=release,
+        stops_at_nonfinite=given.nonfinite == "stop",
+    )
+    replica.averages_statistics = given.averages_statistics
+    _end_with(world, replica)
+    asked = world.bench.asked
+    if asked is not None and world.bench.take_replica():
+        SweepTimer(replica, asked)
+    return replica
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a mode is made for a model as it is now, at the start and when its parameters change."""
+
+    world: World
+    engine: Engine
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    given: DistributeArguments
+    numerics: Precision
+
+    def __call__(self, broadcast: bool) -> Mode:
+        """Collective: make weights equal (or check that they are), choose a mode and build it."""
+        given = self.given
+        check_trained(
+            self.model, self.optimizer, precision=given.precision, clip_value=given.clip_value
+        )
+        with self.numerics.full():
+            make_equal(self.world, self.engine, self.model, self.optimizer, broadcast=broadcast)
+        self.numerics.adopt()
+        names, parameters = named_parameters(self.model, self.optimizer)
+        facts = gather_facts(
+            self.world,
+            self.engine,
+            self.optimizer,
+            names,
+            parameters,
+            options=given.options,
+            has_masters=given.precision == "bf16-pure",
+        )
+        return self._build(choose(facts, given.options), names, parameters)
+
+    def _build(
+        self, choice: Choice, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]
+    ) -> Mode:
+        horovod = self.given.horovod
+        if choice.mode == "horovod" and horovod is not None:
+            return HorovodMode(
+                self.engine, names, parameters, settings=horovod, overlap=choice.overlap
+            )
+        if choice.mode == "node":
+            return self._build_node(choice, names, parameters)
+        if choice.mode == "alone":
+            return AloneMode(names, parameters)
+        return ArenaMode(
+            self.engine,
+            names,
+            parameters,
+            bucket_bytes=choice.bucket_bytes,
+            overlap=choice.overlap,
+        )
+
+    def _build_node(
+        self, choice: Choice, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]
+    ) -> NodeMode:
+        """Collective: sums in shared memory, and the updates divided that are so chosen."""
+        group = self.engine.node_group()
+        mode = NodeMode(self.engine, group, names, parameters)
+        for (member, span), one in zip(spans_of(self.optimizer), choice.update, strict=True):
+            if one.by is not None:
+                mode.updates.append(
+                    ShardedUpdate(
+                        self.engine,
+                        group,
+                        member,
+                        names[span],
+                        parameters[span],
+                        mode.views[span],
+                        by=one.by,
+                        share_weights=self.given.share_parameters,
+                    )
+                )
+        mode.why_update = "; ".join(one.why for one in choice.update)
+        return mode
+
+
+_replicas: weakref.WeakKeyDictionary[World, list[weakref.ref[Replica]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _end_with(world: World, replica: Replica) -> None:
+    """At the world's end: training with a replica that is still there would train a part of it."""
+    if world not in _replicas:
+        _replicas[world] = []
+        world.at_exit(lambda: _end_all(world))
+    _replicas[world].append(weakref.ref(replica))
+
+
+def _end_all(world: World) -> None:
+    """Collective: see that all ranks have made the same steps, and let all models go.
+
+    Raises:
+        CollectiveError: on all ranks; after the last exchange nothing else would have told.
+    """
+    held = {n: r for n, one in enumerate(_replicas.pop(world, [])) if (r := one()) is not None}
+    told = {number: replica.num_calls for number, replica in held.items() if replica.is_in_use}
+    everyone: list[dict[int, tuple[int, int]]] = world.comm.allgather(told)
+    for replica in held.values():
+        replica.let_go()
+    # A replica that is garbage may be gone on some ranks and not on others.
+    for number in set.intersection(*(set(one) for one in everyone)):
+        calls = [one[number] for one in everyone]
+        apart = [rank for rank, mine in enumerate(calls) if mine != calls[0]]
+        if apart:
+            raise CollectiveError(
+                f"rank {log.format_ranges(apart)} ends with {calls[apart[0]][0]} exchanges and "
+                f"{calls[apart[0]][1]} updates of the weights, and rank 0 with {calls[0][0]} and "
+                f"{calls[0][1]}: their weights differ; make every rank call backward and step "
+                "equally often"
+            )
