@@ -12,9 +12,9 @@ from pathlib import Path
 
 from hpctrain.batch_systems import Ask, BatchSystem, Refused, ask_program
 from hpctrain.errors import ConfigError, JobError
-from hpctrain.submit.ledger import Entry, Ledger
+from hpctrain.submit.ledger import Ledger, SubmittedJob
 from hpctrain.submit.plan import make_plan
-from hpctrain.submit.render import render_plan
+from hpctrain.submit.rendering import render_plan
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 
@@ -71,7 +71,7 @@ def submit(
                     raise
                 raise JobError(f"{error}; submitted before that: {', '.join(jobs)}") from error
             tell(jobs[-1])
-            entry = Entry(
+            entry = SubmittedJob(
                 job=jobs[-1],
                 batch=plan.template.batch,
                 name=request.name,

@@ -12,7 +12,7 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.programs import Answer
 from hpctrain.submit import render
-from hpctrain.submit.ledger import Entry, Ledger
+from hpctrain.submit.ledger import Ledger, SubmittedJob
 from hpctrain.submit.status import Told, ask_states, read_end, runs_of
 from mpi_tests.unit.jobs_kit import ask as make_request
 from mpi_tests.unit.jobs_kit import site
@@ -25,10 +25,10 @@ def silence(words, stdin):
     return None
 
 
-def entry(folder: Path, job: str = "12", **more: object) -> Entry:
+def entry(folder: Path, job: str = "12", **more: object) -> SubmittedJob:
     fields = {"batch": "slurm", "name": "n", "site": "s", "directory": "/d", "script": "/d/s.sh"}
     fields |= {"log_dir": str(folder), "submitted": "2026-11-15T00:00:00Z"}
-    return Entry(**{"job": job, **fields, **more})  # type: ignore[arg-type]
+    return SubmittedJob(**{"job": job, **fields, **more})  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -21,12 +21,19 @@ from hpctrain.batch_systems import (
 )
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import RESTART
-from hpctrain.submit.mpi_choice import choose_srun_mpi
-from hpctrain.submit.places import JOBS, user_sites
-from hpctrain.submit.request import AFTER_KINDS, SIGNALS, Request
-from hpctrain.submit.site import Site, load_site
-from hpctrain.submit.snapshot import run_snapshot, take_snapshot
-from hpctrain.submit.submission import new_folder
+from hpctrain.submit import (
+    AFTER_KINDS,
+    JOBS,
+    SIGNALS,
+    Request,
+    Site,
+    choose_srun_mpi,
+    load_site,
+    new_folder,
+    run_snapshot,
+    take_snapshot,
+    user_sites,
+)
 
 __all__ = [
     "add_job_options",

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain import log
 from hpctrain.cli.job.options import site_folders
 from hpctrain.errors import ConfigError
-from hpctrain.submit.site import Site, find_sites, load_site
+from hpctrain.submit import Site, find_sites, load_site
 
 __all__ = ["add_arguments", "main"]
 

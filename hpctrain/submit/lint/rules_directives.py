@@ -6,9 +6,15 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from hpctrain.submit.lint.layout import gpus_per_node, num_nodes, tasks_per_node
 from hpctrain.submit.lint.rule import Rule
-from hpctrain.submit.lint.script import PREFIXES, Option, Script
+from hpctrain.submit.lint.script import (
+    PREFIXES,
+    Option,
+    Script,
+    gpus_per_node,
+    num_nodes,
+    tasks_per_node,
+)
 
 __all__ = ["RULES"]
 

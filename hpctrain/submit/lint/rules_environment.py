@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hpctrain.submit.lint.layout import gpus_per_node, is_shared, num_nodes, ranks_per_node
 from hpctrain.submit.lint.rule import Rule
-from hpctrain.submit.lint.script import Script
+from hpctrain.submit.lint.script import Script, gpus_per_node, is_shared, num_nodes, ranks_per_node
 from hpctrain.submit.lint.shell import Command
 
 __all__ = ["RULES"]

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hpctrain.submit.lint.layout import gpus_per_node, num_nodes, ranks_per_node, tasks_per_node
 from hpctrain.submit.lint.rule import Rule
-from hpctrain.submit.lint.script import Script
-from hpctrain.submit.lint.starts import LAUNCHERS, Start
+from hpctrain.submit.lint.script import (
+    Script,
+    gpus_per_node,
+    num_nodes,
+    ranks_per_node,
+    tasks_per_node,
+)
+from hpctrain.submit.lint.shell import LAUNCHERS, Start
 
 __all__ = ["RULES", "uses_gpus"]
 
