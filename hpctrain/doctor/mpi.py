@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hpctrain.doctor.facts import Match
 from hpctrain.doctor.verdict import Check
-from hpctrain.install.mpi import LoadedMpi, MpiVersion
+from hpctrain.install import LoadedMpi
+from hpctrain.mpi_version import MpiVersion
 from hpctrain.programs import Answer
 
 __all__ = ["judge_abi", "judge_allreduce", "judge_gpu_aware", "judge_launcher", "judge_threads"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpctrain import log
 from hpctrain.batch_systems import find_system
 from hpctrain.errors import ConfigError, InstallError, JobError
-from hpctrain.install.lock import held
+from hpctrain.install import held
 
 __all__ = ["Ledger", "SubmittedJob", "split_task"]
 

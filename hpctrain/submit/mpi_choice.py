@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.batch_systems import Ask, ask_plugins, ask_program, find_template
 from hpctrain.errors import ConfigError
-from hpctrain.install.mpi import LoadedMpi, probe_mpi4py
+from hpctrain.install import LoadedMpi, probe_mpi4py
 from hpctrain.mpi_version import choose_plugin
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.batch_systems import BatchSystem
-from hpctrain.doctor.leftovers import NAMES
+from hpctrain.doctor import LEFTOVER_NAMES
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import DIED, REQUEUE
 from hpctrain.submit.places import JOBS
@@ -76,7 +76,9 @@ def _context(plan: JobPlan) -> dict[str, object]:
         "rank_setup": _rank_setup(plan),
         "requeue_code": REQUEUE,
         "restart_codes": plan.restart_codes,
-        "shared_memory": [f"/dev/shm/{name}" for name, who in NAMES.items() if who != "hpctrain"],
+        "shared_memory": [
+            f"/dev/shm/{name}" for name, who in LEFTOVER_NAMES.items() if who != "hpctrain"
+        ],
         "signals": system.passed_signals(plan),
         "sweep_options": list(system.overlap_options),
         "source": request.source,

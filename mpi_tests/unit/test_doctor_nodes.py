@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.doctor.nodes.display import Job, as_json, as_text
+from hpctrain.doctor.nodes.links import choose_rounds, plan_rounds
 from hpctrain.doctor.nodes.outliers import find_clocks_off, find_low, find_outliers
 from hpctrain.doctor.nodes.report import Link, NodeReport, RankReport, put_together
-from hpctrain.doctor.nodes.schedule import choose_rounds, plan_rounds
 
 
 @given(st.integers(0, 70))

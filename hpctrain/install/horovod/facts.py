@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hpctrain.errors import InstallError, LaunchError
 from hpctrain.install.horovod import cuda
-from hpctrain.install.mpi import LoadedMpi, MpiVersion, matching_mpirun, probe_mpi4py
+from hpctrain.install.mpi import LoadedMpi, matching_mpirun, probe_mpi4py
+from hpctrain.mpi_version import MpiVersion
 
 __all__ = [
     "BUILD_NEEDS",
