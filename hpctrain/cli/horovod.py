@@ -123,7 +123,7 @@ def _check(args: argparse.Namespace) -> int:
         for problem in found.problems:
             print(f"  {problem}")
         if found.cure:
-            print(f"  to mend it: {found.cure}")
+            print(f"  fix: {found.cure}")
     return {"ok": 0, "missing": 3}.get(found.status, 1)
 
 

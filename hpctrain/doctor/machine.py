@@ -234,15 +234,15 @@ def judge_clock(state: ClockState) -> Check:
     name = "clock"
     details = {"synchronised": state.synchronised, "source": state.source}
     if state.synchronised is None:
-        text = "nothing here tells whether it is kept in time"
+        text = "it is not known whether it is synchronised"
         return Check(name=name, status="ok", text=text, details=details)
     if state.synchronised:
-        text = f"kept in time, says {state.source}"
+        text = f"synchronised ({state.source})"
         return Check(name=name, status="ok", text=text, details=details)
     return Check(
         name=name,
         status="warning",
-        text=f"not synchronised, says {state.source}: logs of several nodes may not line up",
+        text=f"not synchronised ({state.source}): the logs of several nodes may not line up",
         cure="start the time service (`systemctl enable --now chronyd`, or systemd-timesyncd); a "
         "virtual machine or container relies on its host's",
         details=details,
@@ -324,7 +324,7 @@ def judge_batch(tools: Mapping[str, Path], plugins: Answer | None, mpi: MpiVersi
         return Check(
             name=name,
             status="warning",
-            text=f"{text}; `srun --mpi=list` tells nothing: {plugins.reason}",
+            text=f"{text}; `srun --mpi=list` failed: {plugins.reason}",
             cure="is this machine part of the cluster? check SLURM_CONF and slurmctld, or run "
             "doctor on a login node",
             details=details,

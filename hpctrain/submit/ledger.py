@@ -23,7 +23,7 @@ _LOCK_WAIT_S = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubmittedJob:
-    """A job that was handed over."""
+    """A job that was submitted."""
 
     job: str
     batch: str
@@ -71,7 +71,7 @@ class Ledger:
         kept beside it, or beside the script, and that is said.
         """
         try:
-            with held(self.path.with_suffix(".lock"), what="remember a job", wait_s=_LOCK_WAIT_S):
+            with held(self.path.with_suffix(".lock"), what="record a job", wait_s=_LOCK_WAIT_S):
                 rows = [*self._table(), entry][-_KEPT:]
                 table = {"version": 1, "jobs": [dataclasses.asdict(row) for row in rows]}
                 fresh = self.path.with_suffix(f".{os.getpid()}.new")
@@ -79,7 +79,9 @@ class Ledger:
                 fresh.replace(self.path)
         except (OSError, InstallError, JobError) as error:
             where = self._put_aside(entry)
-            kept = f"it is remembered in {where}" if where else "nothing remembers it: note the id"
+            kept = (
+                f"it is recorded in {where}" if where else "it could not be recorded: note the id"
+            )
             log.warn(f"job {entry.job} was submitted; {kept} ({error})")
 
     def _table(self) -> list[SubmittedJob]:
@@ -90,7 +92,7 @@ class Ledger:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise JobError(
-                f"{self.path}, which remembers your jobs, cannot be read ({error}); mend it or "
+                f"{self.path}, the list of your jobs, cannot be read ({error}); repair it or "
                 "move it away"
             ) from error
 
@@ -100,7 +102,7 @@ class Ledger:
             try:
                 found.append(SubmittedJob(**json.loads(path.read_text(encoding="utf-8"))))
             except (OSError, ValueError, TypeError) as error:
-                log.warn(f"{path}, which remembers a job, cannot be read ({error})")
+                log.warn(f"{path}, the record of a job, cannot be read ({error})")
         return found
 
     def _put_aside(self, entry: SubmittedJob) -> Path | None:

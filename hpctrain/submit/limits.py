@@ -135,7 +135,7 @@ def check_limits(
         option: By which the job chooses its queue: `partition` or `qos`.
 
     Raises:
-        ConfigError: the queue does not take it.
+        ConfigError: the queue does not accept it.
     """
     if queue not in queues:
         return

@@ -31,12 +31,12 @@ def choose_srun_mpi(
     ask: Ask = ask_program,
     probe: Callable[[Path], LoadedMpi | None] = probe_mpi4py,
 ) -> Request:
-    """The request with an MPI for srun, where that was left open.
+    """Choose the MPI for srun, where neither the request nor the site does.
 
     Args:
         request: The job.
         site: Where it goes.
-        say: Is told what was chosen, and why.
+        say: Is called with what was chosen, and why.
         ask: Runs srun.
         probe: Tells which MPI an interpreter loads.
 

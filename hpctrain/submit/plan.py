@@ -1,4 +1,4 @@
-"""A request meets a site: every choice made, and refused where the two do not go together."""
+"""Combines a request and a site: makes every choice, and refuses what is incompatible."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _choose_mpi(request: Request, site: Site, template: Template) -> str:
     if mpi not in (template.mpis or ("",)):
         known = ", ".join(template.mpis) or "nothing: leave --mpi out"
         raise ConfigError(
-            f"--mpi {mpi} does not go with template {template.name}; choose from {known}"
+            f"--mpi {mpi} is not supported by template {template.name}; choose from {known}"
         )
     return mpi
 
@@ -175,7 +175,7 @@ def _check(plan: JobPlan) -> None:
     if (by_rank := _one_gpu_each(plan)) and 0 < plan.gpus_per_node != plan.ranks_per_node:
         raise ConfigError(
             f"{site.title} gives each rank {by_rank}, so {plan.ranks_per_node} ranks per node and "
-            f"{plan.gpus_per_node} GPUs per node do not go together; make them equal"
+            f"{plan.gpus_per_node} GPUs per node are incompatible; make them equal"
         )
     if site.gpu_visibility == "local-rank" and 0 < plan.gpus_per_node < plan.ranks_per_node:
         raise ConfigError(

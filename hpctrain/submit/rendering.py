@@ -24,7 +24,7 @@ def render(request: Request, site: Site, *, templates: Path = JOBS / "templates"
     """Write the script.
 
     Raises:
-        ConfigError: the request and the site do not go together.
+        ConfigError: the request and the site are incompatible.
     """
     return render_plan(make_plan(request, site), templates=templates)
 
@@ -112,7 +112,7 @@ def _check_extra(system: BatchSystem, extra: str) -> str:
 
 
 def _hints(plan: JobPlan) -> list[str]:
-    """The site's, and that nothing was checked where the queue is none that the profile knows."""
+    """The site's hints; and a note where the profile does not know the queue's limits."""
     site, queue = plan.site, plan.queue
     if not site.queues or not queue or queue in site.queues:
         return list(site.hints)

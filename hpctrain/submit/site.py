@@ -202,7 +202,7 @@ class Site:
                 datetime.date.fromisoformat(self.as_of)
         except ValueError:
             raise ConfigError(
-                f"site {self.name}: as_of = {self.as_of!r} is no date; write it as 2026-11-15"
+                f"site {self.name}: as_of = {self.as_of!r} is not a date; write it as 2026-11-15"
             ) from None
 
 
@@ -224,7 +224,7 @@ def load_site(name: str, folders: Sequence[Path]) -> Site:
     """Read a site by its name in one of the folders, or by the path of its file.
 
     Raises:
-        ConfigError: there is none, or something in it is wrong.
+        ConfigError: there is no such profile, or it has an error.
     """
     sites = find_sites(folders)
     path = Path(name) if name.endswith(".toml") else sites.get(name)
@@ -275,8 +275,8 @@ def _find_parent(path: Path, parent: object, folders: Sequence[Path]) -> Path:
             return sites[parent]
     names = sorted({name for sites in known for name in sites} - {path.stem})
     raise ConfigError(
-        f"site profile {path} inherits {parent!r}, which is none of {', '.join(names)}; or give "
-        "the path of a profile, as ./other.toml"
+        f"site profile {path} inherits {parent!r}, which does not exist; there are "
+        f"{', '.join(names)}; or give the path of a profile, as ./other.toml"
     )
 
 
@@ -297,7 +297,7 @@ def site_from_table(name: str, table: Mapping[str, Any]) -> Site:
 
 
 def _adapt(site: str, key: Key, value: Any) -> Any:
-    """A value as TOML has it, as the field has it."""
+    """Convert a value of TOML to the type of the field."""
     if key.name == "queues":
         if not isinstance(value, dict):
             raise ConfigError(

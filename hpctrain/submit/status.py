@@ -103,7 +103,7 @@ def ask_states(entry: SubmittedJob, ask: Ask, *, job: str | None = None) -> list
 
 
 def is_over(states: Sequence[JobState]) -> bool:
-    """Whether nothing of a job will run any more, as far as that is known."""
+    """Whether a job has ended, as far as that is known."""
     return bool(states) and all(state.is_final for state in states)
 
 

@@ -141,7 +141,7 @@ def list_points(text: str) -> list[Point]:
     try:
         rows = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"the list of points is no JSON: {error}") from error
+        raise ConfigError(f"the list of points is not JSON: {error}") from error
     flat = isinstance(rows, list) and all(
         isinstance(row, dict) and all(isinstance(v, str | int | float) for v in row.values())
         for row in rows
@@ -199,7 +199,7 @@ def sweep_commands(
     """The argument vector of each point.
 
     Raises:
-        ConfigError: placeholders and keys do not go together.
+        ConfigError: placeholders and keys do not match.
     """
     return tuple(
         fill(template, point, run_dir=_folder(directory, index), index=index)
@@ -343,7 +343,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def withdraw_sweep(directory: Path) -> None:
-    """Remove a sweep that was not taken by the batch system, unless something was run in it."""
+    """Remove a sweep that the batch system did not accept, unless something was run in it."""
     with contextlib.suppress(OSError):
         for path in sorted(directory.glob("[0-9]*")):
             path.rmdir()
@@ -364,7 +364,7 @@ def read_results(
         directory: Of the sweep.
         metric: What to rank by.
         largest: Whether the largest is the best.
-        jobs: How the job of each point is doing, for points that left no word themselves.
+        jobs: How the job of each point is doing, for points that left no result themselves.
 
     Raises:
         ConfigError: there is no sweep, it sweeps a key of that name, or no point has that metric.

@@ -110,7 +110,7 @@ def test_an_unreadable_list_of_jobs_loses_no_id(recorder, damage):
         (home / "jobs.json").mkdir()
     code, out, err = hpctrain(recorder, *SUBMIT, "x.py")
     assert (code, out) == (0, "4711\n"), err
-    assert "job 4711 was submitted; it is remembered in" in err
+    assert "job 4711 was submitted; it is recorded in" in err
     assert [entry.job for entry in remembered(recorder)] == ["4711"]
     code, out, err = hpctrain(recorder, "job", "status", "4711")
     assert code == 0

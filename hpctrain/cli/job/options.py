@@ -60,7 +60,7 @@ def site_from(args: argparse.Namespace) -> Site:
 def job_from(
     args: argparse.Namespace, commands: tuple[tuple[str, ...], ...], *, script: str | None = None
 ) -> tuple[Request, Site]:
-    """The job and the site that were asked for; what was left open is settled, and said.
+    """The job and the site that were asked for; what was left open is chosen, and reported.
 
     Raises:
         ConfigError: one of the options is wrong.

@@ -211,7 +211,7 @@ def _asks(script: Script) -> Iterator[tuple[int, str]]:
             answered = re.search(r"\s(-y|--yes|-q?y|--file|-f)\b", text) or "env" in command.words
             piped = any(other.pipe_to.startswith(command.text) for other in script.commands)
             if not answered and not piped and "CONDA_ALWAYS_YES" not in script.assigned:
-                yield command.line, f"{' '.join(command.words[:2])} asks before it goes on"
+                yield command.line, f"{' '.join(command.words[:2])} asks for confirmation"
 
 
 def _new_shell(script: Script) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""A job script as the linter sees it: directives with their options, and what the shell runs."""
+"""A job script as the linter sees it: directives, what the shell runs, nodes, GPUs and ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Shell text as simple commands, read by tree-sitter's grammar of bash.
+"""Shell text as simple commands, read by tree-sitter's grammar of bash, and what they start.
 
-The grammar goes on after an error, which matters here: scripts with a leftover conflict marker or
+The parser continues after an error, which matters here: scripts with a leftover conflict marker or
 an unclosed quote still have directives and launch lines worth looking at. `bash -n` judges the
 syntax.
 """
@@ -43,7 +43,7 @@ class Command:
     """Whether `if`, `while`, `!` or `||` looks at its exit code."""
     in_background: bool = False
     captured: bool = False
-    """Whether it stands in `$(...)`: its output is taken, it is no step of the job."""
+    """Whether it stands in `$(...)`: its output is captured; it is not a step of the job."""
     function: int = 0
     """The function it is part of, as a number; 0 for the script itself."""
     branches: tuple[tuple[int, int], ...] = ()
