@@ -21,7 +21,7 @@ from hpctrain.exit_codes import REQUEUE
 from hpctrain.submit.ledger import SubmittedJob, split_task
 
 __all__ = [
-    "Told",
+    "LogEnd",
     "ask_states",
     "follow",
     "is_over",
@@ -44,7 +44,7 @@ _NEXT = re.compile(r"^hpctrain job: restart \d+ of \d+ is ([A-Za-z0-9ƒ][\w.\[\]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class LogEnd:
     """What the end of a log says of its job."""
 
     exit_code: int | None = None
@@ -54,22 +54,22 @@ class Told:
     """The id of its restart, where that is another job."""
 
 
-def read_end(text: str) -> Told:
+def read_end(text: str) -> LogEnd:
     """Read the lines that a job script ends with. Pure."""
     starts = list(_STARTED.finditer(text))
     last = text[starts[-1].end() :] if starts else text  # a requeued job appends to its log
     ends = list(_ENDED.finditer(last))
     if not ends:
-        return Told()
+        return LogEnd()
     code, elapsed_s = int(ends[-1][1]), int(ends[-1][2])
     rest = last[ends[-1].end() :]
     if following := _NEXT.search(rest):
-        return Told(exit_code=code, elapsed_s=elapsed_s, next_job=following[1])
+        return LogEnd(exit_code=code, elapsed_s=elapsed_s, next_job=following[1])
     if _REQUEUED.search(rest):
-        return Told()
+        return LogEnd()
     if code == REQUEUE and _REFUSED.search(rest):
         code = 1  # as the script ends then
-    return Told(exit_code=code, elapsed_s=elapsed_s)
+    return LogEnd(exit_code=code, elapsed_s=elapsed_s)
 
 
 def runs_of(entry: SubmittedJob) -> list[SubmittedJob]:

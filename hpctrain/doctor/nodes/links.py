@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from hpctrain.doctor.nodes.report import Link
+from hpctrain.doctor.nodes.report import NodeLink
 from hpctrain.world import poll
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class _Line:
             raise SilentError
 
 
-def measure_link(comm: Comm, other: int, *, turn: int, limit_s: float) -> Link:
+def measure_link(comm: Comm, other: int, *, turn: int, limit_s: float) -> NodeLink:
     """Collective over two ranks: each calls it with the other's rank and the same `turn`.
 
     The lower rank leads: small messages there and back for the latency, then blocks as large and as
@@ -88,9 +88,9 @@ def measure_link(comm: Comm, other: int, *, turn: int, limit_s: float) -> Link:
         size, count = int(plan[0]), int(plan[1])
         times = [_bounce(line, block[:size], leads=leads) for _ in range(count)]
     except SilentError:
-        return Link(a=a, b=b, bandwidth=None, latency=None)
+        return NodeLink(a=a, b=b, bandwidth=None, latency=None)
     trip_s = sum(times) / count
-    return Link(a=a, b=b, bandwidth=2 * size / trip_s / 1e6, latency=min(trips) / 2 * 1e6)
+    return NodeLink(a=a, b=b, bandwidth=2 * size / trip_s / 1e6, latency=min(trips) / 2 * 1e6)
 
 
 def _bounce(

@@ -14,7 +14,7 @@ from hpctrain import log
 from hpctrain.doctor.nodes import display
 from hpctrain.doctor.nodes.links import choose_rounds, measure_clocks, measure_link
 from hpctrain.doctor.nodes.outliers import find_outliers
-from hpctrain.doctor.nodes.report import Link, RankReport, put_together
+from hpctrain.doctor.nodes.report import NodeLink, RankReport, put_together
 from hpctrain.errors import CollectiveError
 from hpctrain.world import abort
 
@@ -79,7 +79,7 @@ def _visit(world: World, *, as_json: bool) -> int:
         outliers = find_outliers(nodes, all_links)
         code = 1 if outliers else 0
         show = display.as_json if as_json else display.as_text
-        job = display.Job(num_ranks=world.size, mpi=world.mpi)
+        job = display.ExaminedJob(num_ranks=world.size, mpi=world.mpi)
         print(show(job, nodes, all_links, outliers), flush=True)
     roll.call("doctor: end")
     agreed: int = world.comm.bcast(code, root=0)
@@ -102,7 +102,7 @@ class _Roll:
         roll_call(self._world.comm, what, timeout_s=_MEET_LIMIT_S + more_s)
 
 
-def _measure_links(world: World) -> tuple[list[Link], list[tuple[float, float] | None]]:
+def _measure_links(world: World) -> tuple[list[NodeLink], list[tuple[float, float] | None]]:
     """Collective over the node leaders: clocks first, then the tournament.
 
     Each link is returned by the lower of its two nodes.
