@@ -86,7 +86,7 @@ def judge_cores(
 
     first = (omp_num_threads or "").split(",")[0].strip()
     if omp_num_threads is not None and not (first.isdecimal() and int(first) > 0):
-        return warning("OMP_NUM_THREADS is not a positive number", "unset it or mend it")
+        return warning("OMP_NUM_THREADS is not a positive number", "unset or correct it")
     if first and int(first) > len(affinity):
         return warning(
             "more threads than CPUs: they take turns, and every step waits for the last",
@@ -223,7 +223,7 @@ _LIMIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClockState:
-    """Whether the clock is synchronised (None: nobody can tell), and who says so."""
+    """Whether the clock is synchronised (None: unknown), and the source."""
 
     synchronised: bool | None
     source: str

@@ -147,7 +147,7 @@ def judge_allreduce(probe: Answer | None, match: Match) -> Check:
             name=name,
             status="broken",
             text="not run, because there is no matching launcher",
-            cure="mend `MPI and launcher` first",
+            cure="fix `MPI and launcher` first",
         )
     if probe.hung:
         return Check(

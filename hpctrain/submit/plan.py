@@ -58,7 +58,7 @@ class JobPlan:
 
     @property
     def is_array(self) -> bool:
-        """Whether there are several tasks, told apart by an index."""
+        """Whether there are several tasks, numbered by an index."""
         return self.request.array_size is not None
 
     @property

@@ -179,7 +179,7 @@ def last_lines(path: Path, count: int | None) -> str:
     except OSError as error:
         raise JobError(
             f"{path} cannot be read ({error.strerror}); the job may not have started: "
-            "`hpctrain job status` tells"
+            "check `hpctrain job status`"
         ) from error
     lines = text.splitlines(keepends=True)
     return "".join(lines if count is None else lines[max(0, len(lines) - count) :])

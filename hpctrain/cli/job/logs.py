@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
         try:
             _follow(entry, paths[0])
         except KeyboardInterrupt:
-            log.notice(f"job {entry.job} goes on")
+            log.notice(f"job {entry.job} is still running")
         return 0
     if len(paths) == 1:  # a restart that is a job of its own has a log of its own
         paths = [*paths, *(log_paths(run)[0] for run in runs_of(entry)[1:])]

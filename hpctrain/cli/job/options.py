@@ -130,7 +130,7 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--qos", metavar="Q", help="quality of service")
     group.add_argument("--constraint", metavar="C", help="features that nodes must have")
     group.add_argument("--reservation", metavar="R", help="reservation")
-    group.add_argument("--array", type=int, metavar="N", help="N tasks, told apart by an index")
+    group.add_argument("--array", type=int, metavar="N", help="N tasks, numbered by an index")
     group.add_argument("--array-limit", type=int, metavar="N", help="tasks at a time")
     group.add_argument("--after", action="append", default=[], metavar="ID", help="wait for a job")
     group.add_argument(

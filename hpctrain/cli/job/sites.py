@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         headers = ("site", "template", "GPUs", "what", "ever run", "as of")
         print(log.table(headers, [_row(site) for site in sites], width=_WIDTH))
-        print("\n`hpctrain job sites NAME` tells all of a profile, and where it comes from.")
+        print("\n`hpctrain job sites NAME` shows a whole profile, and its sources.")
     for error in broken:
         log.warn(str(error))
     return 2 if broken else 0

@@ -205,7 +205,7 @@ def _fail(doing: str, log_file: Path, why: str = "") -> NoReturn:
     cure = "use more cores (--jobs) or a less busy machine" if why else found.cure
     raise InstallError(
         f"Horovod {HOROVOD_VERSION} could not be built: {doing} failed because {why or found.why}. "
-        f"The whole log is {log_file}. To mend it: {cure}; then run `hpctrain horovod build` "
+        f"The whole log is {log_file}. To fix it: {cure}; then run `hpctrain horovod build` "
         "again. Everything but the horovod engine works without it."
     )
 

@@ -359,7 +359,7 @@ RULES = (
         id="J13",
         why="A word processor or a web page turned a hyphen or a quote into another character; "
         "neither the shell nor the batch system knows it as an option.",
-        cure="Type it anew: - ' \"",
+        cure="Retype it: - ' \"",
         check=_typographic,
     ),
     Rule(
