@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from hpctrain.batch_systems.job import (
     FINAL,
-    JobPlan,
     JobRequest,
     JobSite,
     JobState,
     JobUse,
+    PlannedJob,
     Template,
 )
 from hpctrain.batch_systems.launchers import LauncherRow
@@ -35,12 +35,12 @@ __all__ = [
     "FINAL",
     "Ask",
     "BatchSystem",
-    "JobPlan",
     "JobRequest",
     "JobSite",
     "JobState",
     "JobUse",
     "LauncherRow",
+    "PlannedJob",
     "Refused",
     "Template",
     "all_systems",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpctrain.batch_systems.job import JobPlan, JobState, Template
+from hpctrain.batch_systems.job import JobState, PlannedJob, Template
 from hpctrain.batch_systems.launchers import LauncherRow
 from hpctrain.batch_systems.system import Ask, BatchSystem, given, unreadable
 
@@ -45,7 +45,7 @@ class Flux(BatchSystem):
     has_arrays = False
     resubmits = True
 
-    def directives(self, plan: JobPlan) -> list[str]:
+    def directives(self, plan: PlannedJob) -> list[str]:
         """`#flux:` takes the options of `flux batch`."""
         request = plan.request
         words = given(
@@ -63,7 +63,7 @@ class Flux(BatchSystem):
             words.append(f"--signal={request.signal}@{format_duration(request.signal_lead_s)}")
         return words
 
-    def rank_words(self, plan: JobPlan) -> list[str]:
+    def rank_words(self, plan: PlannedJob) -> list[str]:
         """`flux run`."""
         words = ["flux", "run", "-N", str(plan.request.num_nodes), "-n", str(plan.num_ranks)]
         if plan.cpus_per_rank:
@@ -72,7 +72,7 @@ class Flux(BatchSystem):
             words += ["-g", "1"]
         return words
 
-    def node_words(self, plan: JobPlan) -> list[str]:
+    def node_words(self, plan: PlannedJob) -> list[str]:
         """One task per node."""
         nodes = str(plan.request.num_nodes)
         return ["flux", "run", "-N", nodes, "-n", nodes]

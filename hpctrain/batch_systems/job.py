@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hpctrain.batch_systems.units import format_clock, format_memory
 
-__all__ = ["FINAL", "JobPlan", "JobRequest", "JobSite", "JobState", "JobUse", "Template"]
+__all__ = ["FINAL", "JobRequest", "JobSite", "JobState", "JobUse", "PlannedJob", "Template"]
 
 FINAL = frozenset(
     {
@@ -97,7 +97,7 @@ class JobSite(Protocol):
     def launch_options(self) -> tuple[str, ...]: ...  # noqa: D102
 
 
-class JobPlan(Protocol):
+class PlannedJob(Protocol):
     """A request and a site put together, with nothing left open (`submit.Plan`)."""
 
     @property

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from typing import Any
 
-from hpctrain.batch_systems.job import JobPlan, Template
+from hpctrain.batch_systems.job import PlannedJob, Template
 from hpctrain.batch_systems.system import BatchSystem
 from hpctrain.errors import ConfigError
 
@@ -51,7 +51,7 @@ class Kubernetes(BatchSystem):
             "-o job.yaml`, and start it with `kubectl create -f job.yaml`"
         )
 
-    def manifest(self, plan: JobPlan) -> dict[str, object]:
+    def manifest(self, plan: PlannedJob) -> dict[str, object]:
         """The fields of an MPIJob.
 
         Raises:
@@ -78,7 +78,7 @@ class Kubernetes(BatchSystem):
             "limits": limits,
         }
 
-    def _check_request(self, plan: JobPlan) -> None:
+    def _check_request(self, plan: PlannedJob) -> None:
         """Refuse what a manifest cannot say, instead of leaving it out."""
         request: Any = plan.request
         if request.script and not request.script.endswith((".yaml", ".yml")):
@@ -102,7 +102,7 @@ class Kubernetes(BatchSystem):
             )
 
 
-def _forwarded(plan: JobPlan, environment: dict[str, str]) -> list[str]:
+def _forwarded(plan: PlannedJob, environment: dict[str, str]) -> list[str]:
     """Open MPI's ranks on other pods get only the variables that are named to mpirun."""
     if plan.mpi != "openmpi":
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpctrain.batch_systems.job import JobPlan
+from hpctrain.batch_systems.job import PlannedJob
 
 __all__ = ["MPI_LAUNCHERS", "LauncherRow", "local_rank_variable", "node_words", "rank_words"]
 
@@ -84,7 +84,7 @@ MPI_LAUNCHERS: tuple[LauncherRow, ...] = (
 _ROW_OF = {"pals": "pals", "mpich": "hydra", "openmpi": "openmpi"}
 
 
-def rank_words(plan: JobPlan) -> list[str]:
+def rank_words(plan: PlannedJob) -> list[str]:
     """The words of mpirun or mpiexec that start all ranks. Pure."""
     words = [plan.template.launcher, "-n", str(plan.num_ranks)]
     words += _per_node(plan.mpi, plan.ranks_per_node)
@@ -97,7 +97,7 @@ def rank_words(plan: JobPlan) -> list[str]:
     return words
 
 
-def node_words(plan: JobPlan) -> list[str]:
+def node_words(plan: PlannedJob) -> list[str]:
     """The words of mpirun or mpiexec that start one process on every node. Pure."""
     return [plan.template.launcher, "-n", str(plan.request.num_nodes), *_per_node(plan.mpi, 1)]
 

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from hpctrain.batch_systems.job import JobPlan, JobState, Template
+from hpctrain.batch_systems.job import JobState, PlannedJob, Template
 from hpctrain.batch_systems.launchers import LauncherRow
 from hpctrain.batch_systems.system import Ask, BatchSystem, given, unreadable
 from hpctrain.errors import ConfigError
@@ -53,7 +53,7 @@ class Lsf(BatchSystem):
     requeues_by_code = True
     one_gpu_per_rank = True
 
-    def directives(self, plan: JobPlan) -> list[str]:
+    def directives(self, plan: PlannedJob) -> list[str]:
         """The options of `bsub`."""
         request = plan.request
         number, name = "%J", request.name
@@ -78,18 +78,18 @@ class Lsf(BatchSystem):
             words.append(f"-wa {request.signal} -wt {_minutes(request.signal_lead_s)}")
         return words
 
-    def rank_words(self, plan: JobPlan) -> list[str]:
+    def rank_words(self, plan: PlannedJob) -> list[str]:
         """`jsrun`, one resource set per rank: its core block and its GPU stay together."""
         words = ["jsrun", "-n", str(plan.num_ranks), "-r", str(plan.ranks_per_node), "-a", "1"]
         words += ["-g", "1" if plan.gpus_per_node else "0"]
         cores = plan.cpus_per_rank or 1
         return [*words, "-c", str(cores), "-b", f"packed:{cores}"]
 
-    def node_words(self, plan: JobPlan) -> list[str]:
+    def node_words(self, plan: PlannedJob) -> list[str]:
         """One resource set per node."""
         return ["jsrun", "-n", str(plan.request.num_nodes), "-r", "1", "-a", "1", "-c", "1"]
 
-    def check(self, plan: JobPlan) -> None:
+    def check(self, plan: PlannedJob) -> None:
         """Besides: a signal's lead is counted in whole minutes."""
         super().check(plan)
         request = plan.request

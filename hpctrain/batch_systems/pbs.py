@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.batch_systems.job import JobPlan, JobState, Template
+from hpctrain.batch_systems.job import JobState, PlannedJob, Template
 from hpctrain.batch_systems.system import Ask, BatchSystem, given, unreadable
 from hpctrain.batch_systems.units import format_clock, format_memory, read_clock
 from hpctrain.errors import ConfigError
@@ -57,7 +57,7 @@ class Pbs(BatchSystem):
         """The server in `123.server`."""
         return environ[self.job_variables[0]].partition(".")[2] or None
 
-    def directives(self, plan: JobPlan) -> list[str]:
+    def directives(self, plan: PlannedJob) -> list[str]:
         """The options of `qsub`."""
         request, site = plan.request, plan.site
         chunk = [f"select={request.num_nodes}"]
@@ -91,7 +91,7 @@ class Pbs(BatchSystem):
         resource = (value or "").partition("=")[0]
         return not resource or resource in _RESOURCES or "," in (value or "")
 
-    def check(self, plan: JobPlan) -> None:
+    def check(self, plan: PlannedJob) -> None:
         """Besides: nodes that are given out whole, and arrays, of which no task is restarted."""
         if plan.site.whole_nodes and plan.request.memory_mib:
             raise ConfigError(f"{plan.site.title} gives nodes out whole; leave --memory out")

@@ -111,10 +111,12 @@ def known_launchers() -> Iterator[LauncherRow]:
     """All launchers, those that start processes inside others first.
 
     `mpirun` inside `sbatch` leaks the variables of its own step into every rank, where several
-    ranks all see SLURM_PROCID=0; so MPI's launchers come before those of batch systems.
+    ranks all see SLURM_PROCID=0; so MPI's launchers come before those of batch systems, Flux, which
+    runs inside other systems' jobs, before them, and Slurm's last.
     """
     yield from MPI_LAUNCHERS
-    yield from (system.launcher for system in _each() if system.launcher is not None)
+    yield from (each.launcher for each in reversed(_OWN) if each.launcher is not None)
+    yield from (each.launcher for each in _plugins() if each.launcher is not None)
 
 
 def detect_launcher(environ: Mapping[str, str]) -> LauncherRow | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.batch_systems.job import FINAL, JobPlan, JobState, JobUse, Template
+from hpctrain.batch_systems.job import FINAL, JobState, JobUse, PlannedJob, Template
 from hpctrain.batch_systems.launchers import LauncherRow
 from hpctrain.batch_systems.system import Ask, BatchSystem, given, unreadable
 from hpctrain.batch_systems.units import format_clock, format_memory, read_clock
@@ -110,7 +110,7 @@ class Slurm(BatchSystem):
 
     # Rendering.
 
-    def directives(self, plan: JobPlan) -> list[str]:
+    def directives(self, plan: PlannedJob) -> list[str]:
         """The options of `sbatch`."""
         request, site = plan.request, plan.site
         number = "%A_%a" if plan.is_array else "%j"
@@ -147,7 +147,7 @@ class Slurm(BatchSystem):
             words.append(f"--signal=B:{request.signal}@{request.signal_lead_s}")
         return words
 
-    def rank_words(self, plan: JobPlan) -> list[str]:
+    def rank_words(self, plan: PlannedJob) -> list[str]:
         """`srun`, or an MPI's own mpirun."""
         if plan.template.launcher != "srun":
             return super().rank_words(plan)
@@ -159,7 +159,7 @@ class Slurm(BatchSystem):
             words.append(f"--cpu-bind=mask_cpu:{','.join(masks)}")
         return words
 
-    def launch_words(self, plan: JobPlan) -> list[str]:
+    def launch_words(self, plan: PlannedJob) -> list[str]:
         """With the environment definition file, where a container engine inside srun takes one."""
         words = super().launch_words(plan)
         if plan.template.name != _CONTAINER_ENGINE:
@@ -168,7 +168,7 @@ class Slurm(BatchSystem):
         is_name = not image.endswith(".toml") or image.startswith(("/", "./", "../"))
         return [*words, f"--environment={image if is_name else f'./{image}'}"]
 
-    def node_words(self, plan: JobPlan) -> list[str]:
+    def node_words(self, plan: PlannedJob) -> list[str]:
         """`srun`, whichever launcher the ranks have."""
         nodes = plan.request.num_nodes
         return [
@@ -179,13 +179,13 @@ class Slurm(BatchSystem):
             "--mpi=none",
         ]
 
-    def passed_signals(self, plan: JobPlan) -> dict[str, str]:
+    def passed_signals(self, plan: PlannedJob) -> dict[str, str]:
         """Seen: srun passes USR2 on, but kills its ranks on TERM, which Slurm sends them itself."""
         if plan.template.launcher != "srun":
             return super().passed_signals(plan)
         return {"TERM": "", plan.request.signal: plan.request.signal}
 
-    def check(self, plan: JobPlan) -> None:
+    def check(self, plan: PlannedJob) -> None:
         """Besides: srun does not pass every signal on."""
         if plan.template.launcher == "srun" and plan.request.signal in ("TERM", "HUP"):
             raise ConfigError(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain import programs
 from hpctrain.batch_systems import launchers
-from hpctrain.batch_systems.job import JobPlan, JobState, JobUse, Template
+from hpctrain.batch_systems.job import JobState, JobUse, PlannedJob, Template
 from hpctrain.batch_systems.launchers import LauncherRow
 from hpctrain.errors import ConfigError, JobError
 from hpctrain.programs import Answer
@@ -123,7 +123,7 @@ class BatchSystem:
         """Its answer: "over", "ending" (its processes are being killed), "alive", or None."""
         return None
 
-    def directives(self, plan: JobPlan) -> list[str]:
+    def directives(self, plan: PlannedJob) -> list[str]:
         """The options of all directives, without the prefix, in order."""
         return []
 
@@ -134,25 +134,25 @@ class BatchSystem:
         """
         return any(known.startswith(name) for known in self.managed)
 
-    def rank_words(self, plan: JobPlan) -> list[str]:
+    def rank_words(self, plan: PlannedJob) -> list[str]:
         """The launcher and its options that start all ranks."""
         return launchers.rank_words(plan)
 
-    def launch_words(self, plan: JobPlan) -> list[str]:
+    def launch_words(self, plan: PlannedJob) -> list[str]:
         """The words that start all ranks, the site's options included; the command follows."""
         return [*self.rank_words(plan), *plan.site.launch_options]
 
-    def node_words(self, plan: JobPlan) -> list[str]:
+    def node_words(self, plan: PlannedJob) -> list[str]:
         """The words that start one process on every node, without MPI."""
         return launchers.node_words(plan)
 
-    def local_rank_variable(self, plan: JobPlan) -> str:
+    def local_rank_variable(self, plan: PlannedJob) -> str:
         """The variable in which the launcher tells a rank its place on the node."""
         if self.launcher is not None and plan.template.launcher == self.launcher.name:
             return self.launcher.local_rank[0]
         return launchers.local_rank_variable(plan.mpi)
 
-    def passed_signals(self, plan: JobPlan) -> dict[str, str]:
+    def passed_signals(self, plan: PlannedJob) -> dict[str, str]:
         """What the batch shell sends to the launcher for each signal; "" only makes it wait.
 
         MPICH's mpirun passes TERM on, and dies of USR2.
@@ -161,7 +161,7 @@ class BatchSystem:
         passed = "TERM" if plan.mpi == "mpich" and signal in ("USR2", "HUP") else signal
         return {"TERM": "TERM", signal: passed}
 
-    def check(self, plan: JobPlan) -> None:
+    def check(self, plan: PlannedJob) -> None:
         """Refuse what this batch system cannot do.
 
         Raises:
@@ -198,7 +198,7 @@ class BatchSystem:
                 "render it into a file with -o, or submit it"
             )
 
-    def manifest(self, plan: JobPlan) -> dict[str, object]:
+    def manifest(self, plan: PlannedJob) -> dict[str, object]:
         """What a template that renders a manifest is filled with, besides the plan."""
         raise ConfigError(f"hpctrain renders scripts for {self.title}, not manifests")
 

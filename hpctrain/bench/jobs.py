@@ -12,12 +12,16 @@ from hpctrain.batch_systems import Ask, ask_program, find_system, find_template
 from hpctrain.bench.local import tell_end
 from hpctrain.bench.sweep import Folder, Measured, Sweep
 from hpctrain.errors import ConfigError, JobError
-from hpctrain.submit.ledger import Entry, Ledger
-from hpctrain.submit.request import Request
-from hpctrain.submit.site import Site
-from hpctrain.submit.status import last_lines, log_paths
-from hpctrain.submit.submission import submit
-from hpctrain.submit.sweep import task_states
+from hpctrain.submit import (
+    Ledger,
+    Request,
+    Site,
+    SubmittedJob,
+    last_lines,
+    log_paths,
+    submit,
+    task_states,
+)
 
 __all__ = ["Batch", "gather", "group_launches", "submit_sweep"]
 
@@ -137,7 +141,7 @@ def gather(
         have.update(missing)
         if not missing:
             continue
-        entry = Entry(**row["entry"])
+        entry = SubmittedJob(**row["entry"])
         states = task_states(entry, ask)
         for key in missing:
             task = row["keys"].index(key) if len(row["keys"]) > 1 else None
@@ -154,11 +158,11 @@ def gather(
 
 
 def _is_over(row: Mapping[str, Any], ask: Ask) -> bool:
-    entry = Entry(**row["entry"])
+    entry = SubmittedJob(**row["entry"])
     return all(state.is_final for state in task_states(entry, ask).values())
 
 
-def _tail(entry: Entry, task: int | None) -> str:
+def _tail(entry: SubmittedJob, task: int | None) -> str:
     try:
         return tell_end(last_lines(log_paths(entry, task)[0], None))
     except JobError as error:

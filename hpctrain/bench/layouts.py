@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.bench.results import cpu_name, machine_id
 from hpctrain.errors import ConfigError, InstallError
-from hpctrain.install.lock import held
+from hpctrain.install import held
 
 __all__ = [
     "BestLayout",

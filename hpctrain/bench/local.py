@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hpctrain.bench.load import foreign_load, read_clocks
 from hpctrain.bench.sweep import RANKS, Folder, Measured, Sweep, SweepPoint, fill_arguments
-from hpctrain.submit.sweep import launch
+from hpctrain.submit import launch
 from hpctrain.world import BENCH_VARIABLE, Asked
 
 __all__ = ["ask", "explain", "run_sweep", "tell_end", "tell_other_device"]

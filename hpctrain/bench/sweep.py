@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import ConfigError
-from hpctrain.submit.sweep import fill_words, grid_points
+from hpctrain.submit import fill_words, grid_points
 
 __all__ = [
     "ALONE",

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import psutil
 
-from hpctrain.doctor.leftovers import find_leftovers
+from hpctrain.doctor import find_leftovers
 from hpctrain.faults import Injection
 from hpctrain.world import CHAOS_VARIABLE
 

@@ -31,7 +31,7 @@ def choose_layout(
         ConfigError: nothing was measured here, or the number of threads is fixed.
     """
     from hpctrain.bench import LayoutBook, digest_script, find_layout, this_machine
-    from hpctrain.submit.places import state_home
+    from hpctrain.submit import state_home
 
     if environ.get("OMP_NUM_THREADS"):
         raise ConfigError(

@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
                 "process; write `mpirun -n N hpctrain doctor --all-nodes` or `srun hpctrain doctor "
                 "--all-nodes`, with at least one rank per node"
             )
-        from hpctrain.doctor.nodes.visit import visit_all_nodes
+        from hpctrain.doctor import visit_all_nodes
 
         return visit_all_nodes(as_json=args.json, limit_s=args.time_limit or 600.0)
     if is_rank and launch.size > 1:
@@ -84,10 +84,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _clean(*, as_json: bool) -> int:
-    from hpctrain.doctor.leftovers import find_leftovers, remove
+    from hpctrain.doctor import find_leftovers, remove_leftovers
 
     found = find_leftovers()
-    trouble = remove(found)
+    trouble = remove_leftovers(found)
     if as_json:
         rows = [{"path": str(f.path), "owner": f.owner, "bytes": f.num_bytes} for f in found]
         print(json.dumps({"removed": rows, "trouble": trouble}, indent=2))
@@ -102,9 +102,8 @@ def _clean(*, as_json: bool) -> int:
 
 
 def _examine(*, as_json: bool, limit_s: float) -> int:
-    from hpctrain.doctor import verdict
-    from hpctrain.doctor.examination import CHECKS, examine
-    from hpctrain.doctor.facts import Facts
+    from hpctrain.doctor import CHECKS, Facts, examine, exit_code, render, summarise
+    from hpctrain.doctor import as_json as checks_as_json
 
     facts = Facts(os.environ, python=Path(sys.executable), prefix=Path(sys.prefix), limit_s=limit_s)
     name_width = max(len(name) for name, _ in CHECKS)
@@ -112,9 +111,9 @@ def _examine(*, as_json: bool, limit_s: float) -> int:
     for check in examine(facts):
         checks.append(check)
         if not as_json:  # as they come: all of them take a while
-            print(verdict.render(check, name_width=name_width), flush=True)
+            print(render(check, name_width=name_width), flush=True)
     if as_json:
-        print(json.dumps(verdict.as_json(checks), indent=2))
+        print(json.dumps(checks_as_json(checks), indent=2))
     else:
-        print(f"\n{verdict.summarise(checks)}")
-    return verdict.exit_code(checks)
+        print(f"\n{summarise(checks)}")
+    return exit_code(checks)

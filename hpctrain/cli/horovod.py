@@ -88,10 +88,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from hpctrain.install.horovod.build import BuildOptions, build_wheel
-    from hpctrain.install.horovod.deploy import install_wheel
-    from hpctrain.install.horovod.facts import collect
-    from hpctrain.install.horovod.key import cache_home
+    from hpctrain.install import BuildOptions, build_wheel, cache_home, collect, install_wheel
 
     options = BuildOptions(
         cache_dir=(args.cache_dir or cache_home(os.environ)).absolute(),
@@ -111,7 +108,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from hpctrain.install.horovod.check import check_horovod
+    from hpctrain.install import check_horovod
 
     found = check_horovod(Path(sys.executable), environ=os.environ, run=not args.no_run)
     if args.json:
@@ -126,7 +123,7 @@ def _check(args: argparse.Namespace) -> int:
         for problem in found.problems:
             print(f"  {problem}")
         if found.cure:
-            print(f"  to mend it: {found.cure}")
+            print(f"  fix: {found.cure}")
     return {"ok": 0, "missing": 3}.get(found.status, 1)
 
 

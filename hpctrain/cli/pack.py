@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.submit.pack import outside_paths, pack_environment
+from hpctrain.submit import outside_paths, pack_environment
 
 __all__ = ["add_arguments", "main"]
 

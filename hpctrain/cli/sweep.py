@@ -20,11 +20,8 @@ from hpctrain.cli.job.options import (
     snapshot_for,
 )
 from hpctrain.errors import ConfigError
-from hpctrain.submit.ledger import Ledger
-from hpctrain.submit.places import state_home
-from hpctrain.submit.render import render
-from hpctrain.submit.submission import submit
-from hpctrain.submit.sweep import (
+from hpctrain.submit import (
+    Ledger,
     Point,
     forget_exit,
     grid_points,
@@ -35,6 +32,9 @@ from hpctrain.submit.sweep import (
     note_jobs,
     random_points,
     read_results,
+    render,
+    state_home,
+    submit,
     sweep_commands,
     withdraw_sweep,
     write_sweep,

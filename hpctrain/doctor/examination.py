@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hpctrain.doctor import batch, clock, frameworks, machine, mpi
+from hpctrain.doctor import frameworks, machine, mpi
 from hpctrain.doctor.facts import Facts
 from hpctrain.doctor.verdict import Check
-from hpctrain.install.horovod.check import check_horovod
-from hpctrain.install.mpi import launchers_on
+from hpctrain.install import check_horovod, launchers_on
 from hpctrain.world import read_affinity, read_core_map
 
 __all__ = ["CHECKS", "examine"]
@@ -126,16 +125,16 @@ def _memlock(facts: Facts) -> Check:
 
 
 def _clock(facts: Facts) -> Check:
-    return clock.judge_clock(clock.read_clock(facts.which, facts.ask))
+    return machine.judge_clock(machine.read_clock(facts.which, facts.ask))
 
 
 def _batch(facts: Facts) -> Check:
-    names = [tool for tools in batch.known_tools().values() for tool in tools]
+    names = [tool for tools in machine.known_tools().values() for tool in tools]
     tools = {tool: path for tool in names if (path := facts.which(tool))}
     srun = tools.get("srun")
     plugins = facts.ask(str(srun), "--mpi=list", limit_s=15) if srun else None
     loaded = facts.loaded
-    return batch.judge_batch(tools, plugins, loaded.mpi if loaded else None)
+    return machine.judge_batch(tools, plugins, loaded.mpi if loaded else None)
 
 
 CHECKS: tuple[tuple[str, Callable[[Facts], Check]], ...] = (

@@ -12,14 +12,14 @@ from pathlib import Path
 import hpctrain
 from hpctrain.batch_systems import all_systems
 from hpctrain.errors import LaunchError
-from hpctrain.install.mpi import (
+from hpctrain.install import (
     LoadedMpi,
-    MpiVersion,
     launchers_on,
     matching_mpirun,
     probe_mpi4py,
 )
 from hpctrain.launch.command import launch_command, launch_environment
+from hpctrain.mpi_version import MpiVersion
 from hpctrain.programs import Answer, ask
 
 __all__ = ["Facts", "Match", "without_launcher"]

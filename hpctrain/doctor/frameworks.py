@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpctrain.doctor.verdict import Check
-from hpctrain.install.horovod.check import HorovodCheck
+from hpctrain.install import HorovodCheck
 from hpctrain.programs import Answer
 
 __all__ = ["judge_horovod", "judge_math", "judge_nccl", "judge_torch"]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-__all__ = ["NAMES", "Leftover", "find_leftovers", "remove"]
+__all__ = ["LEFTOVER_NAMES", "Leftover", "find_leftovers", "remove_leftovers"]
 
-NAMES = {
+LEFTOVER_NAMES = {
     f"hpctrain-[0-9]*-{'[0-9a-f]' * 16}": "hpctrain",
     "mpich_shm_*": "MPICH",
     "vader_segment.*": "Open MPI",
@@ -60,7 +60,7 @@ def find_leftovers(
 
 
 def _judge(path: Path, youngest_s: float) -> Leftover | None:
-    owner = next((who for name, who in NAMES.items() if fnmatch(path.name, name)), None)
+    owner = next((who for name, who in LEFTOVER_NAMES.items() if fnmatch(path.name, name)), None)
     if owner is None:
         return None
     try:
@@ -96,7 +96,7 @@ def _files_in_use() -> set[int]:
     return used
 
 
-def remove(leftovers: Iterable[Leftover]) -> list[str]:
+def remove_leftovers(leftovers: Iterable[Leftover]) -> list[str]:
     """Remove them; why some could not be."""
     trouble = []
     for one in leftovers:

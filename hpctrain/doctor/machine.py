@@ -1,21 +1,38 @@
-"""Judges the machine: cores, shared memory, locked memory. Reading is apart from judging."""
+"""Judges the machine: cores, shared and locked memory, clock, batch system.
+
+Reading is apart from judging, which is pure.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.batch_systems import all_systems, parse_plugins
 from hpctrain.doctor.verdict import Check
 from hpctrain.log import format_bytes, format_ranges
+from hpctrain.mpi_version import MpiVersion, choose_plugin
+from hpctrain.programs import Answer
 from hpctrain.world import CoreMap
 
 __all__ = [
+    "ClockState",
+    "judge_batch",
+    "judge_clock",
     "judge_cores",
     "judge_memlock",
     "judge_shm",
+    "known_tools",
+    "parse_chronyc",
     "parse_cpu_flags",
     "parse_quota",
+    "parse_timedatectl",
+    "read_clock",
     "read_cpu_flags",
     "read_infiniband",
     "read_memlock",
@@ -69,7 +86,7 @@ def judge_cores(
 
     first = (omp_num_threads or "").split(",")[0].strip()
     if omp_num_threads is not None and not (first.isdecimal() and int(first) > 0):
-        return warning("OMP_NUM_THREADS is not a positive number", "unset it or mend it")
+        return warning("OMP_NUM_THREADS is not a positive number", "unset or correct it")
     if first and int(first) > len(affinity):
         return warning(
             "more threads than CPUs: they take turns, and every step waits for the last",
@@ -197,3 +214,133 @@ def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
         if key.strip().lower() in {"flags", "features"}:
             return frozenset(value.split())
     return frozenset()
+
+
+_UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
+_TIMEX_BYTES = 256  # struct timex needs 208
+_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClockState:
+    """Whether the clock is synchronised (None: unknown), and the source."""
+
+    synchronised: bool | None
+    source: str
+
+
+def judge_clock(state: ClockState) -> Check:
+    """Is the clock kept in time?"""
+    name = "clock"
+    details = {"synchronised": state.synchronised, "source": state.source}
+    if state.synchronised is None:
+        text = "it is not known whether it is synchronised"
+        return Check(name=name, status="ok", text=text, details=details)
+    if state.synchronised:
+        text = f"synchronised ({state.source})"
+        return Check(name=name, status="ok", text=text, details=details)
+    return Check(
+        name=name,
+        status="warning",
+        text=f"not synchronised ({state.source}): the logs of several nodes may not line up",
+        cure="start the time service (`systemctl enable --now chronyd`, or systemd-timesyncd); a "
+        "virtual machine or container relies on its host's",
+        details=details,
+    )
+
+
+def parse_timedatectl(text: str) -> bool | None:
+    """Read `timedatectl show --property=NTPSynchronized`. Pure."""
+    values = {"NTPSynchronized=yes": True, "NTPSynchronized=no": False}
+    return values.get(text.strip())
+
+
+def parse_chronyc(text: str) -> bool | None:
+    """Read the leap status, the last field of `chronyc -c tracking`. Pure."""
+    fields = text.strip().split(",")
+    return fields[-1] != "Not synchronised" if len(fields) > 10 else None
+
+
+def read_clock(which: Callable[[str], Path | None], ask: Callable[..., Answer]) -> ClockState:
+    """Ask the time services, then the kernel."""
+    questions = (
+        ("timedatectl", ("show", "--property=NTPSynchronized"), parse_timedatectl),
+        ("chronyc", ("-c", "tracking"), parse_chronyc),
+    )
+    for tool, words, parse in questions:
+        path = which(tool)
+        answer = ask(str(path), *words, limit_s=_LIMIT_S) if path else None
+        if answer is not None and answer.code == 0 and (said := parse(answer.out)) is not None:
+            return ClockState(synchronised=said, source=tool)
+    return ClockState(synchronised=_ask_kernel(), source="the kernel")
+
+
+def _ask_kernel() -> bool | None:
+    """Read the kernel's clock state; adjtimex(2) with modes = 0 changes nothing."""
+    timex = ctypes.create_string_buffer(_TIMEX_BYTES)
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(timex)
+    except (AttributeError, OSError):
+        return None
+    if state < 0:
+        return None
+    # modes, offset, freq, maxerror, esterror, status: C's own alignment
+    status = struct.unpack_from("@IllllI", timex.raw)[-1]
+    return not status & _UNSYNCHRONISED
+
+
+def known_tools() -> dict[str, tuple[str, ...]]:
+    """The tools of each batch system; those that have the same tools cannot be told apart."""
+    titles: dict[tuple[str, ...], list[str]] = {}
+    for system in all_systems():
+        if system.tools:
+            titles.setdefault(system.tools, []).append(system.title)
+    return {" or ".join(same): tools for tools, same in titles.items()}
+
+
+def judge_batch(tools: Mapping[str, Path], plugins: Answer | None, mpi: MpiVersion | None) -> Check:
+    """Which batch system is here, and how does its launcher start this MPI?
+
+    Args:
+        tools: The tools found on PATH.
+        plugins: The answer to `srun --mpi=list`; None without srun.
+        mpi: The MPI that mpi4py loads.
+    """
+    name = "batch system"
+    systems = [
+        f"{system} ({', '.join(tool for tool in names if tool in tools)})"
+        for system, names in known_tools().items()
+        if any(tool in tools for tool in names)
+    ]
+    details: dict[str, object] = {"tools": {tool: str(path) for tool, path in tools.items()}}
+    if not systems:
+        return Check(name=name, status="ok", text="no batch system's tools on PATH")
+    text = " and ".join(systems)
+    if plugins is None or mpi is None:
+        return Check(name=name, status="ok", text=text, details=details)
+    offered = parse_plugins(plugins.out + "\n" + plugins.err) if plugins.code == 0 else frozenset()
+    details["srun_mpi"] = sorted(offered)
+    if not offered:
+        return Check(
+            name=name,
+            status="warning",
+            text=f"{text}; `srun --mpi=list` failed: {plugins.reason}",
+            cure="is this machine part of the cluster? check SLURM_CONF and slurmctld, or run "
+            "doctor on a login node",
+            details=details,
+        )
+    plugin = choose_plugin(mpi, offered)
+    if plugin is None:
+        wanted = " or ".join(mpi.srun_plugins or ("its own",))
+        return Check(
+            name=name,
+            status="warning",
+            text=f"{text}; {mpi} needs srun --mpi={wanted}, but srun offers only "
+            f"{', '.join(sorted(offered))}: under srun each rank would be a job of its own",
+            cure="start ranks with `hpctrain run` or mpirun inside sbatch, or load an MPI that "
+            "matches what srun offers",
+            details=details,
+        )
+    details["srun_mpi_choice"] = plugin
+    text = f"{text}; start {mpi} with `srun --mpi={plugin}`"
+    return Check(name=name, status="ok", text=text, details=details)

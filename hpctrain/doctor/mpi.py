@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hpctrain.doctor.facts import Match
 from hpctrain.doctor.verdict import Check
-from hpctrain.install.mpi import LoadedMpi, MpiVersion
+from hpctrain.install import LoadedMpi
+from hpctrain.mpi_version import MpiVersion
 from hpctrain.programs import Answer
 
 __all__ = ["judge_abi", "judge_allreduce", "judge_gpu_aware", "judge_launcher", "judge_threads"]
@@ -146,7 +147,7 @@ def judge_allreduce(probe: Answer | None, match: Match) -> Check:
             name=name,
             status="broken",
             text="not run, because there is no matching launcher",
-            cure="mend `MPI and launcher` first",
+            cure="fix `MPI and launcher` first",
         )
     if probe.hung:
         return Check(

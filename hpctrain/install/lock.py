@@ -54,7 +54,7 @@ def _acquire(fd: int, path: Path, *, what: str, wait_s: float) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_LOCKS_HERE:
-                log.warn(f"the file system of {path.parent} has no locks; going on without one")
+                log.warn(f"the file system of {path.parent} has no locks; continuing without one")
                 return
             if error.errno not in {errno.EWOULDBLOCK, errno.EACCES}:
                 raise
@@ -67,6 +67,8 @@ def _acquire(fd: int, path: Path, *, what: str, wait_s: float) -> None:
                 f"{wait_s:.0f} s; let it finish, or end that process, then try again"
             )
         if not told:
-            log.notice(f"waiting up to {wait_s:.0f} s for {holder}, which is already at it: {what}")
+            log.notice(
+                f"waiting up to {wait_s:.0f} s for {holder}, which is already doing it: {what}"
+            )
             told = True
         time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))

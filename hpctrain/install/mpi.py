@@ -1,7 +1,8 @@
-"""Which MPI is here: the library mpi4py loads, and the launcher that belongs to it.
+"""Which MPI is here: the library mpi4py loads, the launcher that belongs to it, its compiler.
 
 A launcher of another MPI starts n silent jobs of one rank each, so the two are matched before
-anything is started. Nothing here calls MPI_Init.
+anything is started. Only the two-rank run calls MPI_Init, in processes of its own: it alone proves
+that launcher, library and extension fit together.
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from hpctrain.errors import LaunchError
 from hpctrain.mpi_version import MpiVersion, identify
+from hpctrain.programs import Answer, ask
 
 __all__ = [
+    "MPI4PY_PROOF",
     "LoadedMpi",
-    "MpiVersion",
-    "identify",
+    "lacks_headers",
     "launchers_on",
     "loaded_mpi",
     "matching_mpirun",
     "probe_mpi4py",
+    "run_two_ranks",
+    "two_rank_command",
 ]
 
 _PROBE = """
@@ -143,3 +147,61 @@ def matching_mpirun(loaded: LoadedMpi, search_path: str) -> tuple[Path, MpiVersi
         "mpi4py load the MPI of that launcher (MPI4PY_MPIABI, or `pip uninstall mpich` when the "
         "wheel shadows the site's MPI)"
     )
+
+
+def lacks_headers(wrapper: Path, environ: Mapping[str, str]) -> bool:
+    """Whether `mpicc` or `mpicxx` runs a compiler that does not find mpi.h.
+
+    False also when it runs no compiler at all: that is another trouble, with another cure.
+    """
+    try:
+        done = subprocess.run(
+            [str(wrapper), "-E", "-x", "c", "-"],
+            input="#include <mpi.h>\n",
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            env=dict(environ),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode != 0 and "mpi.h" in done.stderr
+
+
+# Each rank contributes rank + 1, so only a real job of two sums to three.
+MPI4PY_PROOF = """
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+total = world.allreduce(world.rank + 1)
+if world.size != 2 or total != 3:
+    raise SystemExit(f"size {world.size} and sum {total}, expected 2 and 3")
+if world.rank == 0:
+    print("two ranks met")
+"""
+
+
+def two_rank_command(
+    mpirun: Path, version: MpiVersion, program: list[str], *, root: bool
+) -> list[str]:
+    """Pure: the command that starts `program` twice, with the flags that this MPI insists on."""
+    command = [str(mpirun)]
+    if version.family == "openmpi":
+        if root:
+            command.append("--allow-run-as-root")
+        old = version.version.split(".", 1)[0] in {"1", "2", "3", "4"}
+        command += ["--oversubscribe"] if old else ["--map-by", ":OVERSUBSCRIBE"]
+    return [*command, "-n", "2", *program]
+
+
+def run_two_ranks(
+    mpirun: Path,
+    version: MpiVersion,
+    program: list[str],
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float = 60.0,
+) -> Answer:
+    """Start `program` as two ranks and wait at most `timeout_s` for both to end."""
+    command = two_rank_command(mpirun, version, program, root=os.geteuid() == 0)
+    return ask(command, environ=environ, limit_s=timeout_s)

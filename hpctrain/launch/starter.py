@@ -17,7 +17,7 @@ import psutil
 
 from hpctrain import freed_memory, log
 from hpctrain.exit_codes import REQUEUE
-from hpctrain.install.mpi import loaded_mpi, matching_mpirun
+from hpctrain.install import loaded_mpi, matching_mpirun
 from hpctrain.launch.command import (
     Hosts,
     explain_unstarted,

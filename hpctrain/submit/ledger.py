@@ -13,17 +13,17 @@ from pathlib import Path
 from hpctrain import log
 from hpctrain.batch_systems import find_system
 from hpctrain.errors import ConfigError, InstallError, JobError
-from hpctrain.install.lock import held
+from hpctrain.install import held
 
-__all__ = ["Entry", "Ledger", "split_task"]
+__all__ = ["Ledger", "SubmittedJob", "split_task"]
 
 _KEPT = 1000
 _LOCK_WAIT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A job that was handed over."""
+class SubmittedJob:
+    """A job that was submitted."""
 
     job: str
     batch: str
@@ -48,7 +48,7 @@ class Ledger:
         self.path = home / "jobs.json"
         self.aside = home / "jobs.d"
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[SubmittedJob]:
         """All that is remembered.
 
         Raises:
@@ -64,14 +64,14 @@ class Ledger:
             rows = []
         return sorted([*rows, *aside], key=lambda entry: entry.submitted)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: SubmittedJob) -> None:
         """Remember a job; others may do the same at this moment.
 
         The job is in the queue already, so this never fails: what cannot be kept in the file is
         kept beside it, or beside the script, and that is said.
         """
         try:
-            with held(self.path.with_suffix(".lock"), what="remember a job", wait_s=_LOCK_WAIT_S):
+            with held(self.path.with_suffix(".lock"), what="record a job", wait_s=_LOCK_WAIT_S):
                 rows = [*self._table(), entry][-_KEPT:]
                 table = {"version": 1, "jobs": [dataclasses.asdict(row) for row in rows]}
                 fresh = self.path.with_suffix(f".{os.getpid()}.new")
@@ -79,31 +79,33 @@ class Ledger:
                 fresh.replace(self.path)
         except (OSError, InstallError, JobError) as error:
             where = self._put_aside(entry)
-            kept = f"it is remembered in {where}" if where else "nothing remembers it: note the id"
+            kept = (
+                f"it is recorded in {where}" if where else "it could not be recorded: note the id"
+            )
             log.warn(f"job {entry.job} was submitted; {kept} ({error})")
 
-    def _table(self) -> list[Entry]:
+    def _table(self) -> list[SubmittedJob]:
         try:
             table = json.loads(self.path.read_text(encoding="utf-8"))
-            return [Entry(**row) for row in table["jobs"]]
+            return [SubmittedJob(**row) for row in table["jobs"]]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise JobError(
-                f"{self.path}, which remembers your jobs, cannot be read ({error}); mend it or "
+                f"{self.path}, the list of your jobs, cannot be read ({error}); repair it or "
                 "move it away"
             ) from error
 
-    def _entries_aside(self) -> list[Entry]:
+    def _entries_aside(self) -> list[SubmittedJob]:
         found = []
         for path in sorted(self.aside.glob("*.json")):
             try:
-                found.append(Entry(**json.loads(path.read_text(encoding="utf-8"))))
+                found.append(SubmittedJob(**json.loads(path.read_text(encoding="utf-8"))))
             except (OSError, ValueError, TypeError) as error:
-                log.warn(f"{path}, which remembers a job, cannot be read ({error})")
+                log.warn(f"{path}, the record of a job, cannot be read ({error})")
         return found
 
-    def _put_aside(self, entry: Entry) -> Path | None:
+    def _put_aside(self, entry: SubmittedJob) -> Path | None:
         """A file for this job alone; None where there is no place for it."""
         text = json.dumps(dataclasses.asdict(entry), indent=1)
         name = f"{time.time_ns()}-{os.getpid()}.json"
@@ -114,7 +116,7 @@ class Ledger:
                 return path
         return None
 
-    def find(self, job: str | None) -> Entry | None:
+    def find(self, job: str | None) -> SubmittedJob | None:
         """The newest entry of that id (or of its array), or the newest of all."""
         for entry in reversed(self.entries()):
             if job is None or job == entry.job or split_task(entry, job)[0] == entry.job:
@@ -122,7 +124,7 @@ class Ledger:
         return None
 
 
-def split_task(entry: Entry, job: str) -> tuple[str, int | None]:
+def split_task(entry: SubmittedJob, job: str) -> tuple[str, int | None]:
     """The array and the index in the id of a task of a job.
 
     The index is the batch system's own, and some count from 1. The batch system of an old job may

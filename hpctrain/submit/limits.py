@@ -11,6 +11,7 @@ from typing import Any
 
 from hpctrain.batch_systems import format_clock, parse_duration
 from hpctrain.errors import ConfigError
+from hpctrain.tables import check_keys, count_of
 
 __all__ = ["QUEUE_OPTIONS", "Queue", "check_limits", "queue_from_table"]
 
@@ -81,25 +82,18 @@ def queue_from_table(what: str, table: object) -> Queue:
     Raises:
         ConfigError: a key is unknown, or a limit is no limit.
     """
-    if not isinstance(table, dict):
-        raise ConfigError(f"{what} must be a table with {', '.join(_KEYS)}, not {table!r}")
-    if unknown := sorted(set(table) - set(_KEYS)):
-        raise ConfigError(
-            f"{what}: unknown keys {', '.join(unknown)}; there are {', '.join(_KEYS)}"
-        )
-    least, most = table.get("min_nodes", 1), table.get("max_nodes")
-    for given in (least, 1 if most is None else most):
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ConfigError(f"{what}: {given!r} is no number of nodes; give 1 or more")
+    given = check_keys(table, what, needed=(), known=_KEYS)
+    least = count_of(given.get("min_nodes", 1), f"{what}: min_nodes")
+    most = count_of(given["max_nodes"], f"{what}: max_nodes") if "max_nodes" in given else None
     if most is not None and most < least:
         raise ConfigError(f"{what}: max_nodes = {most} is less than min_nodes = {least}")
-    by_request = table.get("by_request", False)
+    by_request = given.get("by_request", False)
     if not isinstance(by_request, bool):
         raise ConfigError(f"{what}: by_request = {by_request!r} must be true or false")
     return Queue(
         min_nodes=least,
         max_nodes=most,
-        max_walltime=_walltimes(what, table.get("max_walltime")),
+        max_walltime=_walltimes(what, given.get("max_walltime")),
         by_request=by_request,
     )
 
@@ -141,7 +135,7 @@ def check_limits(
         option: By which the job chooses its queue: `partition` or `qos`.
 
     Raises:
-        ConfigError: the queue does not take it.
+        ConfigError: the queue does not accept it.
     """
     if queue not in queues:
         return

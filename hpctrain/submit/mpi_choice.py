@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.batch_systems import Ask, ask_plugins, ask_program, find_template
 from hpctrain.errors import ConfigError
-from hpctrain.install.mpi import LoadedMpi, probe_mpi4py
+from hpctrain.install import LoadedMpi, probe_mpi4py
 from hpctrain.mpi_version import choose_plugin
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
@@ -31,12 +31,12 @@ def choose_srun_mpi(
     ask: Ask = ask_program,
     probe: Callable[[Path], LoadedMpi | None] = probe_mpi4py,
 ) -> Request:
-    """The request with an MPI for srun, where that was left open.
+    """Choose the MPI for srun, where neither the request nor the site does.
 
     Args:
         request: The job.
         site: Where it goes.
-        say: Is told what was chosen, and why.
+        say: Is called with what was chosen, and why.
         ask: Runs srun.
         probe: Tells which MPI an interpreter loads.
 

@@ -34,11 +34,11 @@ def pack_environment(prefix: Path, archive: Path) -> int:
         archive: Where to; `.tar` unpacks fastest, `.tar.gz` is smaller.
 
     Raises:
-        ConfigError: it is no virtual environment, or the archive cannot be written.
+        ConfigError: it is not a virtual environment, or the archive cannot be written.
     """
     if not (prefix / "pyvenv.cfg").is_file():
         hint = "; conda environments: conda-pack" if (prefix / "conda-meta").is_dir() else ""
-        raise ConfigError(f"{prefix} is no virtual environment (no pyvenv.cfg){hint}")
+        raise ConfigError(f"{prefix} is not a virtual environment (no pyvenv.cfg){hint}")
     if archive.suffix not in _MODES:
         raise ConfigError(f"{archive} must end in .tar, .tar.gz or .tar.xz")
     fresh = archive.with_name(f".{archive.name}.{os.getpid()}")

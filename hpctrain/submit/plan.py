@@ -1,4 +1,4 @@
-"""A request meets a site: every choice made, and refused where the two do not go together."""
+"""Combines a request and a site: makes every choice, and refuses what is incompatible."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hpctrain.submit.limits import check_limits
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["JobPlan", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class JobPlan:
     """What will be in the script, with nothing left open."""
 
     request: Request
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def is_array(self) -> bool:
-        """Whether there are several tasks, told apart by an index."""
+        """Whether there are several tasks, numbered by an index."""
         return self.request.array_size is not None
 
     @property
@@ -80,7 +80,7 @@ class Plan:
         return merged | dict(self.request.environment)
 
 
-def make_plan(request: Request, site: Site) -> Plan:
+def make_plan(request: Request, site: Site) -> JobPlan:
     """Decide everything the request left to the site.
 
     Raises:
@@ -101,7 +101,7 @@ def make_plan(request: Request, site: Site) -> Plan:
             f"{gpus} GPUs per node were asked for, and {site.title} has {site.gpus_per_node}; ask "
             "for at most that many, or correct gpus_per_node in the site's profile"
         )
-    plan = Plan(
+    plan = JobPlan(
         request=request,
         site=site,
         template=template,
@@ -139,12 +139,12 @@ def _choose_mpi(request: Request, site: Site, template: Template) -> str:
     if mpi not in (template.mpis or ("",)):
         known = ", ".join(template.mpis) or "nothing: leave --mpi out"
         raise ConfigError(
-            f"--mpi {mpi} does not go with template {template.name}; choose from {known}"
+            f"--mpi {mpi} is not supported by template {template.name}; choose from {known}"
         )
     return mpi
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: JobPlan) -> None:
     request, site = plan.request, plan.site
     if site.max_walltime and request.walltime_s > parse_duration(site.max_walltime):
         raise ConfigError(
@@ -175,7 +175,7 @@ def _check(plan: Plan) -> None:
     if (by_rank := _one_gpu_each(plan)) and 0 < plan.gpus_per_node != plan.ranks_per_node:
         raise ConfigError(
             f"{site.title} gives each rank {by_rank}, so {plan.ranks_per_node} ranks per node and "
-            f"{plan.gpus_per_node} GPUs per node do not go together; make them equal"
+            f"{plan.gpus_per_node} GPUs per node are incompatible; make them equal"
         )
     if site.gpu_visibility == "local-rank" and 0 < plan.gpus_per_node < plan.ranks_per_node:
         raise ConfigError(
@@ -185,7 +185,7 @@ def _check(plan: Plan) -> None:
     plan.system.check(plan)
 
 
-def _one_gpu_each(plan: Plan) -> str:
+def _one_gpu_each(plan: JobPlan) -> str:
     if plan.system.one_gpu_per_rank or plan.site.gpu_request == "gpus-per-task":
         return "one GPU"
     return "a GPU by its index" if plan.site.gpu_visibility == "reversed" else ""

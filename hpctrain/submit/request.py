@@ -97,7 +97,7 @@ class Request:
         for module in self.modules:
             check_printable(module, "module")
             if not _MODULE.fullmatch(module):
-                raise ConfigError(f"module {module!r} is no module's name, as gcc/12.2")
+                raise ConfigError(f"module {module!r} is not a module name, such as gcc/12.2")
         for name, value in self.environment.items():
             check_printable(value, check_variable(name))
         for path in (*self.stage, *self.source, self.pack, self.venv, self.image, self.script):
@@ -123,7 +123,9 @@ class Request:
             for word in command:
                 check_printable(word, "the command")
         if self.prologue and (not self.prologue[0] or self.prologue[0].startswith("-")):
-            raise ConfigError(f"the prologue begins with {self.prologue[0]!r}, which is no program")
+            raise ConfigError(
+                f"the prologue begins with {self.prologue[0]!r}, which is not a program"
+            )
         if len(self.commands) > MOST_COMMANDS:
             raise ConfigError(
                 f"{len(self.commands)} commands are too many for one script; at most "
@@ -162,10 +164,10 @@ class Request:
         ):
             given = getattr(self, what)
             if given is not None and not least <= given <= most:
-                raise ConfigError(f"{what}={given} is not possible; give {least} to {most}")
+                raise ConfigError(f"{what}={given} is out of range; give {least} to {most}")
         for code in self.restart_on:
             if not 1 <= code <= 255:
-                raise ConfigError(f"exit code {code} is not possible; give 1 to 255")
+                raise ConfigError(f"exit code {code} is out of range; give 1 to 255")
         if self.signal_lead_s is not None and self.signal_lead_s >= self.walltime_s:
             raise ConfigError(
                 f"the signal would come {self.signal_lead_s} s before the end of a job of "
@@ -176,10 +178,10 @@ class Request:
 
 
 def check_job_id(job: str) -> str:
-    """Refuse what no batch system would call a job."""
+    """Refuse what cannot be the id of a job in any batch system."""
     check_printable(job, "job id")
     if not _JOB_ID.fullmatch(job):
-        raise ConfigError(f"job id {job!r} is not possible; give it as the batch system printed it")
+        raise ConfigError(f"job id {job!r} is not valid; give it as the batch system printed it")
     return job
 
 

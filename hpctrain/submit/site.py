@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import re
 import tomllib
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from hpctrain.submit.words import (
     check_printable,
     check_variable,
 )
+from hpctrain.tables import Key, adapt, check_keys, keys_of, mistake, trouble_with
 
 __all__ = ["Site", "find_sites", "load_site", "site_from_table"]
 
@@ -34,14 +34,6 @@ GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 GPU_VISIBILITIES = ("all", "launcher", "local-rank", "reversed")
 # What ran or was read elsewhere did not run here, nor was it read for here.
 _PROVENANCE = ("ever_run", "as_of", "source", "assumed", "sources")
-_KINDS: dict[object, str] = {
-    tuple[str, ...]: "a list of texts in quotes",
-    Mapping[str, str]: "a table of texts in quotes",
-    Mapping[str, tuple[str, ...]]: "a table of lists of texts in quotes",
-    Mapping[str, Queue]: "a table of queues",
-    bool: "true or false",
-    str: "text in quotes",
-}
 _MASK = re.compile(r"(0x)?[0-9a-f]{1,64}|\d+(-\d+)?(,\d+(-\d+)?)*")
 _SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 _SUFFIX = re.compile(r"[a-z0-9.-]{0,63}")
@@ -210,7 +202,7 @@ class Site:
                 datetime.date.fromisoformat(self.as_of)
         except ValueError:
             raise ConfigError(
-                f"site {self.name}: as_of = {self.as_of!r} is no date; write it as 2026-11-15"
+                f"site {self.name}: as_of = {self.as_of!r} is not a date; write it as 2026-11-15"
             ) from None
 
 
@@ -232,7 +224,7 @@ def load_site(name: str, folders: Sequence[Path]) -> Site:
     """Read a site by its name in one of the folders, or by the path of its file.
 
     Raises:
-        ConfigError: there is none, or something in it is wrong.
+        ConfigError: there is no such profile, or it has an error.
     """
     sites = find_sites(folders)
     path = Path(name) if name.endswith(".toml") else sites.get(name)
@@ -283,8 +275,8 @@ def _find_parent(path: Path, parent: object, folders: Sequence[Path]) -> Path:
             return sites[parent]
     names = sorted({name for sites in known for name in sites} - {path.stem})
     raise ConfigError(
-        f"site profile {path} inherits {parent!r}, which is none of {', '.join(names)}; or give "
-        "the path of a profile, as ./other.toml"
+        f"site profile {path} inherits {parent!r}, which does not exist; there are "
+        f"{', '.join(names)}; or give the path of a profile, as ./other.toml"
     )
 
 
@@ -294,45 +286,29 @@ def site_from_table(name: str, table: Mapping[str, Any]) -> Site:
     Raises:
         ConfigError: a key is missing, unknown or of the wrong type.
     """
-    hints = typing.get_type_hints(Site)
-    fields = {entry.name: entry for entry in dataclasses.fields(Site) if entry.name != "name"}
-    if unknown := sorted(set(table) - set(fields)):
-        raise ConfigError(f"site {name}: unknown keys {', '.join(unknown)}; see docs/jobs.md")
-    needed = {key for key, entry in fields.items() if _has_no_default(entry)}
-    if missing := sorted(needed - set(table)):
-        raise ConfigError(f"site {name}: {', '.join(missing)} must be given, here or by `inherits`")
-    values: dict[str, Any] = {key: _convert(name, key, table[key], hints[key]) for key in table}
+    keys = {key.name: key for key in keys_of(Site) if key.name != "name"}
+    needed = [key.name for key in keys.values() if key.is_required]
+    check_keys(table, f"site {name}", needed=needed, known=keys)
+    values = {given: _adapt(name, keys[given], value) for given, value in table.items()}
+    for given, value in values.items():
+        if trouble := trouble_with(keys[given], value):
+            raise ConfigError(f"site {name}: {mistake(given, table[given], trouble)}")
     return Site(name=name, **values)
 
 
-def _has_no_default(entry: dataclasses.Field[Any]) -> bool:
-    return entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
-
-
-def _convert(site: str, key: str, value: object, hint: object) -> object:
-    if hint == tuple[str, ...]:
-        if isinstance(value, list) and all(isinstance(word, str) for word in value):
-            return tuple(value)
-    elif hint == Mapping[str, str]:
-        if isinstance(value, dict) and all(isinstance(word, str) for word in value.values()):
-            return dict(value)
-    elif hint == Mapping[str, tuple[str, ...]]:
-        if isinstance(value, dict):
-            return {
-                name: _convert(site, key, word, tuple[str, ...]) for name, word in value.items()
-            }
-    elif hint == Mapping[str, Queue]:
-        if isinstance(value, dict):
-            return {name: _queue(site, name, table) for name, table in value.items()}
-    elif key == "as_of" and isinstance(value, datetime.date):  # TOML has dates of its own
+def _adapt(site: str, key: Key, value: Any) -> Any:
+    """Convert a value of TOML to the type of the field."""
+    if key.name == "queues":
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"site {site}: {mistake(key.name, value, 'must be a table of queues')}"
+            )
+        return {name: _queue(site, name, table) for name, table in value.items()}
+    if isinstance(value, dict):
+        return {name: tuple(one) if isinstance(one, list) else one for name, one in value.items()}
+    if key.name == "as_of" and isinstance(value, datetime.date):  # TOML has dates of its own
         return str(value)
-    elif isinstance(value, bool) == (hint is bool):
-        if hint is bool or (hint is str and isinstance(value, str)):
-            return value
-        if hint in (int, int | None) and isinstance(value, int):
-            return value
-    wanted = _KINDS.get(hint, "a whole number")
-    raise ConfigError(f"site {site}: {key} = {value!r} is of the wrong type; it must be {wanted}")
+    return adapt(key, value)
 
 
 def _queue(site: str, name: str, table: object) -> Queue:

@@ -18,10 +18,10 @@ from pathlib import Path
 from hpctrain.batch_systems import Ask, JobState, find_system
 from hpctrain.errors import ConfigError, JobError
 from hpctrain.exit_codes import REQUEUE
-from hpctrain.submit.ledger import Entry, split_task
+from hpctrain.submit.ledger import SubmittedJob, split_task
 
 __all__ = [
-    "Told",
+    "LogEnd",
     "ask_states",
     "follow",
     "is_over",
@@ -44,7 +44,7 @@ _NEXT = re.compile(r"^hpctrain job: restart \d+ of \d+ is ([A-Za-z0-9ƒ][\w.\[\]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class LogEnd:
     """What the end of a log says of its job."""
 
     exit_code: int | None = None
@@ -54,25 +54,25 @@ class Told:
     """The id of its restart, where that is another job."""
 
 
-def read_end(text: str) -> Told:
+def read_end(text: str) -> LogEnd:
     """Read the lines that a job script ends with. Pure."""
     starts = list(_STARTED.finditer(text))
     last = text[starts[-1].end() :] if starts else text  # a requeued job appends to its log
     ends = list(_ENDED.finditer(last))
     if not ends:
-        return Told()
+        return LogEnd()
     code, elapsed_s = int(ends[-1][1]), int(ends[-1][2])
     rest = last[ends[-1].end() :]
     if following := _NEXT.search(rest):
-        return Told(exit_code=code, elapsed_s=elapsed_s, next_job=following[1])
+        return LogEnd(exit_code=code, elapsed_s=elapsed_s, next_job=following[1])
     if _REQUEUED.search(rest):
-        return Told()
+        return LogEnd()
     if code == REQUEUE and _REFUSED.search(rest):
         code = 1  # as the script ends then
-    return Told(exit_code=code, elapsed_s=elapsed_s)
+    return LogEnd(exit_code=code, elapsed_s=elapsed_s)
 
 
-def runs_of(entry: Entry) -> list[Entry]:
+def runs_of(entry: SubmittedJob) -> list[SubmittedJob]:
     """The job and its restarts that are jobs of their own, the newest last."""
     runs = [entry]
     while entry.array_size is None and len(runs) < _MOST_RUNS:
@@ -83,7 +83,7 @@ def runs_of(entry: Entry) -> list[Entry]:
     return runs
 
 
-def ask_states(entry: Entry, ask: Ask, *, job: str | None = None) -> list[JobState]:
+def ask_states(entry: SubmittedJob, ask: Ask, *, job: str | None = None) -> list[JobState]:
     """The states of a job, or of its newest restart; of an array, of each task.
 
     Args:
@@ -103,11 +103,11 @@ def ask_states(entry: Entry, ask: Ask, *, job: str | None = None) -> list[JobSta
 
 
 def is_over(states: Sequence[JobState]) -> bool:
-    """Whether nothing of a job will run any more, as far as that is known."""
+    """Whether a job has ended, as far as that is known."""
     return bool(states) and all(state.is_final for state in states)
 
 
-def _by_log(entry: Entry, job: str | None) -> list[JobState]:
+def _by_log(entry: SubmittedJob, job: str | None) -> list[JobState]:
     paths = log_paths(entry, job=job)
     if len(paths) == 1:
         return [_state(entry, paths[0], job or entry.job)]
@@ -115,7 +115,7 @@ def _by_log(entry: Entry, job: str | None) -> list[JobState]:
     return [_state(entry, path, task_id(entry.job, task)) for task, path in enumerate(paths)]
 
 
-def _state(entry: Entry, path: Path, job: str) -> JobState:
+def _state(entry: SubmittedJob, path: Path, job: str) -> JobState:
     told = read_end(_tail(path))
     if told.exit_code is None:
         why = "the batch system does not know it any more, and its log has no exit code"
@@ -143,7 +143,9 @@ def _tail(path: Path) -> str:
     return data.decode("utf-8", errors="replace")
 
 
-def log_paths(entry: Entry, task: int | None = None, *, job: str | None = None) -> list[Path]:
+def log_paths(
+    entry: SubmittedJob, task: int | None = None, *, job: str | None = None
+) -> list[Path]:
     """The logs of a job; of an array all tasks, unless one is named.
 
     Args:
@@ -177,13 +179,13 @@ def last_lines(path: Path, count: int | None) -> str:
     except OSError as error:
         raise JobError(
             f"{path} cannot be read ({error.strerror}); the job may not have started: "
-            "`hpctrain job status` tells"
+            "check `hpctrain job status`"
         ) from error
     lines = text.splitlines(keepends=True)
     return "".join(lines if count is None else lines[max(0, len(lines) - count) :])
 
 
-def follow(entry: Entry, path: Path, write: Callable[[str], None], ask: Ask) -> None:
+def follow(entry: SubmittedJob, path: Path, write: Callable[[str], None], ask: Ask) -> None:
     """Write what a log has and gets, until the job is over.
 
     A job that the batch system does not know is over as well; it is asked twice, because a

@@ -1,4 +1,4 @@
-"""Handing a rendered script over, and remembering what came of it."""
+"""Submits a rendered script, and records the job."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from hpctrain.batch_systems import Ask, BatchSystem, Refused, ask_program
 from hpctrain.errors import ConfigError, JobError
-from hpctrain.submit.ledger import Entry, Ledger
+from hpctrain.submit.ledger import Ledger, SubmittedJob
 from hpctrain.submit.plan import make_plan
-from hpctrain.submit.render import render_plan
+from hpctrain.submit.rendering import render_plan
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 
@@ -34,7 +34,7 @@ def submit(
     tell: Callable[[str], None] = lambda job: None,
     ask: Ask = ask_program,
 ) -> list[str]:
-    """Write the script beside the logs, show it, hand it over and remember it.
+    """Write the script beside the logs, show it, submit it and record the job.
 
     A submission that is refused leaves no script behind.
 
@@ -42,9 +42,9 @@ def submit(
         request: The job.
         site: Where it goes.
         directory: The job's working directory.
-        ledger: Remembers it.
-        show: Is given the script's text before it is handed over.
-        tell: Is given each id as soon as it is known, before anything else can fail.
+        ledger: Where it is recorded.
+        show: Is called with the script's text before it is submitted.
+        tell: Is called with each id as soon as it is known, before anything else can fail.
         ask: Runs the batch system's programs.
 
     Returns:
@@ -71,7 +71,7 @@ def submit(
                     raise
                 raise JobError(f"{error}; submitted before that: {', '.join(jobs)}") from error
             tell(jobs[-1])
-            entry = Entry(
+            entry = SubmittedJob(
                 job=jobs[-1],
                 batch=plan.template.batch,
                 name=request.name,
@@ -88,7 +88,7 @@ def submit(
 
 @contextlib.contextmanager
 def _new_file(folder: Path, name: str) -> Iterator[Path]:
-    """A script's path that nobody else gets; removed again where the script was not taken.
+    """A path for a script, exclusively; removed again if the job was not accepted.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -99,7 +99,7 @@ def _new_file(folder: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, name: str, suffix: str) -> Iterator[Path]:
-    """A folder beside the scripts that nobody else gets; removed where the job was not taken.
+    """A folder beside the scripts, exclusively; removed if the job was not accepted.
 
     Raises:
         ConfigError: nothing can be written there.

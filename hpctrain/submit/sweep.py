@@ -23,7 +23,7 @@ from typing import Any
 
 from hpctrain.batch_systems import Ask, JobState, find_system
 from hpctrain.errors import ConfigError
-from hpctrain.submit.ledger import Entry, split_task
+from hpctrain.submit.ledger import SubmittedJob, split_task
 from hpctrain.submit.status import ask_states
 
 __all__ = [
@@ -141,7 +141,7 @@ def list_points(text: str) -> list[Point]:
     try:
         rows = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"the list of points is no JSON: {error}") from error
+        raise ConfigError(f"the list of points is not JSON: {error}") from error
     flat = isinstance(rows, list) and all(
         isinstance(row, dict) and all(isinstance(v, str | int | float) for v in row.values())
         for row in rows
@@ -199,7 +199,7 @@ def sweep_commands(
     """The argument vector of each point.
 
     Raises:
-        ConfigError: placeholders and keys do not go together.
+        ConfigError: placeholders and keys do not match.
     """
     return tuple(
         fill(template, point, run_dir=_folder(directory, index), index=index)
@@ -264,7 +264,7 @@ def forget_exit(directory: Path, index: int) -> None:
     (_folder(directory, index) / _EXIT).unlink(missing_ok=True)
 
 
-def note_jobs(directory: Path, entries: Sequence[Entry]) -> None:
+def note_jobs(directory: Path, entries: Sequence[SubmittedJob]) -> None:
     """Keep which jobs run the points: one array, or one job for each."""
     rows = [dataclasses.asdict(entry) for entry in entries]
     (directory / _JOBS).write_text(json.dumps(rows, indent=1), encoding="utf-8")
@@ -274,7 +274,7 @@ def job_states(directory: Path, ask: Ask) -> dict[int, JobState]:
     """How the jobs of a sweep are doing, by point; empty where none were submitted."""
     try:
         rows = json.loads((directory / _JOBS).read_text("utf-8"))
-        entries = [Entry(**row) for row in rows]
+        entries = [SubmittedJob(**row) for row in rows]
     except (OSError, ValueError, TypeError):
         return {}
     found: dict[int, JobState] = {}
@@ -284,7 +284,7 @@ def job_states(directory: Path, ask: Ask) -> dict[int, JobState]:
     return found
 
 
-def task_states(entry: Entry, ask: Ask) -> dict[int, JobState]:
+def task_states(entry: SubmittedJob, ask: Ask) -> dict[int, JobState]:
     """How the tasks of a job are doing, counted from 0; a job that is no array is task 0."""
     first = find_system(entry.batch).first_index
     found: dict[int, JobState] = {}
@@ -343,7 +343,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def withdraw_sweep(directory: Path) -> None:
-    """Remove a sweep that was not taken by the batch system, unless something was run in it."""
+    """Remove a sweep that the batch system did not accept, unless something was run in it."""
     with contextlib.suppress(OSError):
         for path in sorted(directory.glob("[0-9]*")):
             path.rmdir()
@@ -364,7 +364,7 @@ def read_results(
         directory: Of the sweep.
         metric: What to rank by.
         largest: Whether the largest is the best.
-        jobs: How the job of each point is doing, for points that left no word themselves.
+        jobs: How the job of each point is doing, for points that left no result themselves.
 
     Raises:
         ConfigError: there is no sweep, it sweeps a key of that name, or no point has that metric.

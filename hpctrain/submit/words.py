@@ -1,4 +1,4 @@
-"""What may stand in a job script, and how: whitelists, quoting, and nothing unprintable."""
+"""What is allowed in a job script: whitelists, quoting, and nothing unprintable."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def check_printable(text: str, what: str) -> str:
     for character in text:
         if unicodedata.category(character) in _REFUSED_KINDS or character in _REORDERING:
             raise ConfigError(
-                f"{what} has the character {character!r} (U+{ord(character):04X}), which may not "
-                "stand in a job script; remove it"
+                f"{what} has the character {character!r} (U+{ord(character):04X}), which is "
+                "not allowed in a job script; remove it"
             )
     return text
 
@@ -98,5 +98,5 @@ def quote_all(words: Sequence[object]) -> str:
 def _check(pattern: re.Pattern[str], text: str, what: str, allowed: str) -> str:
     check_printable(text, what)
     if not pattern.fullmatch(text):
-        raise ConfigError(f"{what} {text!r} is not possible; use {allowed}")
+        raise ConfigError(f"{what} {text!r} is not valid; use {allowed}")
     return text

@@ -18,7 +18,7 @@ from hpctrain.errors import InstallError
 from hpctrain.install import bootstrap
 from hpctrain.install.horovod.recipe import compiler_wrapper
 from hpctrain.install.lock import held
-from hpctrain.install.mpi_compiler import lacks_headers
+from hpctrain.install.mpi import lacks_headers
 from hpctrain.install.process import TooLongError, run_logged
 from hpctrain.install.setup import sequence, stamp, venv
 from hpctrain.install.setup.cleaning import clean
@@ -35,7 +35,7 @@ from hpctrain.errors import InstallError
 from hpctrain.install.horovod.build import BuildOptions, build_wheel
 from hpctrain.install.horovod.facts import (
     BUILD_NEEDS, RUNTIME_NEEDS, BuildFacts, MpiFacts, PythonFacts, TorchFacts)
-from hpctrain.install.mpi import MpiVersion
+from hpctrain.mpi_version import MpiVersion
 cache, sdist, limit_s = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 python = PythonFacts(
     executable=Path(sys.executable), prefix=Path(sys.prefix), private=False,

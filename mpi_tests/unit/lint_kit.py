@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.submit.lint import lint
+from hpctrain.submit.lint import lint_script
 
 SLURM = """#!/bin/bash
 #SBATCH --nodes=2
@@ -73,5 +73,7 @@ INSIDE = "srun --mpi=pmix bash -c '\n  export RANK=$SLURM_PROCID\n  {}python tra
 
 
 def found(text: str, level: str = "note") -> list[tuple[str, int]]:
-    findings = lint(text, exists=lambda folder: folder in ("logs", "/scratch", "/scratch/here"))
+    findings = lint_script(
+        text, exists=lambda folder: folder in ("logs", "/scratch", "/scratch/here")
+    )
     return [(f.rule, f.line) for f in findings if level in ("note", f.level)]

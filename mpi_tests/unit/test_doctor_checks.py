@@ -11,7 +11,8 @@ from hpctrain.doctor import frameworks, mpi
 from hpctrain.doctor.facts import Match
 from hpctrain.doctor.torch_facts import parse_config
 from hpctrain.install.horovod.check import HorovodCheck
-from hpctrain.install.mpi import LoadedMpi, MpiVersion
+from hpctrain.install.mpi import LoadedMpi
+from hpctrain.mpi_version import MpiVersion
 from hpctrain.programs import Answer
 
 MPICH = MpiVersion(family="mpich", version="5.0.2")

@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 
-from hpctrain.doctor.leftovers import find_leftovers, remove
+from hpctrain.doctor.leftovers import find_leftovers, remove_leftovers
 
 OURS = "hpctrain-1-0123456789abcdef"
 
@@ -40,7 +40,7 @@ def test_old_files_with_a_known_name_are_found_and_removed(tmp_path):
         "sm_segment.h.2",
     }
     assert {one.owner for one in found} == {"hpctrain", "MPICH", "Open MPI"}
-    assert remove(found) == []
+    assert remove_leftovers(found) == []
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["hpctrain-results.csv", "mine.txt"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.batch_systems import parse_plugins
-from hpctrain.doctor import batch, clock, machine
+from hpctrain.doctor import machine
 from hpctrain.mpi_version import MpiVersion
 from hpctrain.programs import Answer
 from hpctrain.world.cores import CoreMap
@@ -80,12 +80,12 @@ CHRONYC = "A9FEA97B,169.254.169.123,4,1700000000.1,0.0,0.0,0.0,-1.4,0.0,0.0,0.0,
 
 
 def test_clock_parsers() -> None:
-    assert clock.parse_timedatectl("NTPSynchronized=yes\n") is True
-    assert clock.parse_timedatectl("NTPSynchronized=no\n") is False
-    assert clock.parse_timedatectl("") is None
-    assert clock.parse_chronyc(CHRONYC.format("Normal")) is True
-    assert clock.parse_chronyc(CHRONYC.format("Not synchronised")) is False
-    assert clock.parse_chronyc("506 Cannot talk to daemon") is None
+    assert machine.parse_timedatectl("NTPSynchronized=yes\n") is True
+    assert machine.parse_timedatectl("NTPSynchronized=no\n") is False
+    assert machine.parse_timedatectl("") is None
+    assert machine.parse_chronyc(CHRONYC.format("Normal")) is True
+    assert machine.parse_chronyc(CHRONYC.format("Not synchronised")) is False
+    assert machine.parse_chronyc("506 Cannot talk to daemon") is None
 
 
 def test_clock_asks_the_next_when_one_cannot_tell() -> None:
@@ -94,16 +94,16 @@ def test_clock_asks_the_next_when_one_cannot_tell() -> None:
             return Answer(code=1, err="System has not been booted with systemd")
         return Answer(code=0, out=CHRONYC.format("Normal"))
 
-    state = clock.read_clock(lambda tool: Path("/usr/bin") / tool, answer)
-    assert state == clock.ClockState(synchronised=True, source="chronyc")
-    kernel = clock.read_clock(lambda tool: None, answer)
+    state = machine.read_clock(lambda tool: Path("/usr/bin") / tool, answer)
+    assert state == machine.ClockState(synchronised=True, source="chronyc")
+    kernel = machine.read_clock(lambda tool: None, answer)
     assert kernel.source == "the kernel"
 
 
 def test_clock() -> None:
     for known, status in ((True, "ok"), (None, "ok"), (False, "warning")):
-        state = clock.ClockState(synchronised=known, source="chronyc")
-        assert clock.judge_clock(state).status == status
+        state = machine.ClockState(synchronised=known, source="chronyc")
+        assert machine.judge_clock(state).status == status
 
 
 # --- batch systems -----------------------------------------------------------------------------
@@ -147,16 +147,16 @@ def test_srun_lists() -> None:
 )
 def test_srun_and_this_mpi(version, listing, status, words) -> None:
     tools = {"sbatch": Path("/usr/bin/sbatch"), "srun": Path("/usr/bin/srun")}
-    check = batch.judge_batch(tools, Answer(code=0, err=listing), version)
+    check = machine.judge_batch(tools, Answer(code=0, err=listing), version)
     assert check.status == status
     assert words in check.text
 
 
 def test_other_batch_systems() -> None:
-    assert "no batch system" in batch.judge_batch({}, None, MPICH).text
-    check = batch.judge_batch({"qsub": Path("/x/qsub"), "bsub": Path("/x/bsub")}, None, MPICH)
+    assert "no batch system" in machine.judge_batch({}, None, MPICH).text
+    check = machine.judge_batch({"qsub": Path("/x/qsub"), "bsub": Path("/x/bsub")}, None, MPICH)
     assert check.text == "PBS or Grid Engine (qsub) and LSF (bsub)"
     tools = {"srun": Path("/usr/bin/srun")}
-    silent = batch.judge_batch(tools, Answer(code=1, err="srun: fatal: no config"), MPICH)
+    silent = machine.judge_batch(tools, Answer(code=1, err="srun: fatal: no config"), MPICH)
     assert silent.status == "warning"
     assert "no config" in silent.text

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.doctor.nodes.display import Job, as_json, as_text
+from hpctrain.doctor.nodes.display import ExaminedJob, as_json, as_text
+from hpctrain.doctor.nodes.links import choose_rounds, plan_rounds
 from hpctrain.doctor.nodes.outliers import find_clocks_off, find_low, find_outliers
-from hpctrain.doctor.nodes.report import Link, NodeReport, RankReport, put_together
-from hpctrain.doctor.nodes.schedule import choose_rounds, plan_rounds
+from hpctrain.doctor.nodes.report import NodeLink, NodeReport, RankReport, put_together
 
 
 @given(st.integers(0, 70))
@@ -94,9 +94,9 @@ def ranks(num_nodes: int, **slow: float) -> list[RankReport]:
     ]
 
 
-def links(num_nodes: int, bandwidth: dict[tuple[int, int], float | None]) -> list[Link]:
+def links(num_nodes: int, bandwidth: dict[tuple[int, int], float | None]) -> list[NodeLink]:
     return [
-        Link(a=a, b=b, bandwidth=bandwidth.get((a, b), 1000.0), latency=5.0)
+        NodeLink(a=a, b=b, bandwidth=bandwidth.get((a, b), 1000.0), latency=5.0)
         for a, b in itertools.combinations(range(num_nodes), 2)
     ]
 
@@ -133,9 +133,9 @@ def test_the_slowest_rank_speaks_for_its_node() -> None:
     assert (found.hosts, found.quantity, found.value) == (("n3",), "gflops", 40.0)
 
 
-def shown(n: int, slow: str) -> tuple[Job, list[NodeReport], list[Link]]:
+def shown(n: int, slow: str) -> tuple[ExaminedJob, list[NodeReport], list[NodeLink]]:
     return (
-        Job(num_ranks=2 * n, mpi="MPICH 5.0.2"),
+        ExaminedJob(num_ranks=2 * n, mpi="MPICH 5.0.2"),
         put_together(ranks(n, **{slow: 1.0}), links(n, {}), clocks(n)),
         links(n, {}),
     )
@@ -152,7 +152,7 @@ def test_table_names_the_outlier_even_beyond_its_rows() -> None:
 
 def test_table_of_one_node_and_of_good_nodes() -> None:
     one = put_together(ranks(1), [], clocks(1))
-    assert "nothing to compare" in as_text(Job(num_ranks=2, mpi="x"), one, [], [])
+    assert "nothing to compare" in as_text(ExaminedJob(num_ranks=2, mpi="x"), one, [], [])
     job, nodes, every_link = shown(3, "none")
     assert as_text(job, nodes, every_link, []).endswith("no outliers")
 

@@ -16,27 +16,26 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import InstallError
 from hpctrain.install.horovod import cuda
-from hpctrain.install.horovod.build import BuildOptions
-from hpctrain.install.horovod.cache import RECORD_NAME
-from hpctrain.install.horovod.check import check_horovod
-from hpctrain.install.horovod.diagnosis import diagnose
-from hpctrain.install.horovod.facts import BuildFacts, MpiFacts, PythonFacts, TorchFacts
-from hpctrain.install.horovod.headers import header_folders
-from hpctrain.install.horovod.key import (
+from hpctrain.install.horovod.build import BuildOptions, percent
+from hpctrain.install.horovod.cache import (
+    RECORD_NAME,
     bindings,
     cache_home,
     cache_key,
     differences,
     library_place,
 )
-from hpctrain.install.horovod.progress import percent
+from hpctrain.install.horovod.check import check_horovod
+from hpctrain.install.horovod.diagnosis import diagnose
+from hpctrain.install.horovod.facts import BuildFacts, MpiFacts, PythonFacts, TorchFacts
 from hpctrain.install.horovod.recipe import (
     build_environment,
     compiler_wrapper,
+    header_folders,
     jobs_for,
     relative_rpath,
 )
-from hpctrain.install.mpi import MpiVersion
+from hpctrain.mpi_version import MpiVersion
 
 PYTHON = PythonFacts(
     executable=Path("/env/bin/python"),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import InstallError
-from hpctrain.install.mpi import MpiVersion
+from hpctrain.install.mpi import two_rank_command
 from hpctrain.install.setup import site_mpi, stamp, venv
 from hpctrain.install.setup.sequence import parse
-from hpctrain.install.trial import two_rank_command
+from hpctrain.mpi_version import MpiVersion
 
 STAMP = stamp.Stamp(
     digest="d",

@@ -19,17 +19,17 @@ from hpctrain.batch_systems.slurm import read_sacct, read_scontrol
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError, JobError
 from hpctrain.programs import Answer
-from hpctrain.submit.ledger import Entry, Ledger
+from hpctrain.submit.ledger import Ledger, SubmittedJob
 from hpctrain.submit.status import follow, last_lines, log_paths
 from mpi_tests.unit.jobs_kit import Recorder
 
 ROOT = Path(__file__).parents[2]
 
 
-def entry(job: str = "12", **more: object) -> Entry:
+def entry(job: str = "12", **more: object) -> SubmittedJob:
     fields = {"batch": "slurm", "name": "n", "site": "s", "directory": "/d", "script": "/d/s.sh"}
     fields |= {"log_dir": "/d/logs", "submitted": "2026-11-15T00:00:00Z"}
-    return Entry(**{"job": job, **fields, **more})  # type: ignore[arg-type]
+    return SubmittedJob(**{"job": job, **fields, **more})  # type: ignore[arg-type]
 
 
 @pytest.fixture

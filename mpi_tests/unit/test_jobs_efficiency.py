@@ -15,7 +15,7 @@ from hpctrain.batch_systems.units import read_clock
 from hpctrain.cli import main
 from hpctrain.programs import Answer
 from hpctrain.submit.efficiency import advise_request, find_summaries, read_used
-from hpctrain.submit.ledger import Entry, Ledger
+from hpctrain.submit.ledger import Ledger, SubmittedJob
 from hpctrain.train.used import RankUse, add_up, cpu_seconds, memory_limit
 
 SLURM = find_system("slurm")
@@ -337,7 +337,9 @@ def test_accounting_is_asked_first_for_any_job(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "it is not known what job 77 used: sacct failed: Slurm accounting storage" in said
     made = {"batch": "slurm", "name": "a", "site": "slurm", "script": "s", "log_dir": "logs"}
-    entry = Entry(job="77", directory=str(tmp_path), submitted="2026-11-15T06:30:00Z", **made)
+    entry = SubmittedJob(
+        job="77", directory=str(tmp_path), submitted="2026-11-15T06:30:00Z", **made
+    )
     Ledger(tmp_path / "state" / "hpctrain").add(entry)
     write_summary(tmp_path / "runs" / "one")
     assert main(["job", "efficiency"]) == 0  # the last one that was submitted

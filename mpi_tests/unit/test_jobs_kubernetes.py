@@ -217,7 +217,7 @@ def test_every_field_of_a_request_is_written_or_refused():
 
 @pytest.mark.parametrize("name", ["Upper", "under_score", "dot.ted", "ends-", "x" * 55])
 def test_names_that_kubernetes_refuses_are_refused(name):
-    with pytest.raises(ConfigError, match="none for Kubernetes"):
+    with pytest.raises(ConfigError, match="not valid for Kubernetes"):
         manifest(name=name, num_nodes=2)
 
 

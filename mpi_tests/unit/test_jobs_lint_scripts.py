@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cli import main
-from hpctrain.submit.lint import lint
+from hpctrain.submit.lint import lint_script
 from mpi_tests.unit.lint_kit import (
     ALONE,
     INSIDE,
@@ -209,7 +209,7 @@ def test_habits_are_notes_and_mistakes_are_warnings():
 )
 def test_cores_are_lost_in_some_versions_of_slurm_only(version, level):
     text = of_slurm(("export SRUN_CPUS_PER_TASK=8\n", ""))
-    findings = lint(text, exists=lambda folder: True, slurm=version)
+    findings = lint_script(text, exists=lambda folder: True, slurm=version)
     assert [(f.rule, f.level) for f in findings] == ([("J22", level)] if level else [])
 
 

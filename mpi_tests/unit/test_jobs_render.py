@@ -15,7 +15,7 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.submit import render
-from hpctrain.submit.lint import lint
+from hpctrain.submit.lint import lint_script
 from hpctrain.submit.places import JOBS
 from mpi_tests.unit.jobs_kit import Recorder, ask, site
 
@@ -81,7 +81,7 @@ def test_the_examples_are_what_is_rendered(name, capsys):
     if not name.endswith(".sh"):
         return
     assert subprocess.run(["bash", "-n"], input=rendered, text=True).returncode == 0
-    found = lint(rendered, exists=lambda folder: True)
+    found = lint_script(rendered, exists=lambda folder: True)
     assert found == [], found
     shellcheck(rendered)
 
@@ -99,7 +99,7 @@ def test_no_example_is_without_its_command():
 def test_every_template_runs_exactly_what_was_asked_for(template, tmp_path):
     script = everything(template)
     shellcheck(script)
-    assert lint(script, exists=lambda folder: True) == []
+    assert lint_script(script, exists=lambda folder: True) == []
     recorder = Recorder(tmp_path)
     done = recorder.run(script, TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

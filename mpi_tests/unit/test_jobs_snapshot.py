@@ -179,9 +179,9 @@ def test_submission_makes_one_copy_for_a_chain_and_none_where_it_is_refused(
     [
         ("slurm 25.11.1", "SlurmctldParameters = enable_expedited_requeue", None),
         ("slurm 26.05.0", "SlurmctldParameters = x,enable_expedited_requeue", None),
-        ("slurm 25.11.0", "SlurmctldParameters = (null)", "has not switched it on"),
-        ("slurm-wlm 22.05.8", "", "came with Slurm 25.11"),
-        ("", "", "came with Slurm 25.11"),
+        ("slurm 25.11.0", "SlurmctldParameters = (null)", "has not enabled it"),
+        ("slurm-wlm 22.05.8", "", "needs Slurm 25.11"),
+        ("", "", "needs Slurm 25.11"),
     ],
 )
 def test_expedited_restarts_are_asked_of_a_slurm_that_has_them(version, config, why):

@@ -9,7 +9,7 @@ from hpctrain.install.mpi import LoadedMpi
 from hpctrain.mpi_version import MpiVersion
 from hpctrain.programs import Answer
 from hpctrain.submit.mpi_choice import choose_srun_mpi
-from hpctrain.submit.render import render
+from hpctrain.submit.rendering import render
 from mpi_tests.unit.jobs_kit import ask as make_request
 from mpi_tests.unit.jobs_kit import site
 

@@ -12,8 +12,8 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.programs import Answer
 from hpctrain.submit import render
-from hpctrain.submit.ledger import Entry, Ledger
-from hpctrain.submit.status import Told, ask_states, read_end, runs_of
+from hpctrain.submit.ledger import Ledger, SubmittedJob
+from hpctrain.submit.status import LogEnd, ask_states, read_end, runs_of
 from mpi_tests.unit.jobs_kit import ask as make_request
 from mpi_tests.unit.jobs_kit import site
 
@@ -25,10 +25,10 @@ def silence(words, stdin):
     return None
 
 
-def entry(folder: Path, job: str = "12", **more: object) -> Entry:
+def entry(folder: Path, job: str = "12", **more: object) -> SubmittedJob:
     fields = {"batch": "slurm", "name": "n", "site": "s", "directory": "/d", "script": "/d/s.sh"}
     fields |= {"log_dir": str(folder), "submitted": "2026-11-15T00:00:00Z"}
-    return Entry(**{"job": job, **fields, **more})  # type: ignore[arg-type]
+    return SubmittedJob(**{"job": job, **fields, **more})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -43,26 +43,29 @@ def remember(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", Told()),
-        (START.format(0), Told()),
-        (START.format(0) + END.format(0), Told(exit_code=0, elapsed_s=61)),
-        (START.format(0) + END.format(3), Told(exit_code=3, elapsed_s=61)),
-        (START.format(0) + END.format(3) + START.format(1), Told()),
-        (START.format(0) + END.format(75) + "hpctrain job: requeued for restart 1 of 3\n", Told()),
+        ("", LogEnd()),
+        (START.format(0), LogEnd()),
+        (START.format(0) + END.format(0), LogEnd(exit_code=0, elapsed_s=61)),
+        (START.format(0) + END.format(3), LogEnd(exit_code=3, elapsed_s=61)),
+        (START.format(0) + END.format(3) + START.format(1), LogEnd()),
+        (
+            START.format(0) + END.format(75) + "hpctrain job: requeued for restart 1 of 3\n",
+            LogEnd(),
+        ),
         (
             START.format(1) + END.format(75) + "hpctrain job: not run again: 1 restarts\n",
-            Told(exit_code=1, elapsed_s=61),
+            LogEnd(exit_code=1, elapsed_s=61),
         ),
         (
             START.format(0) + END.format(137) + "hpctrain job: restart 1 of 3 is 13.server\n",
-            Told(exit_code=137, elapsed_s=61, next_job="13.server"),
+            LogEnd(exit_code=137, elapsed_s=61, next_job="13.server"),
         ),
         (START.format(0) + END.format(75) + "hpctrain job: restart 1 of 3 is -x\n", None),
     ],
 )
 def test_the_end_of_a_log_is_read(text, told):
     found = read_end(text)
-    assert found == (told or Told(exit_code=75, elapsed_s=61))
+    assert found == (told or LogEnd(exit_code=75, elapsed_s=61))
 
 
 def test_a_job_that_slurm_has_forgotten_is_told_by_its_log(tmp_path, remember, capsys):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import JobError
-from hpctrain.submit.ledger import Entry, Ledger
+from hpctrain.submit.ledger import Ledger, SubmittedJob
 from mpi_tests.unit.jobs_kit import Recorder
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def hpctrain(recorder: Recorder, *words: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def remembered(recorder: Recorder) -> list[Entry]:
+def remembered(recorder: Recorder) -> list[SubmittedJob]:
     return Ledger(recorder.work / "state" / "hpctrain").entries()
 
 
@@ -110,7 +110,7 @@ def test_an_unreadable_list_of_jobs_loses_no_id(recorder, damage):
         (home / "jobs.json").mkdir()
     code, out, err = hpctrain(recorder, *SUBMIT, "x.py")
     assert (code, out) == (0, "4711\n"), err
-    assert "job 4711 was submitted; it is remembered in" in err
+    assert "job 4711 was submitted; it is recorded in" in err
     assert [entry.job for entry in remembered(recorder)] == ["4711"]
     code, out, err = hpctrain(recorder, "job", "status", "4711")
     assert code == 0
@@ -141,10 +141,12 @@ def test_what_was_put_aside_is_listed_in_its_place(tmp_path):
     ledger = Ledger(tmp_path)
     fields = {"batch": "slurm", "name": "n", "site": "s", "directory": "/d", "script": "/d/s.sh"}
     for hour in (1, 2, 3):
-        made = Entry(job=str(hour), log_dir="/d", submitted=f"2026-11-15T0{hour}:00:00Z", **fields)
+        made = SubmittedJob(
+            job=str(hour), log_dir="/d", submitted=f"2026-11-15T0{hour}:00:00Z", **fields
+        )
         if hour == 2:
             ledger.aside.mkdir()
-            kept = {name: getattr(made, name) for name in Entry.__dataclass_fields__}
+            kept = {name: getattr(made, name) for name in SubmittedJob.__dataclass_fields__}
             (ledger.aside / "1.json").write_text(json.dumps(kept))
         else:
             ledger.add(made)

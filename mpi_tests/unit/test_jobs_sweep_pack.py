@@ -181,7 +181,7 @@ def test_what_is_outside_is_named_and_what_is_no_environment_is_refused(environm
     blank = Path("/a b")  # where pip lets sh start the interpreter
     script = b"#!/bin/sh\n'''exec' \"/a b/bin/python3\" \"$0\" \"$@\"\n' '''\nimport sys\n"
     assert relocatable(script, blank) == script.replace(b"/a b/bin/", b'$(dirname -- "$0")/')
-    with pytest.raises(ConfigError, match="no virtual environment"):
+    with pytest.raises(ConfigError, match="not a virtual environment"):
         pack_environment(tmp_path, tmp_path / "x.tar")
     with pytest.raises(ConfigError, match=r"must end in .tar"):
         pack_environment(environment, tmp_path / "x.zip")

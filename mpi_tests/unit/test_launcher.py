@@ -105,6 +105,19 @@ def test_mpirun_inside_a_step_wins_over_the_leaking_step(inner):
     assert launch.batch_system == "Slurm"
 
 
+@pytest.mark.parametrize("outer", [SRUN, ROWS["jsrun"]])
+def test_flux_inside_another_batch_systems_job_is_flux(outer):
+    launch = detect({**outer, **ROWS["flux"]})
+    assert launch.row is not None
+    assert (launch.row.name, launch.rank, launch.size) == ("flux", 3, 8)
+    assert launch.batch_system in ("Slurm", "LSF")
+
+
+def test_torchrun_inside_a_step_is_torchrun():
+    for outer in (SRUN, ROWS["jsrun"], ROWS["flux"]):
+        assert detect({**outer, **ROWS["torchrun"]}).title == "torchrun"
+
+
 @pytest.mark.parametrize(
     ("environ", "system", "job"),
     [

@@ -27,7 +27,7 @@ from hpctrain.cli.bench.options import (
 from hpctrain.cli.bench.program import subject_of
 from hpctrain.cli.bench.scale import run_here
 from hpctrain.errors import ConfigError
-from hpctrain.submit.places import state_home
+from hpctrain.submit import state_home
 
 __all__ = ["add_arguments", "main"]
 

@@ -143,6 +143,6 @@ def conclude(args: argparse.Namespace, folder: Folder, sweep: Sweep) -> tuple[in
 
 
 def _mpi() -> str:
-    from hpctrain.install.mpi import loaded_mpi
+    from hpctrain.install import loaded_mpi
 
     return str(loaded_mpi().mpi)

@@ -125,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
 
 def run_here(folder: Folder, sweep: Sweep) -> None:
     """Measure what is missing on this machine."""
-    from hpctrain.install.mpi import loaded_mpi
+    from hpctrain.install import loaded_mpi
 
     folder.write_machine(describe_machine(mpi=str(loaded_mpi().mpi)))
     run_sweep(folder, sweep, os.environ, say=log.notice)

@@ -14,10 +14,7 @@ from hpctrain.cli.bench.program import subject_of
 from hpctrain.cli.bench.scale import add_scaling, engines_of
 from hpctrain.cli.job.options import add_job_options, job_from
 from hpctrain.errors import ConfigError
-from hpctrain.submit.ledger import Ledger
-from hpctrain.submit.places import state_home
-from hpctrain.submit.plan import make_plan
-from hpctrain.submit.request import Request
+from hpctrain.submit import Ledger, Request, make_plan, state_home
 
 __all__ = ["add_arguments", "main"]
 

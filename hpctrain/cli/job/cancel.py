@@ -7,7 +7,7 @@ import argparse
 from hpctrain.batch_systems import ask_program, find_system
 from hpctrain.cli.job.known import add_job, meant
 from hpctrain.errors import ConfigError
-from hpctrain.submit.status import ask_states, is_over, runs_of
+from hpctrain.submit import ask_states, is_over, runs_of
 
 __all__ = ["add_arguments", "main"]
 

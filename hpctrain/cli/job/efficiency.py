@@ -12,10 +12,14 @@ from hpctrain import log
 from hpctrain.batch_systems import JobUse, all_systems, ask_program, find_system
 from hpctrain.cli.job.known import add_job, meant
 from hpctrain.errors import JobError
-from hpctrain.submit.efficiency import advise_request, find_summaries, read_used
-from hpctrain.submit.ledger import Ledger
-from hpctrain.submit.places import state_home
-from hpctrain.submit.request import check_job_id
+from hpctrain.submit import (
+    Ledger,
+    advise_request,
+    check_job_id,
+    find_summaries,
+    read_used,
+    state_home,
+)
 
 __all__ = ["add_arguments", "main"]
 

@@ -6,9 +6,7 @@ import argparse
 import os
 
 from hpctrain.errors import JobError
-from hpctrain.submit.ledger import Entry, Ledger
-from hpctrain.submit.places import state_home
-from hpctrain.submit.request import check_job_id
+from hpctrain.submit import Ledger, SubmittedJob, check_job_id, state_home
 
 __all__ = ["add_job", "meant", "recent"]
 
@@ -18,12 +16,12 @@ def add_job(parser: argparse.ArgumentParser, *, several: bool) -> None:
     parser.add_argument("jobs", nargs="*" if several else "?", metavar="ID", help="job id")
 
 
-def recent(count: int) -> list[Entry]:
+def recent(count: int) -> list[SubmittedJob]:
     """The last jobs that were submitted from here, newest last."""
     return Ledger(state_home(os.environ)).entries()[-count:]
 
 
-def meant(job: str | None) -> Entry:
+def meant(job: str | None) -> SubmittedJob:
     """The entry of an id; without one, the last job.
 
     Raises:

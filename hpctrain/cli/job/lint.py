@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.batch_systems import ask_program, find_system
 from hpctrain.errors import ConfigError
-from hpctrain.submit.lint import LEVELS, Finding, lint
+from hpctrain.submit import LEVELS, LintFinding, lint_script
 
 __all__ = ["add_arguments", "main"]
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Lint each script; 1 if anything of the level was found."""
     shown = LEVELS[: LEVELS.index(args.level) + 1]
-    found: dict[str, list[Finding]] = {}
+    found: dict[str, list[LintFinding]] = {}
     notes = 0
     slurm = find_system("slurm").version(ask_program)
     for path in args.scripts:
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
             text = path.read_bytes().decode("utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        every = lint(
+        every = lint_script(
             text, exists=lambda folder: Path(folder).is_dir(), slurm=slurm, syntax=check(path, text)
         )
         found[str(path)] = [finding for finding in every if finding.level in shown]

@@ -10,8 +10,7 @@ from hpctrain import log
 from hpctrain.batch_systems import ask_program
 from hpctrain.cli.job.known import add_job, meant
 from hpctrain.errors import ConfigError
-from hpctrain.submit.ledger import Entry
-from hpctrain.submit.status import follow, last_lines, log_paths, runs_of
+from hpctrain.submit import SubmittedJob, follow, last_lines, log_paths, runs_of
 
 __all__ = ["add_arguments", "main"]
 
@@ -36,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
         try:
             _follow(entry, paths[0])
         except KeyboardInterrupt:
-            log.notice(f"job {entry.job} goes on")
+            log.notice(f"job {entry.job} is still running")
         return 0
     if len(paths) == 1:  # a restart that is a job of its own has a log of its own
         paths = [*paths, *(log_paths(run)[0] for run in runs_of(entry)[1:])]
@@ -52,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(entry: Entry, path: Path) -> None:
+def _follow(entry: SubmittedJob, path: Path) -> None:
     """Follow a job, then each restart of it that is a job of its own."""
     follow(entry, path, _write, ask_program)
     followed = 1

@@ -21,12 +21,19 @@ from hpctrain.batch_systems import (
 )
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import RESTART
-from hpctrain.submit.mpi_choice import choose_srun_mpi
-from hpctrain.submit.places import JOBS, user_sites
-from hpctrain.submit.request import AFTER_KINDS, SIGNALS, Request
-from hpctrain.submit.site import Site, load_site
-from hpctrain.submit.snapshot import run_snapshot, take_snapshot
-from hpctrain.submit.submission import new_folder
+from hpctrain.submit import (
+    AFTER_KINDS,
+    JOBS,
+    SIGNALS,
+    Request,
+    Site,
+    choose_srun_mpi,
+    load_site,
+    new_folder,
+    run_snapshot,
+    take_snapshot,
+    user_sites,
+)
 
 __all__ = [
     "add_job_options",
@@ -53,7 +60,7 @@ def site_from(args: argparse.Namespace) -> Site:
 def job_from(
     args: argparse.Namespace, commands: tuple[tuple[str, ...], ...], *, script: str | None = None
 ) -> tuple[Request, Site]:
-    """The job and the site that were asked for; what was left open is settled, and said.
+    """The job and the site that were asked for; what was left open is chosen, and reported.
 
     Raises:
         ConfigError: one of the options is wrong.
@@ -123,7 +130,7 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--qos", metavar="Q", help="quality of service")
     group.add_argument("--constraint", metavar="C", help="features that nodes must have")
     group.add_argument("--reservation", metavar="R", help="reservation")
-    group.add_argument("--array", type=int, metavar="N", help="N tasks, told apart by an index")
+    group.add_argument("--array", type=int, metavar="N", help="N tasks, numbered by an index")
     group.add_argument("--array-limit", type=int, metavar="N", help="tasks at a time")
     group.add_argument("--after", action="append", default=[], metavar="ID", help="wait for a job")
     group.add_argument(

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from hpctrain.cli.job.options import add_job_options, command_of, job_from
-from hpctrain.submit.render import render
-from hpctrain.submit.submission import write_script
+from hpctrain.submit import render, write_script
 
 __all__ = ["add_arguments", "main"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain import log
 from hpctrain.cli.job.options import site_folders
 from hpctrain.errors import ConfigError
-from hpctrain.submit.site import Site, find_sites, load_site
+from hpctrain.submit import Site, find_sites, load_site
 
 __all__ = ["add_arguments", "main"]
 
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         headers = ("site", "template", "GPUs", "what", "ever run", "as of")
         print(log.table(headers, [_row(site) for site in sites], width=_WIDTH))
-        print("\n`hpctrain job sites NAME` tells all of a profile, and where it comes from.")
+        print("\n`hpctrain job sites NAME` shows a whole profile, and its sources.")
     for error in broken:
         log.warn(str(error))
     return 2 if broken else 0

@@ -9,7 +9,7 @@ import json
 from hpctrain import log
 from hpctrain.batch_systems import JobState, ask_program
 from hpctrain.cli.job.known import add_job, meant, recent
-from hpctrain.submit.status import ask_states
+from hpctrain.submit import ask_states
 
 __all__ = ["add_arguments", "main"]
 

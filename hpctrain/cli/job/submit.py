@@ -19,11 +19,7 @@ from hpctrain.cli.job.options import (
     snapshot_for,
 )
 from hpctrain.errors import ConfigError, JobError
-from hpctrain.submit.ledger import Ledger
-from hpctrain.submit.places import state_home
-from hpctrain.submit.plan import make_plan
-from hpctrain.submit.request import Request
-from hpctrain.submit.submission import submit
+from hpctrain.submit import Ledger, Request, make_plan, state_home, submit
 
 __all__ = ["add_arguments", "main"]
 

@@ -27,9 +27,7 @@ from hpctrain.predict import (
     TrainingRun,
     rehearse,
 )
-from hpctrain.submit.render import render
-from hpctrain.submit.request import Request
-from hpctrain.submit.site import load_site
+from hpctrain.submit import Request, load_site, render
 
 __all__ = ["print_rehearsal"]
 

@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 
 from hpctrain import __version__, log
 from hpctrain.doctor.nodes.outliers import Outlier
-from hpctrain.doctor.nodes.report import Link, NodeReport
+from hpctrain.doctor.nodes.report import NodeLink, NodeReport
 
-__all__ = ["Job", "as_json", "as_text"]
+__all__ = ["ExaminedJob", "as_json", "as_text"]
 
 _MOST_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class ExaminedJob:
     """What the title says."""
 
     num_ranks: int
@@ -24,7 +24,10 @@ class Job:
 
 
 def as_json(
-    job: Job, nodes: Sequence[NodeReport], links: Sequence[Link], outliers: Sequence[Outlier]
+    job: ExaminedJob,
+    nodes: Sequence[NodeReport],
+    links: Sequence[NodeLink],
+    outliers: Sequence[Outlier],
 ) -> str:
     """Write everything as one JSON object."""
     hosts = [node.host for node in nodes]
@@ -55,7 +58,10 @@ def as_json(
 
 
 def as_text(
-    job: Job, nodes: Sequence[NodeReport], links: Sequence[Link], outliers: Sequence[Outlier]
+    job: ExaminedJob,
+    nodes: Sequence[NodeReport],
+    links: Sequence[NodeLink],
+    outliers: Sequence[Outlier],
 ) -> str:
     """Draw a table of the nodes, and under it the outliers with their cures."""
     named = {host for outlier in outliers for host in outlier.hosts}

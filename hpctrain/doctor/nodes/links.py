@@ -1,18 +1,21 @@
-"""Bandwidth, latency and clocks between nodes, measured by their leaders; no wait is unbounded."""
+"""Bandwidth, latency and clocks between nodes, measured by their leaders; no wait is unbounded.
+
+Who measures with whom is a round-robin tournament, which is pure.
+"""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
-from hpctrain.doctor.nodes.report import Link
+from hpctrain.doctor.nodes.report import NodeLink
 from hpctrain.world import poll
 
 if TYPE_CHECKING:
     import numpy as np
     from mpi4py.MPI import Comm, Request
 
-__all__ = ["SilentError", "measure_clocks", "measure_link"]
+__all__ = ["SilentError", "choose_rounds", "measure_clocks", "measure_link", "plan_rounds"]
 
 _TAG = 7500
 _NUM_PINGS = 20
@@ -53,7 +56,7 @@ class _Line:
             raise SilentError
 
 
-def measure_link(comm: Comm, other: int, *, turn: int, limit_s: float) -> Link:
+def measure_link(comm: Comm, other: int, *, turn: int, limit_s: float) -> NodeLink:
     """Collective over two ranks: each calls it with the other's rank and the same `turn`.
 
     The lower rank leads: small messages there and back for the latency, then blocks as large and as
@@ -85,9 +88,9 @@ def measure_link(comm: Comm, other: int, *, turn: int, limit_s: float) -> Link:
         size, count = int(plan[0]), int(plan[1])
         times = [_bounce(line, block[:size], leads=leads) for _ in range(count)]
     except SilentError:
-        return Link(a=a, b=b, bandwidth=None, latency=None)
+        return NodeLink(a=a, b=b, bandwidth=None, latency=None)
     trip_s = sum(times) / count
-    return Link(a=a, b=b, bandwidth=2 * size / trip_s / 1e6, latency=min(trips) / 2 * 1e6)
+    return NodeLink(a=a, b=b, bandwidth=2 * size / trip_s / 1e6, latency=min(trips) / 2 * 1e6)
 
 
 def _bounce(
@@ -148,3 +151,36 @@ def _ask_clock(
         return None
     trip_s, offset_s = min(answers)
     return offset_s, trip_s / 2
+
+
+def plan_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Pair all nodes, so that each pair meets exactly once and no node is in two places at a time.
+
+    The circle method: one place stays, the others go round it; with an odd number there is one
+    place more than nodes, and whoever should meet it rests.
+
+    Returns:
+        Rounds of pairs (lower, higher): n - 1 rounds for even n, n for odd n, none below 2.
+    """
+    if num_nodes < 2:
+        return []
+    places = list(range(num_nodes + num_nodes % 2))
+    half = len(places) // 2
+    rounds = []
+    for _ in range(len(places) - 1):
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append(sorted((min(pair), max(pair)) for pair in pairs if max(pair) < num_nodes))
+        places = [places[0], places[-1], *places[1:-1]]
+    return rounds
+
+
+def choose_rounds(num_nodes: int, *, most: int) -> list[list[tuple[int, int]]]:
+    """Take the whole tournament, or `most` of its rounds spread evenly when it is longer.
+
+    Every node still meets about `most` others, so that a node's typical link is known on a
+    thousand nodes as well as on ten.
+    """
+    rounds = plan_rounds(num_nodes)
+    if len(rounds) <= most:
+        return rounds
+    return [rounds[i * len(rounds) // most] for i in range(most)]

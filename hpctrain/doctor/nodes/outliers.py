@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.doctor.nodes.report import Link, NodeReport
+from hpctrain.doctor.nodes.report import NodeLink, NodeReport
 
 __all__ = ["Outlier", "find_clocks_off", "find_low", "find_outliers", "find_slow_links"]
 
@@ -59,7 +59,7 @@ def find_low(values: Sequence[float]) -> list[int]:
     return [i for i, value in enumerate(values) if value < limit]
 
 
-def find_slow_links(links: Sequence[Link], typical: Mapping[int, float]) -> list[Link]:
+def find_slow_links(links: Sequence[NodeLink], typical: Mapping[int, float]) -> list[NodeLink]:
     """Find links far below what both of their ends have otherwise.
 
     Args:
@@ -114,7 +114,7 @@ _QUANTITIES: Mapping[str, tuple[str, str, str]] = {
 }
 
 
-def find_outliers(nodes: Sequence[NodeReport], links: Sequence[Link]) -> list[Outlier]:
+def find_outliers(nodes: Sequence[NodeReport], links: Sequence[NodeLink]) -> list[Outlier]:
     """Name everything that falls out of line, nodes first, then links."""
     found: list[Outlier] = []
     for quantity, (words, unit, cure) in _QUANTITIES.items():
@@ -155,7 +155,7 @@ def _clock_outliers(nodes: Sequence[NodeReport]) -> list[Outlier]:
     ]
 
 
-def _link_outliers(nodes: Sequence[NodeReport], links: Sequence[Link]) -> list[Outlier]:
+def _link_outliers(nodes: Sequence[NodeReport], links: Sequence[NodeLink]) -> list[Outlier]:
     typical = {i: node.network for i, node in enumerate(nodes) if node.network is not None}
     measured = [link for link in links if link.a in typical and link.b in typical]
     silent = [

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Link", "NodeReport", "RankReport", "put_together"]
+__all__ = ["NodeLink", "NodeReport", "RankReport", "put_together"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class RankReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class NodeLink:
     """What two nodes measured together; None where a message did not arrive in time."""
 
     a: int
@@ -56,7 +56,7 @@ class NodeReport:
 
 def put_together(
     ranks: Sequence[RankReport],
-    links: Sequence[Link],
+    links: Sequence[NodeLink],
     clocks: Sequence[tuple[float, float] | None],
 ) -> list[NodeReport]:
     """Make one report per node from what all ranks, links and clocks gave."""

@@ -6,22 +6,24 @@ import os
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain import log
 from hpctrain.doctor.nodes import display
-from hpctrain.doctor.nodes.links import measure_clocks, measure_link
-from hpctrain.doctor.nodes.measuring import measure_compute, measure_memory
+from hpctrain.doctor.nodes.links import choose_rounds, measure_clocks, measure_link
 from hpctrain.doctor.nodes.outliers import find_outliers
-from hpctrain.doctor.nodes.report import Link, RankReport, put_together
-from hpctrain.doctor.nodes.schedule import choose_rounds
+from hpctrain.doctor.nodes.report import NodeLink, RankReport, put_together
 from hpctrain.errors import CollectiveError
 from hpctrain.world import abort
 
 if TYPE_CHECKING:
+    import torch
+
     from hpctrain.world import World
 
-__all__ = ["visit_all_nodes"]
+__all__ = ["measure_compute", "measure_memory", "visit_all_nodes"]
 
 MOST_ROUNDS = 32
 _LINK_LIMIT_S = 10.0
@@ -77,7 +79,7 @@ def _visit(world: World, *, as_json: bool) -> int:
         outliers = find_outliers(nodes, all_links)
         code = 1 if outliers else 0
         show = display.as_json if as_json else display.as_text
-        job = display.Job(num_ranks=world.size, mpi=world.mpi)
+        job = display.ExaminedJob(num_ranks=world.size, mpi=world.mpi)
         print(show(job, nodes, all_links, outliers), flush=True)
     roll.call("doctor: end")
     agreed: int = world.comm.bcast(code, root=0)
@@ -100,7 +102,7 @@ class _Roll:
         roll_call(self._world.comm, what, timeout_s=_MEET_LIMIT_S + more_s)
 
 
-def _measure_links(world: World) -> tuple[list[Link], list[tuple[float, float] | None]]:
+def _measure_links(world: World) -> tuple[list[NodeLink], list[tuple[float, float] | None]]:
     """Collective over the node leaders: clocks first, then the tournament.
 
     Each link is returned by the lower of its two nodes.
@@ -143,3 +145,50 @@ def _arm_watchdog(limit_s: float) -> None:
     timer = threading.Timer(limit_s, bark)
     timer.daemon = True
     timer.start()
+
+
+# Per kind of device: rows of the matrices, bytes of the copied block.
+_SIZES = {"cpu": (1024, 64 << 20), "cuda": (4096, 256 << 20)}
+_SPAN_S = 0.4
+_FEWEST = 3
+
+
+def measure_compute(device: torch.device, *, span_s: float = _SPAN_S) -> float:
+    """Measure GFLOP/s of a single-precision matrix product: the best of several."""
+    import torch
+
+    rows = _SIZES.get(device.type, _SIZES["cpu"])[0]
+    a = torch.ones(rows, rows, device=device)
+    b = torch.ones(rows, rows, device=device)
+    out = torch.empty(rows, rows, device=device)
+    best_s = _best_time(lambda: torch.mm(a, b, out=out), device, span_s)
+    return 2 * rows**3 / best_s / 1e9
+
+
+def measure_memory(device: torch.device, *, span_s: float = _SPAN_S) -> float:
+    """Measure GB/s of copying a block that no cache holds, read and write counted."""
+    import torch
+
+    num_bytes = _SIZES.get(device.type, _SIZES["cpu"])[1]
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    best_s = _best_time(lambda: target.copy_(source), device, span_s)
+    return 2 * num_bytes / best_s / 1e9
+
+
+def _best_time(work: Callable[[], object], device: torch.device, span_s: float) -> float:
+    import torch
+
+    def once() -> float:
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    once()  # warms caches, clocks and threads
+    times: list[float] = []
+    end = time.perf_counter() + span_s
+    while len(times) < _FEWEST or time.perf_counter() < end:
+        times.append(once())
+    return min(times)

@@ -1,6 +1,7 @@
 """Building, caching, installing and checking Horovod for exactly one torch and one MPI.
 
-`facts` looks at an interpreter, `key` and `recipe` decide purely, `build` and `check` do.
+`facts` looks at an interpreter, `cache` and `recipe` decide what to build and where it is kept,
+`build`, `deploy` and `check` do it.
 """
 
 from __future__ import annotations

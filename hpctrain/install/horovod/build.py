@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from hpctrain import log
 from hpctrain.errors import InstallError
-from hpctrain.install.horovod import HOROVOD_VERSION, cache, headers, progress, recipe
+from hpctrain.install.horovod import HOROVOD_VERSION, cache, recipe
+from hpctrain.install.horovod.cache import bindings, cache_key
 from hpctrain.install.horovod.diagnosis import diagnose
 from hpctrain.install.horovod.facts import BUILD_NEEDS, RUNTIME_NEEDS, BuildFacts
-from hpctrain.install.horovod.key import bindings, cache_key
 from hpctrain.install.lock import held
-from hpctrain.install.mpi_compiler import lacks_headers
+from hpctrain.install.mpi import lacks_headers
 from hpctrain.install.process import TooLongError, interruptible, run_logged
 
-__all__ = ["BuildOptions", "build_wheel"]
+__all__ = ["BuildOptions", "build_wheel", "percent", "shown"]
 
 _SPECS = {"cmake": "cmake>=3.26,<5", "setuptools": "setuptools>=70,<81"}
 
@@ -144,8 +147,8 @@ def _compile(
 ) -> Path:
     jobs = options.jobs or recipe.jobs_for(len(os.sched_getaffinity(0)), _free_memory())
     _prepare(facts, work)
-    headers.fetch_headers(facts.python, work / "headers", environ)
-    includes = headers.header_folders(facts.python, work / "headers")
+    recipe.fetch_headers(facts.python, work / "headers", environ)
+    includes = recipe.header_folders(facts.python, work / "headers")
     env = recipe.build_environment(facts, jobs=jobs, work=work, includes=includes, environ=environ)
     pip = [str(facts.python.executable), "-m", "pip"]
     missing = _missing_tools(facts, environ)
@@ -168,10 +171,10 @@ def _compile(
     # pip's own cache would hand back a wheel that is bound to another torch or MPI.
     wheel = [*pip, "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
     wheel += ["-w", str(staging), str(sdist)]
-    with progress.shown(f"compiling Horovod {HOROVOD_VERSION}") as update:
+    with shown(f"compiling Horovod {HOROVOD_VERSION}") as update:
 
         def watch(line: str) -> None:
-            done = progress.percent(line)
+            done = percent(line)
             if done is not None:
                 update(done)
 
@@ -202,7 +205,7 @@ def _fail(doing: str, log_file: Path, why: str = "") -> NoReturn:
     cure = "use more cores (--jobs) or a less busy machine" if why else found.cure
     raise InstallError(
         f"Horovod {HOROVOD_VERSION} could not be built: {doing} failed because {why or found.why}. "
-        f"The whole log is {log_file}. To mend it: {cure}; then run `hpctrain horovod build` "
+        f"The whole log is {log_file}. To fix it: {cure}; then run `hpctrain horovod build` "
         "again. Everything but the horovod engine works without it."
     )
 
@@ -251,3 +254,47 @@ def _free_memory() -> int:
     except (OSError, ValueError):
         return free
     return min(free, int(limit) - used) if limit.isdigit() else free
+
+
+_STEP = 10
+
+
+def percent(line: str) -> int | None:
+    """Pure: how far a line of make's output says it is, as `[ 45%] Building` does."""
+    match = re.match(r"\s*\[\s*(\d{1,3})%\]", line)
+    return min(100, int(match.group(1))) if match else None
+
+
+@contextmanager
+def shown(title: str) -> Iterator[Callable[[int], None]]:
+    """Give a function to call with the percentage reached, while the block runs."""
+    if sys.stderr.isatty():
+        with _bar(title) as update:
+            yield update
+        return
+    started = time.monotonic()
+    next_step = _STEP
+
+    def tell(done: int) -> None:
+        nonlocal next_step
+        if done >= next_step:
+            log.notice(f"{title}: {done} %, {time.monotonic() - started:.0f} s")
+            next_step = (done // _STEP + 1) * _STEP
+
+    yield tell
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("hpctrain: {task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=100)
+        yield lambda done: progress.update(task, completed=done)

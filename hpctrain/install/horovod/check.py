@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import LaunchError
-from hpctrain.install.horovod.cache import RECORD_NAME
+from hpctrain.install.horovod.cache import RECORD_NAME, differences
 from hpctrain.install.horovod.facts import PythonFacts, probe_interpreter
-from hpctrain.install.horovod.key import differences
-from hpctrain.install.mpi import LoadedMpi, matching_mpirun, probe_mpi4py
-from hpctrain.install.trial import run_two_ranks
+from hpctrain.install.mpi import LoadedMpi, matching_mpirun, probe_mpi4py, run_two_ranks
 from hpctrain.programs import ask
 
 __all__ = ["HorovodCheck", "check_horovod"]

@@ -10,9 +10,8 @@ from pathlib import Path
 from hpctrain import log
 from hpctrain.errors import InstallError
 from hpctrain.install.horovod import HOROVOD_VERSION
-from hpctrain.install.horovod.cache import RECORD_NAME
+from hpctrain.install.horovod.cache import RECORD_NAME, bindings
 from hpctrain.install.horovod.facts import RUNTIME_NEEDS, BuildFacts
-from hpctrain.install.horovod.key import bindings
 
 __all__ = ["install_wheel"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["BuildDiagnosis", "diagnose"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnosis:
+class BuildDiagnosis:
     """The likely cause of a failure and what to do about it."""
 
     why: str
@@ -82,13 +82,13 @@ _CAUSES = (
 )
 
 
-def diagnose(log_text: str) -> Diagnosis:
+def diagnose(log_text: str) -> BuildDiagnosis:
     """Find the likely cause in a build's output; failing that, its first error line."""
     for pattern, why, cure in _CAUSES:
         if re.search(pattern, log_text, re.IGNORECASE):
-            return Diagnosis(why=why, cure=cure)
+            return BuildDiagnosis(why=why, cure=cure)
     first = _first_error(log_text)
-    return Diagnosis(
+    return BuildDiagnosis(
         why=f"the first error is: {first}" if first else "the log names no error",
         cure="read the log around its first `error:`; another compiler can be named in CXX",
     )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hpctrain.errors import InstallError, LaunchError
 from hpctrain.install.horovod import cuda
-from hpctrain.install.mpi import LoadedMpi, MpiVersion, matching_mpirun, probe_mpi4py
+from hpctrain.install.mpi import LoadedMpi, matching_mpirun, probe_mpi4py
+from hpctrain.mpi_version import MpiVersion
 
 __all__ = [
     "BUILD_NEEDS",
@@ -153,7 +154,7 @@ def probe_interpreter(
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise InstallError(
             f"{python} cannot be asked about its packages: {last}. If importing torch crashes "
-            "there, mend torch first: `python -c 'import torch'` must work"
+            "there, fix torch first: `python -c 'import torch'` must work"
         )
     facts = json.loads(done.stdout.splitlines()[-1])
     for name in ("executable", "prefix", "site_packages", "include"):

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.install.horovod.facts import BuildFacts
-from hpctrain.install.horovod.key import mpi_is_inside
+from hpctrain.install.horovod.cache import mpi_is_inside
+from hpctrain.install.horovod.facts import BuildFacts, PythonFacts
 
-__all__ = ["build_environment", "compiler_wrapper", "jobs_for", "relative_rpath", "shim"]
+__all__ = [
+    "build_environment",
+    "compiler_wrapper",
+    "fetch_headers",
+    "header_folders",
+    "jobs_for",
+    "relative_rpath",
+    "shim",
+]
 
 FORGOTTEN_INCLUDES = ("stdexcept", "string", "cstdint", "memory", "functional", "vector")
 _JOB_BYTES = 2 * 1024**3
@@ -119,3 +129,42 @@ def jobs_for(cores: int, memory_bytes: int) -> int:
 def _joined(*parts: str) -> str:
     """Join the parts that are there: an empty one would mean the current folder."""
     return os.pathsep.join(part for part in parts if part)
+
+
+def header_folders(python: PythonFacts, unpacked: Path) -> list[Path]:
+    """Pure: where the headers are, the interpreter's own folder first, then an unpacked package.
+
+    Debian's pyconfig.h includes another by a path that starts at usr/include.
+    """
+    inside = unpacked / "usr" / "include"
+    return [python.include, inside / python.include.name, inside]
+
+
+def fetch_headers(python: PythonFacts, folder: Path, environ: Mapping[str, str]) -> bool:
+    """Make sure that Python.h is to be had, unpacking the distribution's package if need be.
+
+    Returns:
+        Whether the headers are there now. Never raises: the build's own error is clearer.
+    """
+    if (python.include / "Python.h").is_file():
+        return True
+    tools = [shutil.which(name, path=environ.get("PATH")) for name in ("apt-get", "dpkg-deb")]
+    # Only the distribution's own interpreter fits the distribution's headers.
+    if None in tools or not str(python.include).startswith("/usr/include/"):
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    package = f"lib{python.include.name}-dev"
+    commands = [
+        (["apt-get", "-q", "download", package], 120),
+        (["sh", "-c", f'for file in {package}_*.deb; do dpkg-deb -x "$file" .; done'], 60),
+    ]
+    for command, limit_s in commands:
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, timeout=limit_s, env=dict(environ)
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        if done.returncode != 0:
+            return False
+    return (folder / "usr" / "include" / python.include.name / "Python.h").is_file()

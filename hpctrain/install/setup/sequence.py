@@ -48,7 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--horovod",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="build Horovod: insist, or leave it; auto: as the last time, else go on without if it "
+        help="build Horovod: insist, or leave it; auto: as the last time, else do without if it "
         "fails",
     )
     return parser.parse_args(arguments)
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
         log.notice(str(error))
         return 1
     except KeyboardInterrupt:
-        log.notice("interrupted; the next set-up goes on from here")
+        log.notice("interrupted; the next set-up resumes from here")
         return 130
 
 

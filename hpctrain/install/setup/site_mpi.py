@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import InstallError, LaunchError
-from hpctrain.install.mpi import launchers_on, matching_mpirun, probe_mpi4py
-from hpctrain.install.mpi_compiler import lacks_headers
+from hpctrain.install.mpi import (
+    MPI4PY_PROOF,
+    lacks_headers,
+    launchers_on,
+    matching_mpirun,
+    probe_mpi4py,
+    run_two_ranks,
+)
 from hpctrain.install.setup.steps import Steps
-from hpctrain.install.trial import MPI4PY_PROOF, run_two_ranks
 
 __all__ = [
     "SiteMpi",

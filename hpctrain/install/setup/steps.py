@@ -16,7 +16,7 @@ _TAIL_LINES = 20
 
 
 class Steps:
-    """Runs the commands of a set-up and tells how each one went."""
+    """Runs the commands of a set-up and reports how each one ended."""
 
     def __init__(self, log_file: Path, environ: Mapping[str, str]) -> None:
         self.log_file = log_file

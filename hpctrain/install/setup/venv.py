@@ -84,7 +84,7 @@ def ensure_venv(venv: Path, steps: Steps) -> None:
         return
     leftovers = [child for child in venv.iterdir() if child.name not in _KEPT]
     if leftovers:
-        log.notice(f"{venv} is broken, half made or of another Python; making it anew")
+        log.notice(f"{venv} is broken, incomplete or of another Python; recreating it")
     python = getattr(sys, "_base_executable", "") or sys.executable
     ways = ways_to_make(
         venv,

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 
 from hpctrain.submit.lint import rules_directives, rules_ends, rules_environment, rules_ranks
-from hpctrain.submit.lint.rule import LEVELS, Finding, Rule
+from hpctrain.submit.lint.rule import LEVELS, LintFinding, Rule
 from hpctrain.submit.lint.script import read_script
 
-__all__ = ["LEVELS", "RULES", "Finding", "Rule", "lint"]
+__all__ = ["LEVELS", "RULES", "LintFinding", "Rule", "lint_script"]
 
 _ROOMS = (rules_directives, rules_ranks, rules_environment, rules_ends)
 RULES: tuple[Rule, ...] = tuple(
@@ -18,13 +18,13 @@ RULES: tuple[Rule, ...] = tuple(
 _IGNORED = re.compile(r"^# hpctrain lint: ignore (J\d\d)\b", re.MULTILINE)
 
 
-def lint(
+def lint_script(
     text: str,
     *,
     exists: Callable[[str], bool],
     slurm: tuple[int, int] | None = None,
     syntax: str = "",
-) -> list[Finding]:
+) -> list[LintFinding]:
     """Look for mistakes.
 
     Args:
@@ -40,7 +40,7 @@ def lint(
     script = read_script(text, exists, slurm, syntax)
     ignored = set(_IGNORED.findall(text))
     found = [
-        Finding(
+        LintFinding(
             rule=rule.id,
             level=rule.level_for(script),
             line=line,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.submit.lint.script import Script
 
-__all__ = ["LEVELS", "Check", "Finding", "Rule"]
+__all__ = ["LEVELS", "Check", "LintFinding", "Rule"]
 
 LEVELS = ("warning", "note")
 """A warning is likely to cost a job or node-hours; a note is true and often harmless."""
@@ -35,7 +35,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class LintFinding:
     """A mistake at a line, counted from 1."""
 
     rule: str

@@ -6,9 +6,15 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from hpctrain.submit.lint.layout import gpus_per_node, num_nodes, tasks_per_node
 from hpctrain.submit.lint.rule import Rule
-from hpctrain.submit.lint.script import PREFIXES, Option, Script
+from hpctrain.submit.lint.script import (
+    PREFIXES,
+    Option,
+    Script,
+    gpus_per_node,
+    num_nodes,
+    tasks_per_node,
+)
 
 __all__ = ["RULES"]
 
@@ -71,7 +77,7 @@ def _misspelt(script: Script) -> Iterator[tuple[int, str]]:
         right = before == "#" and f"#{name}" in PREFIXES and line[len(name) + 1] in " \t"
         near = get_close_matches(name.upper(), ("SBATCH", "BSUB", "#PBS"), 1, 0.8)
         if not right and (near or name.upper() == "PBS"):
-            yield number, f"{(before + name).strip()!r} is no directive to the batch system"
+            yield number, f"{(before + name).strip()!r} is not a directive to the batch system"
 
 
 def _switched_off(script: Script) -> Iterator[tuple[int, str]]:
@@ -93,7 +99,7 @@ def _placeholder(script: Script) -> Iterator[tuple[int, str]]:
             if re.search(r"/\.\.\.(/|$)|/path/to/|^<[a-z_ -]+>$", word) and not re.search(
                 r"\s", word
             ):
-                yield command.line, f"{word!r} is still to be filled in"
+                yield command.line, f"{word!r} is a placeholder that was not filled in"
                 break
 
 
@@ -212,7 +218,7 @@ def _typographic(script: Script) -> Iterator[tuple[int, str]]:
         if read and (match := _TYPOGRAPHIC.search(words)):
             yield (
                 number,
-                f"{match.group()!r} (U+{ord(match.group()):04X}) is no character of the shell",
+                f"{match.group()!r} (U+{ord(match.group()):04X}) is not a shell character",
             )
 
 
@@ -230,7 +236,7 @@ def _refused_options(script: Script) -> Iterator[tuple[int, str]]:
     for option in script.options:
         name, value = option.name, option.value
         if not name:
-            yield option.line, f"{value!r} is no option of sbatch"
+            yield option.line, f"{value!r} is not an option of sbatch"
         elif value.startswith("="):
             yield option.line, f"the value of {name} is {value!r}"
         elif name in _WHOLE and not re.search(r"\d+$|[{$<%]", value):
@@ -285,7 +291,7 @@ RULES = (
     ),
     Rule(
         id="J18",
-        why="A placeholder of a template is left in: the job is refused, or looks in vain.",
+        why="A placeholder of a template is left in: the job is refused or finds nothing.",
         cure="Write what is meant.",
         check=_placeholder,
     ),
@@ -353,7 +359,7 @@ RULES = (
         id="J13",
         why="A word processor or a web page turned a hyphen or a quote into another character; "
         "neither the shell nor the batch system knows it as an option.",
-        cure="Type it anew: - ' \"",
+        cure="Retype it: - ' \"",
         check=_typographic,
     ),
     Rule(

@@ -179,7 +179,7 @@ RULES = (
     ),
     Rule(
         id="J42",
-        why="The signal ends the wait, the script goes on, and the job ends with the ranks alive.",
+        why="The signal ends the wait, the script continues, and the job ends while ranks run.",
         cure="wait again, in a loop, until no signal came.",
         check=_one_wait,
     ),

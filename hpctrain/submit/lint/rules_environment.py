@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hpctrain.submit.lint.layout import gpus_per_node, is_shared, num_nodes, ranks_per_node
 from hpctrain.submit.lint.rule import Rule
-from hpctrain.submit.lint.script import Script
+from hpctrain.submit.lint.script import Script, gpus_per_node, is_shared, num_nodes, ranks_per_node
 from hpctrain.submit.lint.shell import Command
 
 __all__ = ["RULES"]
@@ -212,7 +211,7 @@ def _asks(script: Script) -> Iterator[tuple[int, str]]:
             answered = re.search(r"\s(-y|--yes|-q?y|--file|-f)\b", text) or "env" in command.words
             piped = any(other.pipe_to.startswith(command.text) for other in script.commands)
             if not answered and not piped and "CONDA_ALWAYS_YES" not in script.assigned:
-                yield command.line, f"{' '.join(command.words[:2])} asks before it goes on"
+                yield command.line, f"{' '.join(command.words[:2])} asks for confirmation"
 
 
 def _new_shell(script: Script) -> Iterator[tuple[int, str]]:

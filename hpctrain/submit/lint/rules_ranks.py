@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hpctrain.submit.lint.layout import gpus_per_node, num_nodes, ranks_per_node, tasks_per_node
 from hpctrain.submit.lint.rule import Rule
-from hpctrain.submit.lint.script import Script
-from hpctrain.submit.lint.starts import LAUNCHERS, Start
+from hpctrain.submit.lint.script import (
+    Script,
+    gpus_per_node,
+    num_nodes,
+    ranks_per_node,
+    tasks_per_node,
+)
+from hpctrain.submit.lint.shell import LAUNCHERS, Start
 
 __all__ = ["RULES", "uses_gpus"]
 
@@ -160,7 +165,10 @@ def _no_mpiprocs(script: Script) -> Iterator[tuple[int, str]]:
         ranks = script.resolve(start.option("-n", "-np", "--np"))
         placed = start.option(*_PER_NODE, *_HOSTS, "-machinefile", "--machinefile")
         if start.launcher == "mpirun" and placed is None and chunks and ranks != int(chunks[0]):
-            yield select.line, f"{start.name} finds one slot on each node, for want of mpiprocs="
+            yield (
+                select.line,
+                f"{start.name} finds one slot on each node without mpiprocs=",
+            )
             return
 
 
@@ -210,7 +218,7 @@ def _told_otherwise(script: Script) -> Iterator[tuple[int, str]]:
         ):
             told = script.resolve(start.argument(names))
             if start.launcher == "srun" and told and number and told != number:
-                yield start.line, f"the program is told of {told} {what}, and {number} are there"
+                yield start.line, f"the program expects {told} {what}, and there are {number}"
 
 
 def _without_gpus(script: Script) -> Iterator[tuple[int, str]]:

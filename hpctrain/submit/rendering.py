@@ -8,11 +8,11 @@ from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.batch_systems import BatchSystem
-from hpctrain.doctor.leftovers import NAMES
+from hpctrain.doctor import LEFTOVER_NAMES
 from hpctrain.errors import ConfigError
 from hpctrain.exit_codes import DIED, REQUEUE
 from hpctrain.submit.places import JOBS
-from hpctrain.submit.plan import Plan, make_plan
+from hpctrain.submit.plan import JobPlan, make_plan
 from hpctrain.submit.request import Request
 from hpctrain.submit.site import Site
 from hpctrain.submit.words import check_directive_value, quote, quote_all
@@ -24,12 +24,12 @@ def render(request: Request, site: Site, *, templates: Path = JOBS / "templates"
     """Write the script.
 
     Raises:
-        ConfigError: the request and the site do not go together.
+        ConfigError: the request and the site are incompatible.
     """
     return render_plan(make_plan(request, site), templates=templates)
 
 
-def render_plan(plan: Plan, *, templates: Path = JOBS / "templates") -> str:
+def render_plan(plan: JobPlan, *, templates: Path = JOBS / "templates") -> str:
     """Write the script of a plan.
 
     Args:
@@ -59,7 +59,7 @@ def render_plan(plan: Plan, *, templates: Path = JOBS / "templates") -> str:
     return re.sub(r"\n{3,}", "\n\n", text) if is_script else text
 
 
-def _context(plan: Plan) -> dict[str, object]:
+def _context(plan: JobPlan) -> dict[str, object]:
     """What the template of a script is filled with, besides the plan."""
     request, site, system = plan.request, plan.site, plan.system
     return {
@@ -76,7 +76,9 @@ def _context(plan: Plan) -> dict[str, object]:
         "rank_setup": _rank_setup(plan),
         "requeue_code": REQUEUE,
         "restart_codes": plan.restart_codes,
-        "shared_memory": [f"/dev/shm/{name}" for name, who in NAMES.items() if who != "hpctrain"],
+        "shared_memory": [
+            f"/dev/shm/{name}" for name, who in LEFTOVER_NAMES.items() if who != "hpctrain"
+        ],
         "signals": system.passed_signals(plan),
         "sweep_options": list(system.overlap_options),
         "source": request.source,
@@ -84,7 +86,7 @@ def _context(plan: Plan) -> dict[str, object]:
     }
 
 
-def write_directives(plan: Plan) -> list[str]:
+def write_directives(plan: JobPlan) -> list[str]:
     """All directive lines of a script, in order; additional ones, checked, last."""
     system = plan.system
     extras = [*plan.site.directives, *plan.request.directives]
@@ -109,8 +111,8 @@ def _check_extra(system: BatchSystem, extra: str) -> str:
     return extra
 
 
-def _hints(plan: Plan) -> list[str]:
-    """The site's, and that nothing was checked where the queue is none that the profile knows."""
+def _hints(plan: JobPlan) -> list[str]:
+    """The site's hints; and a note where the profile does not know the queue's limits."""
     site, queue = plan.site, plan.queue
     if not site.queues or not queue or queue in site.queues:
         return list(site.hints)
@@ -121,13 +123,13 @@ def _hints(plan: Plan) -> list[str]:
     ]
 
 
-def _job_folders(plan: Plan) -> dict[str, str]:
+def _job_folders(plan: JobPlan) -> dict[str, str]:
     """Those of the site that the job does not name itself."""
     given = plan.request.environment
     return {name: path for name, path in plan.site.job_folders.items() if name not in given}
 
 
-def _rank_setup(plan: Plan) -> str:
+def _rank_setup(plan: JobPlan) -> str:
     """What a rank does before it becomes the command: make its folders, choose its GPU."""
     folders = " ".join(f'"${name}"' for name in _job_folders(plan))
     setup = [f"mkdir -p -- {folders}"] if folders else []
@@ -140,7 +142,7 @@ def _rank_setup(plan: Plan) -> str:
     return "; ".join(setup)
 
 
-def _image_options(plan: Plan) -> list[str]:
+def _image_options(plan: JobPlan) -> list[str]:
     vendor = {"CUDA_VISIBLE_DEVICES": "--nv", "ROCR_VISIBLE_DEVICES": "--rocm"}
     option = vendor.get(plan.site.gpu_variable) if plan.gpus_per_node else None
     return [*([option] if option else []), *plan.site.image_options]
