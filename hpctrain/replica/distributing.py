@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from hpctrain.replica.facts import gather_facts
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode, NodeMode
 from hpctrain.replica.naming import named_parameters
+from hpctrain.replica.plain_loops import has_replica
 from hpctrain.replica.policy import Choice, choose
 from hpctrain.replica.precision import check_trained, choose_precision
 from hpctrain.replica.replica import Replica
@@ -126,9 +126,7 @@ def distribute(
 def _find_owner(optimizer: torch.optim.Optimizer) -> str | None:
     """Whose an optimizer is: two replicas would both exchange, and both divide its update."""
     for member in members_of(optimizer):
-        hooks: Any = member._optimizer_step_pre_hooks
-        owners = (getattr(hook, "__self__", None) for hook in hooks.values())
-        if any(isinstance(owner, Replica) for owner in owners):
+        if has_replica(member):
             return (
                 f"distribute: this {type(member).__name__} belongs to a replica already, which an "
                 "earlier distribute() made; keep using that replica, or call its close() before "

@@ -157,10 +157,10 @@ def test_the_root_may_keep_its_data_or_let_them_go(world):
         (np.array([1, "a"], object), "Python objects"),
         ({"x": np.zeros(3), "y": np.zeros(4)}, "different numbers of samples"),
         ([{"a": 1}, {"b": 1}], "same keys"),
-        ({1: np.zeros(3)}, "no string"),
+        ({1: np.zeros(3)}, "is not a string"),
         ((), "empty tuple"),
         (np.ma.masked_array([1.0], [True]), "MaskedArray"),
-        (np.float64(3), "no column"),
+        (np.float64(3), "cannot be a column"),
         (np.array(3), "no dimension"),
         (torch.zeros(3, requires_grad=True), "detach"),
         (torch.zeros(3, 3).to_sparse(), "sparse"),
@@ -176,7 +176,7 @@ def test_what_cannot_travel_is_refused_by_all(world, data, word):
 
 
 def test_wrong_arguments_are_refused_by_all(world):
-    with pytest.raises(hpc.ConfigError, match="no rank"):
+    with pytest.raises(hpc.ConfigError, match="is not a rank"):
         hpc.scatter(world, None, root=world.size)
     with pytest.raises(hpc.ConfigError, match="chunk_bytes=1"):
         scattered(world, np.zeros(3), chunk_bytes=1)
