@@ -19,7 +19,7 @@ from hpctrain.install.mpi import (
     matching_mpirun,
     probe_mpi4py,
 )
-from hpctrain.launch.command import launch_command, launch_environment
+from hpctrain.launch import launch_command, launch_environment
 from hpctrain.programs import Answer, ask
 
 __all__ = ["Facts", "Match", "without_launcher"]

@@ -32,6 +32,7 @@ from hpctrain.replica.precision import check_trained, choose_precision
 from hpctrain.replica.sharing_work import choose_update, make_node_mode, shares_memory
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.replica.sweep import SweepTimer
+from hpctrain.sweep_request import sweep_of
 from hpctrain.world import World, keep_freed_memory, takes_timeout
 
 __all__ = ["HorovodTraining", "Replica", "Step", "distribute"]
@@ -101,7 +102,8 @@ def distribute(
     """
     check_world(world)
     trained = combine(optimizer)
-    asked = world.bench.asked
+    sweep = sweep_of(world)
+    asked = None if sweep is None else sweep.asked
     if asked is not None and asked.engine is not None and engine == "auto":
         engine = asked.engine
     must_match = {
@@ -221,8 +223,8 @@ def distribute(
     )
     replica.averages_statistics = averages_statistics
     _end_with(world, replica)
-    if asked is not None and world.bench.take_replica():
-        SweepTimer(replica, asked)
+    if sweep is not None and sweep.take_replica():
+        SweepTimer(replica, sweep)
     return replica
 
 
