@@ -1,17 +1,18 @@
-"""Floor 3: a world with a watchdog over it, and engines for it."""
+"""Floor 3: a world with a watchdog over it and what a sweep asks of it, and engines for it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec
 
 from hpctrain import faults, timeline
 from hpctrain import world as worlds
 from hpctrain.engines import Engine, HorovodOptions, create
-from hpctrain.world import World, takes_timeout
+from hpctrain.sweep_request import Bench, request_of
+from hpctrain.world import World, current_launch, takes_timeout
 
 if TYPE_CHECKING:
     from hpctrain.faults import Watchdog
@@ -26,7 +27,10 @@ _ENDED = "its world has ended: do this inside the `with hpctrain.init()` block"
 def _watched(join: Callable[P, World]) -> Callable[P, World]:
     @functools.wraps(join)
     def joined(*args: P.args, **options: P.kwargs) -> World:
+        request = request_of(current_launch())
         world = join(*args, **options)
+        if request is not None:
+            world = replace(world, bench=Bench(request))
         faults.watch_world(world)
         return world
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from hpctrain.bench.load import foreign_load, read_clocks
 from hpctrain.bench.sweep import RANKS, Folder, Measured, Sweep, SweepPoint, fill_arguments
 from hpctrain.submit import launch
-from hpctrain.world import BENCH_VARIABLE, Asked
+from hpctrain.sweep_request import BENCH_VARIABLE, SweepRequest
 
 __all__ = ["ask", "explain", "run_sweep", "tell_end", "tell_other_device"]
 
@@ -49,10 +49,10 @@ def run_sweep(
         folder.write(key, replace(measured, num_tries=tries))
 
 
-def ask(folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int) -> Asked:
+def ask(folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int) -> SweepRequest:
     """What a launch is asked for."""
     key = folder.key(sweep, point.name, repeat)
-    return Asked(
+    return SweepRequest(
         report=str(folder.report_path(key).absolute()),
         batch=sweep.settings.batch,
         factor=point.factor,

@@ -15,8 +15,7 @@ from uuid import uuid4
 import psutil
 
 from hpctrain.doctor import find_leftovers
-from hpctrain.faults import Injection
-from hpctrain.world import CHAOS_VARIABLE
+from hpctrain.faults import CHAOS_VARIABLE, Injection
 
 __all__ = ["Attempt"]
 

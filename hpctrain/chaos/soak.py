@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from hpctrain.chaos.attempt import Attempt
+from hpctrain.chaos.checking import AttemptLog, check_samples, stitch
 from hpctrain.chaos.damage import SmallDisk, flip_byte, num_bytes_of, valid_checkpoints
-from hpctrain.chaos.lineage import AttemptLog, check_samples, stitch
 from hpctrain.chaos.soak_subject import BATCH, NUM_SAMPLES, log_name
 from hpctrain.errors import LaunchError
 from hpctrain.exit_codes import DIED

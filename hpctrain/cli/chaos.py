@@ -31,7 +31,7 @@ exit codes: 0 all went as expected; 1 something did not; 2 the command line or a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    from hpctrain.chaos.scenarios import SCENARIOS
+    from hpctrain.chaos import SCENARIOS
 
     parser.epilog = _MORE
     kinds = parser.add_subparsers(dest="kind", metavar="run|soak", required=True)
@@ -84,9 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, scratch: Path) -> bool:
-    from hpctrain.chaos.running import Chain, steps_for
-    from hpctrain.chaos.scenarios import choose
-    from hpctrain.chaos.table import render_rows
+    from hpctrain.chaos import Chain, choose, render_rows, steps_for
 
     scenarios = choose(args.scenarios.split(",") if args.scenarios else None)
     num_steps = args.steps or steps_for(len(scenarios))
@@ -116,8 +114,7 @@ def _run(args: argparse.Namespace, scratch: Path) -> bool:
 
 
 def _soak(args: argparse.Namespace, scratch: Path) -> bool:
-    from hpctrain.chaos.soak import Round, Soak
-    from hpctrain.chaos.table import describe_outcome, describe_round
+    from hpctrain.chaos import Round, Soak, describe_outcome, describe_round
 
     if args.rounds < 1 or (args.ranks is not None and args.ranks < 1):
         raise ConfigError(f"--rounds {args.rounds} -n {args.ranks}: give at least 1 of each")

@@ -18,7 +18,7 @@ from hpctrain.install import (
     matching_mpirun,
     probe_mpi4py,
 )
-from hpctrain.launch.command import launch_command, launch_environment
+from hpctrain.launch import launch_command, launch_environment
 from hpctrain.mpi_version import MpiVersion
 from hpctrain.programs import Answer, ask
 

@@ -8,7 +8,6 @@ the order that the MPI library chooses by count and size alone, so equal runs gi
 from __future__ import annotations
 
 import ctypes
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from hpctrain.engines.base import Engine, Finish, Op, Watchdog
 from hpctrain.engines.node import NodeGroup, domain_here
 from hpctrain.engines.node_buffers import NodeBuffers, is_large
 from hpctrain.engines.registry import BUILT_IN
-from hpctrain.world import SharedBlock
+from hpctrain.world import SharedBlock, environment
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -337,5 +336,5 @@ def mpi_reads_device_memory(kind: str) -> bool:
         return False
     query.restype = ctypes.c_int
     if "CRAY MPICH" in MPI.Get_library_version().upper():
-        return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
+        return environment().get("MPICH_GPU_SUPPORT_ENABLED") == "1"
     return bool(query())

@@ -17,10 +17,11 @@ from hpctrain.faults.preemption import SIGNALS, Preemption
 from hpctrain.faults.watchdog import Watchdog, start, watch_world
 
 if TYPE_CHECKING:
-    from hpctrain.faults.injection import FaultKind, Injection, injection_of
+    from hpctrain.faults.injection import CHAOS_VARIABLE, FaultKind, Injection, injection_of
     from hpctrain.faults.sentinel import Sentinel
 
 __all__ = [
+    "CHAOS_VARIABLE",
     "EXIT_CODE",
     "SIGNALS",
     "Agreed",
@@ -45,7 +46,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        ".injection": ("Injection", "FaultKind", "injection_of"),
+        ".injection": ("CHAOS_VARIABLE", "FaultKind", "Injection", "injection_of"),
         ".sentinel": ("Sentinel",),
     },
 )

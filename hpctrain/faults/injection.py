@@ -23,8 +23,10 @@ from hpctrain.errors import ConfigError
 if TYPE_CHECKING:
     from hpctrain.world import World
 
-__all__ = ["FaultKind", "Injection", "injection_of", "parse_injection"]
+__all__ = ["CHAOS_VARIABLE", "FaultKind", "Injection", "injection_of", "parse_injection"]
 
+CHAOS_VARIABLE = "HPCTRAIN_CHAOS"
+"""Where the ranks find what is to go wrong."""
 FaultKind = Literal["signal", "pause", "hold", "bit", "nan", "disk"]
 _HOLD_S = 60.0
 _POLL_S = 0.02
@@ -121,13 +123,13 @@ def parse_injection(text: str) -> Injection:
         return Injection(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"HPCTRAIN_CHAOS is not as `hpctrain chaos` writes it ({error}); unset it"
+            f"{CHAOS_VARIABLE} is not as `hpctrain chaos` writes it ({error}); unset it"
         ) from None
 
 
 def injection_of(world: World) -> Injection | None:
     """What is to go wrong on this rank; None: nothing."""
-    text = world.launch.chaos
+    text = world.launch.settings.get(CHAOS_VARIABLE)
     if text is None:
         return None
     found = parse_injection(text)

@@ -27,6 +27,7 @@ __all__ = ["Listener", "Outcome", "attach"]
 
 # One variable, HOST:PORT:TOKEN: Hydra forwards no variable whose name begins with another's.
 VARIABLE = "HPCTRAIN_RELAY"
+CONTROL_VARIABLE = "HPCTRAIN_CONTROL_FD"
 _WELCOME = b"welcome\n"
 _CONNECT_S = 10.0
 _TOP_FD = 1023
@@ -70,7 +71,7 @@ def attach(launch: Launch, environ: Mapping[str, str]) -> Launch:
     out.close()
     err.close()
     fd = _raise_descriptor(control)
-    os.environ["HPCTRAIN_CONTROL_FD"] = str(fd)
+    os.environ[CONTROL_VARIABLE] = str(fd)
     return dataclasses.replace(launch, control_fd=fd)
 
 

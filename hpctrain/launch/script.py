@@ -13,8 +13,7 @@ from pathlib import Path
 from hpctrain.errors import ConfigError
 from hpctrain.freed_memory import launch_variables
 from hpctrain.launch import relay, tee
-from hpctrain.launch.external import run_command
-from hpctrain.launch.program import Program
+from hpctrain.launch.program import Program, run_command
 from hpctrain.world import (
     AgreedExit,
     Launch,

@@ -24,14 +24,11 @@ from hpctrain.launch.command import (
     launch_command,
     launch_environment,
 )
-from hpctrain.launch.external import meeting_point
-from hpctrain.launch.program import Program
-from hpctrain.launch.relay import Listener, Outcome
+from hpctrain.launch.program import Program, meeting_point
+from hpctrain.launch.relay import CONTROL_VARIABLE, Listener, Outcome
 from hpctrain.launch.screen import Screen
 from hpctrain.launch.script import make_log_dir
 from hpctrain.world import (
-    BENCH_VARIABLE,
-    CHAOS_VARIABLE,
     count_oom_kills,
     current_launch,
     detect,
@@ -46,14 +43,9 @@ _GRACE_S = 3.0
 _STOPPED_S = 7.0
 _SURVIVORS_S = 1.0
 _LOOK_S = 0.5
-_PASS_ON = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"),
-    BENCH_VARIABLE,
-    CHAOS_VARIABLE,
-    "HPCTRAIN_TRACE",
-    "HPCTRAIN_NOTES",
-    freed_memory.VARIABLE,
-)
+_PASS_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+_OWN_PREFIX = "HPCTRAIN_"
+"""hpctrain's own variables: what a sweep asks, what chaos injects, where a trace goes."""
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What a batch system sends to say that the time is nearly over."""
 
@@ -111,7 +103,8 @@ def start(
     if live:
         extra["HPCTRAIN_COLUMNS"] = str(shutil.get_terminal_size().columns)
     child_environ = {**environ, **{k: environ.get(k, v) for k, v in extra.items()}}
-    names = dict.fromkeys((*extra, *_PASS_ON, *variables))
+    own = [n for n in environ if n.startswith(_OWN_PREFIX) and n != CONTROL_VARIABLE]
+    names = dict.fromkeys((*extra, *_PASS_ON, *own, *variables))
     pass_on = [name for name in names if name in child_environ]
     command = launch_command(
         mpirun, version, num_ranks=num_ranks, root=os.geteuid() == 0, hosts=hosts, pass_on=pass_on

@@ -26,6 +26,7 @@ from hpctrain.replica.precision import check_trained, choose_precision
 from hpctrain.replica.replica import Replica
 from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.replica.sweep import SweepTimer
+from hpctrain.sweep_request import sweep_of
 from hpctrain.update import ShardedUpdate
 from hpctrain.world import World, keep_freed_memory, takes_timeout
 
@@ -111,9 +112,9 @@ def distribute(
         nonfinite=nonfinite,
         averages_statistics=averages_statistics,
     )
-    asked = world.bench.asked
-    if asked is not None and asked.engine is not None and engine == AUTO:
-        engine = asked.engine
+    sweep = sweep_of(world)
+    if sweep is not None and sweep.asked.engine is not None and engine == AUTO:
+        engine = sweep.asked.engine
     engine = agree_on_arguments(world, model, trained, engine, given, find_more=_find_owner)
     if isinstance(engine, str):
         options = horovod.options if horovod is not None else None
@@ -184,9 +185,9 @@ def _build(
     )
     replica.averages_statistics = given.averages_statistics
     _end_with(world, replica)
-    asked = world.bench.asked
-    if asked is not None and world.bench.take_replica():
-        SweepTimer(replica, asked)
+    sweep = sweep_of(world)
+    if sweep is not None and sweep.take_replica():
+        SweepTimer(replica, sweep)
     return replica
 
 

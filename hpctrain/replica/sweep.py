@@ -32,7 +32,7 @@ from hpctrain.world import PHASES, roll_call
 
 if TYPE_CHECKING:
     from hpctrain.replica.replica import Replica
-    from hpctrain.world import Asked
+    from hpctrain.sweep_request import Bench
 
 __all__ = ["RankTimes", "StepClock", "StepTime", "SweepTimer", "summarize"]
 
@@ -199,9 +199,9 @@ class SweepTimer:
     On a GPU the clock waits for the device at every phase, or it would time the queueing.
     """
 
-    def __init__(self, replica: Replica, asked: Asked) -> None:
+    def __init__(self, replica: Replica, sweep: Bench) -> None:
         self._replica = replica
-        self._asked = asked
+        self._sweep, self._asked = sweep, sweep.asked
         wait = torch.cuda.synchronize if replica.world.device.type == "cuda" else None
         self._clock = StepClock(synchronize=wait)
         self._open: list[str] = []
@@ -274,8 +274,8 @@ class SweepTimer:
             "engine": replica.engine.name,
             "device": str(world.ranks[0].device),
             "mpi": world.mpi,
-            "reads": sorted(world.bench.reads),
-            "global_batch": world.bench.batch,
+            "reads": sorted(self._sweep.reads),
+            "global_batch": self._sweep.batch,
             "counts": {**gained, "bytes": counts["bytes"]},
             "num_parameters": sum(p.numel() for p in replica.model.parameters()),
             "optimizer": label_of(replica.optimizer),

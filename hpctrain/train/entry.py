@@ -12,7 +12,7 @@ from hpctrain import log
 from hpctrain.connection import connect, init
 from hpctrain.data import Loader, is_stream
 from hpctrain.errors import CheckpointError, ConfigError, HpcTrainError
-from hpctrain.launch.script import tee_output
+from hpctrain.launch import tee_output
 from hpctrain.optim import EMA, sync_batchnorm
 from hpctrain.precision import LossScaling
 from hpctrain.replica import Replica, distribute

@@ -8,7 +8,6 @@ from __future__ import annotations
 from hpctrain.world.agreement import agree, announced, roll_call
 from hpctrain.world.allocator import keep_freed_memory
 from hpctrain.world.barrier import make_barrier, must_sleep
-from hpctrain.world.bench import Asked
 from hpctrain.world.cores import CoreMap, parse_cpus, read_affinity, read_core_map, share_of_cores
 from hpctrain.world.guard import (
     AgreedExit,
@@ -23,11 +22,10 @@ from hpctrain.world.guard import (
 )
 from hpctrain.world.joining import init
 from hpctrain.world.launcher import (
-    BENCH_VARIABLE,
-    CHAOS_VARIABLE,
     Launch,
     current_launch,
     detect,
+    environment,
 )
 from hpctrain.world.library import load_mpi
 from hpctrain.world.notes import note_checkpoint, note_exit, note_failed_hosts
@@ -39,14 +37,11 @@ from hpctrain.world.seeding import derive_seed
 from hpctrain.world.shared_memory import PrivateView, SharedBlock, allocate
 from hpctrain.world.topology import Place, Rooms, split
 from hpctrain.world.watching import Watching, takes_timeout
-from hpctrain.world.world import RankInfo, World
+from hpctrain.world.world import RankInfo, ScriptSettings, Setting, World
 
 __all__ = [
-    "BENCH_VARIABLE",
-    "CHAOS_VARIABLE",
     "PHASES",
     "AgreedExit",
-    "Asked",
     "CoreMap",
     "Launch",
     "Observer",
@@ -55,6 +50,8 @@ __all__ = [
     "PrivateView",
     "RankInfo",
     "Rooms",
+    "ScriptSettings",
+    "Setting",
     "SharedBlock",
     "Watching",
     "World",
@@ -68,6 +65,7 @@ __all__ = [
     "derive_seed",
     "detect",
     "end_all_ranks",
+    "environment",
     "exit_code_of",
     "finish",
     "init",

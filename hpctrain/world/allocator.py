@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import os
 from pathlib import Path
 
 from hpctrain.freed_memory import (
@@ -22,6 +21,7 @@ from hpctrain.freed_memory import (
     launch_variables,
     wants_it_kept,
 )
+from hpctrain.world.launcher import environment
 
 __all__ = ["keep_freed_memory"]
 
@@ -35,15 +35,15 @@ def keep_freed_memory() -> str:
 
     What is free already is given back first: memory of a data set that was converted, say.
     """
-    choice = find_choice(os.environ)
+    choice = find_choice(environment())
     told = "kept for the next step"
     if choice is not None:
         told = f"as {choice} says"
     elif not _tell_c_library():
         told = "given back to the system: this C library cannot be told otherwise"
-    if not wants_it_kept(os.environ):
+    if not wants_it_kept(environment()):
         return told
-    if MIMALLOC_VARIABLE not in os.environ and _torch_has_mimalloc():
+    if MIMALLOC_VARIABLE not in environment() and _torch_has_mimalloc():
         cure = " ".join(f"{name}={value}" for name, value in launch_variables({}).items())
         return (
             "torch gives it back to the system and takes it anew at each step; start by "

@@ -14,7 +14,6 @@ from hpctrain.log import format_ranges
 from hpctrain.mpi_version import identify
 from hpctrain.world import cores, devices, guard, launcher
 from hpctrain.world.agreement import agree, roll_call
-from hpctrain.world.bench import Bench
 from hpctrain.world.launcher import Launch
 from hpctrain.world.library import load_mpi
 from hpctrain.world.output import write_whole_lines
@@ -128,7 +127,6 @@ def init(
             device=torch_device,
             ranks=ranks,
             streams=streams,
-            bench=Bench(launch.bench),
             _undo=undo.pop_all(),
         )
 

@@ -2,30 +2,27 @@
 
 MPI itself is the truth about ranks; these variables are the cross-check.
 
-This is the only module that reads the environment of a running job.
+This is the only module that reads the environment of a running rank: others get a `Launch`, or
+ask `environment`. The starting side (`cli`, `launch`, `bench`, `chaos`) prepares it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpctrain.batch_systems import BatchSystem, LauncherRow, detect_launcher, detect_system
 from hpctrain.errors import LaunchError
-from hpctrain.world.bench import Asked, parse_asked
 
 __all__ = [
-    "BENCH_VARIABLE",
-    "CHAOS_VARIABLE",
     "Launch",
     "current_launch",
     "detect",
+    "environment",
 ]
 
-BENCH_VARIABLE = "HPCTRAIN_BENCH"
-CHAOS_VARIABLE = "HPCTRAIN_CHAOS"
-"""Where a sweep says what it asks for."""
+_OWN_PREFIX = "HPCTRAIN_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +50,8 @@ class Launch:
     """The task of a job array, where the job id does not tell it."""
     end_time: float | None = None
     """When the allocation ends (Unix time), where a variable says so."""
-    bench: Asked | None = None
-    """What a sweep asks for; None outside one."""
-    chaos: str | None = None
-    """What `hpctrain chaos` lets go wrong here, as `faults.injection` reads it."""
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """hpctrain's own variables (`HPCTRAIN_...`) that are not empty, for floors above to read."""
     trace_dir: str | None = None
     """Where `hpctrain run --trace` wants every rank's events."""
     cluster: str | None = None
@@ -97,8 +92,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         pmi=_pmi(environ),
         job_index=(_number(environ, system.index_variable) or None) if system else None,
         end_time=_end_time(environ, system),
-        bench=parse_asked(environ[BENCH_VARIABLE]) if environ.get(BENCH_VARIABLE) else None,
-        chaos=environ.get(CHAOS_VARIABLE) or None,
+        settings={k: v for k, v in environ.items() if k.startswith(_OWN_PREFIX) and v},
         trace_dir=environ.get("HPCTRAIN_TRACE") or None,
         cluster=system.cluster(environ) if system else None,
         notes_dir=environ.get("HPCTRAIN_NOTES") or None,
@@ -108,6 +102,11 @@ def detect(environ: Mapping[str, str]) -> Launch:
 def current_launch() -> Launch:
     """Read how this process was started."""
     return detect(os.environ)
+
+
+def environment() -> Mapping[str, str]:
+    """The environment of this process, where other libraries have their settings."""
+    return os.environ
 
 
 def _places(

@@ -7,13 +7,12 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from threading import Event
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from hpctrain import log
 from hpctrain.world import guard
 from hpctrain.world.agreement import roll_call
 from hpctrain.world.averaging import mean_over_ranks
-from hpctrain.world.bench import Bench
 from hpctrain.world.cores import parse_cpus
 from hpctrain.world.devices import DeviceInfo
 from hpctrain.world.launcher import Launch
@@ -28,9 +27,38 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Comm
     from torch import Tensor
 
-__all__ = ["RankInfo", "World"]
+__all__ = ["RankInfo", "ScriptSettings", "Setting", "World"]
 
+Setting = TypeVar("Setting", bool, int, float, str)
 _MOST_ROWS = 32
+
+
+class ScriptSettings(Protocol):
+    """What a script may ask whoever started it; `world.bench`."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether somebody else decides, so that the script is being measured."""
+
+    def global_batch(self, default: int) -> int:
+        """Samples of all ranks together in a step; `default` is the script's own."""
+
+    def value(self, name: str, default: Setting) -> Setting:
+        """A setting by its name, in the type of the script's own default."""
+
+
+class ScriptDefaults:
+    """The script's own defaults: nobody else decides."""
+
+    is_active = False
+
+    def global_batch(self, default: int) -> int:
+        """The script's own."""
+        return default
+
+    def value(self, name: str, default: Setting) -> Setting:
+        """The script's own."""
+        return default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +89,8 @@ class World:
     ranks: tuple[RankInfo, ...]
     streams: Streams
     """Random streams by the stated rule; see `hpctrain.world.seeding`."""
-    bench: Bench = field(default_factory=Bench, repr=False)
-    """What a sweep asks of this script; outside one, the script's own defaults."""
+    bench: ScriptSettings = field(default_factory=ScriptDefaults, repr=False)
+    """What the script's batch and settings are; see `ScriptSettings`."""
     observers: list[Observer] = field(default_factory=list, repr=False)
     """Who is told what this rank is doing, from `distribute` on; see `hpctrain.world.observing`."""
     shares: Shares = field(default_factory=Shares, repr=False)

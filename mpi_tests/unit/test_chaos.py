@@ -9,13 +9,11 @@ import sys
 import pytest
 import torch
 
+from hpctrain.chaos.checking import AttemptLog, check_samples, compare_ends, stitch
 from hpctrain.chaos.damage import flip_byte, truncate, valid_checkpoints
-from hpctrain.chaos.lineage import AttemptLog, check_samples, stitch
-from hpctrain.chaos.running import Row, steps_for
+from hpctrain.chaos.running import Row, shorten, steps_for
 from hpctrain.chaos.scenarios import SCENARIOS, choose, patterns
-from hpctrain.chaos.shortened import shorten
 from hpctrain.chaos.table import render_rows
-from hpctrain.chaos.weights import compare_ends
 from hpctrain.checkpoint import write_checkpoint
 from hpctrain.errors import ConfigError
 from hpctrain.faults.injection import Injection, parse_injection

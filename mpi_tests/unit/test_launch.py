@@ -24,8 +24,8 @@ from hpctrain.launch.command import (
     parse_hosts,
     parse_variable,
 )
-from hpctrain.launch.external import is_another_python, read_program
 from hpctrain.launch.gpus import count_gpus, count_present, limit_visible
+from hpctrain.launch.program import is_another_python, read_program
 from hpctrain.launch.screen import Screen
 from hpctrain.mpi_version import MpiVersion, identify
 from hpctrain.programs import Answer

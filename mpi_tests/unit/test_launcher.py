@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hpctrain
 from hpctrain.batch_systems import known_launchers
 from hpctrain.batch_systems.slurm import parse_task_counts
 from hpctrain.errors import LaunchError
@@ -260,3 +264,22 @@ def test_trouble_in_mpi_init_is_foreseen():
     assert "belongs to another MPI" in foresee_trouble(detect(OPENMPI), mpi("mpich"))
     assert foresee_trouble(detect(HYDRA), mpi("intel")) is None
     assert foresee_trouble(detect(SRUN), mpi("cray")) is None
+
+
+def test_own_variables_are_handed_on_and_empty_ones_are_not():
+    launch = detect({"HPCTRAIN_BENCH": "x", "HPCTRAIN_CHAOS": "", "PATH": "/bin"})
+    assert launch.settings == {"HPCTRAIN_BENCH": "x"}
+
+
+def test_running_ranks_read_the_environment_in_one_place():
+    package = Path(hpctrain.__file__).parent
+    starting = {"bench", "chaos", "cli", "doctor", "install", "launch", "submit"}
+    # These set a variable around a call and put the old value back.
+    setting = {"engines/horovod.py", "data/workers.py"}
+    readers = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if path.relative_to(package).parts[0] not in starting
+        and re.search(r"os\.(environ|getenv)\b", path.read_text())
+    }
+    assert readers - setting == {"world/launcher.py"}

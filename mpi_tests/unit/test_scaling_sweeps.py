@@ -24,9 +24,10 @@ from hpctrain.bench.sweep import (
     plan_points,
 )
 from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.sweep_request import Bench, SweepRequest, parse_request
 from hpctrain.train.building import build_models, build_optimizer
 from hpctrain.train.config import parse_config
-from hpctrain.world.bench import Asked, Bench, parse_asked
+from hpctrain.world.world import ScriptDefaults
 
 MACHINE = {
     **dict.fromkeys(("id", "cpu", "arch", "system", "python", "mpi", "torch", "mpi4py"), "x"),
@@ -346,23 +347,25 @@ def test_a_sweep_goes_on_where_it_was_and_tries_again_what_failed(tmp_path):
 
 
 def test_a_script_asks_its_sweep_and_outside_one_gets_its_own():
-    asked = Asked(report="r", batch=None, factor=4, values={"fused": "on", "lr": "0.1", "n": "x"})
-    assert parse_asked(asked.text()) == asked
+    asked = SweepRequest(
+        report="r", batch=None, factor=4, values={"fused": "on", "lr": "0.1", "n": "x"}
+    )
+    assert parse_request(asked.text()) == asked
     bench = Bench(asked)
     assert bench.global_batch(32) == 128
     assert bench.value("fused", False) is True
     assert bench.value("lr", 1.0) == 0.1
     assert bench.value("other", "a") == "a"
     assert bench.reads == {"batch", "fused", "lr", "other"}
-    with pytest.raises(ConfigError, match="no int"):
+    with pytest.raises(ConfigError, match="not of the type int"):
         bench.value("n", 3)
-    with pytest.raises(ConfigError, match="no bool"):
+    with pytest.raises(ConfigError, match="not of the type bool"):
         bench.value("lr", True)
-    outside = Bench()
+    outside = ScriptDefaults()
     assert (outside.global_batch(32), outside.value("fused", False)) == (32, False)
     assert not outside.is_active
     with pytest.raises(LaunchError, match="unset it"):
-        parse_asked('{"nosuch": 1}')
+        parse_request('{"nosuch": 1}')
 
 
 def test_launches_on_another_device_are_not_mixed():

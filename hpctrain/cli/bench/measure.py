@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Collective: run the script as the sweep wants it; rank 0 writes down what came of it."""
     from hpctrain.launch import Program, run_here
-    from hpctrain.world import BENCH_VARIABLE, detect
+    from hpctrain.sweep_request import BENCH_VARIABLE
+    from hpctrain.world import detect
 
     folder = Folder(args.dir)
     sweep = folder.open()

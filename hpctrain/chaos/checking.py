@@ -1,12 +1,25 @@
-"""Which samples the final weights have seen: attempts, stitched where each went on from. Pure."""
+"""What a disturbed training must have left: the right samples, once each, and the right weights."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-__all__ = ["AttemptLog", "check_samples", "stitch"]
+import torch
+from torch import Tensor
+
+from hpctrain.chaos.damage import valid_checkpoints
+from hpctrain.checkpoint import read_checkpoint
+from hpctrain.errors import CheckpointError
+
+__all__ = [
+    "AttemptLog",
+    "check_samples",
+    "compare_ends",
+    "stitch",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,3 +67,41 @@ def check_samples(
         if absent or again or strange or epoch >= num_epochs:
             wrong.append(f"epoch {epoch}: {absent} samples absent, {again} more than once")
     return wrong
+
+
+def compare_ends(one: Path, other: Path, *, tolerance: float) -> str | None:
+    """How the models in the newest checkpoints of two directories differ; None: they are alike.
+
+    Args:
+        one: A directory of checkpoints.
+        other: Another.
+        tolerance: Largest difference in proportion to a tensor's largest number; 0: bit for bit.
+    """
+    (steps, left), (other_steps, right) = _end(one), _end(other)
+    if steps != other_steps:
+        return f"it ended at step {other_steps} instead of {steps}"
+    for name, tensor in left.items():
+        if not _alike(tensor, right[name], tolerance):
+            return f"the weights differ, first in {name}"
+    return None
+
+
+def _end(directory: Path) -> tuple[int, dict[str, Tensor]]:
+    entries = valid_checkpoints(directory)
+    if not entries:
+        raise CheckpointError(f"{directory} has no valid checkpoint")
+    state = read_checkpoint(entries[-1].path)
+    models = {part: tree for part, tree in state.items() if part.split(".")[-1] == "model"}
+    tensors = {f"{p}.{name}": tensor for p, tree in models.items() for name, tensor in tree.items()}
+    return entries[-1].step, tensors
+
+
+def _alike(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    if tolerance == 0 or not left.is_floating_point() or left.numel() == 0:
+        return torch.equal(_bytes(left), _bytes(right))
+    difference = (left.double() - right.double()).abs().max().item()
+    return difference <= tolerance * left.double().abs().max().item()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,7 +1,8 @@
-"""What a sweep (`hpctrain bench`) asks of a script, and how the script reads it.
+"""What a sweep (`hpctrain bench`) asks of a script, and how the script reads it. Pure.
 
 A sweep starts the script again and again, with other ranks, batches and settings, and says so in
-one variable. Outside a sweep every question is answered with the script's own default.
+one variable. `hpctrain.init` hands what it says to the world as `world.bench`; outside a sweep the
+world gives the script's own defaults.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.world import Setting
 
-__all__ = ["Asked", "Bench", "parse_asked"]
+if TYPE_CHECKING:
+    from hpctrain.world import Launch, World
 
-Value = TypeVar("Value", bool, int, float, str)
+__all__ = ["BENCH_VARIABLE", "Bench", "SweepRequest", "parse_request", "request_of", "sweep_of"]
+
+BENCH_VARIABLE = "HPCTRAIN_BENCH"
 _FLAGS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class SweepRequest:
     """What one launch of a sweep asks for."""
 
     report: str
@@ -44,39 +49,52 @@ class Asked:
         return json.dumps({**fields, "values": dict(self.values)}, sort_keys=True)
 
 
-def parse_asked(text: str) -> Asked:
-    """Read what `Asked.text` wrote. Pure.
+def parse_request(text: str) -> SweepRequest:
+    """Read what `SweepRequest.text` wrote. Pure.
 
     Raises:
         LaunchError: it is something else.
     """
     try:
-        return Asked(**json.loads(text))
+        return SweepRequest(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise LaunchError(
-            f"HPCTRAIN_BENCH is not as `hpctrain bench` writes it ({error}); unset it"
+            f"{BENCH_VARIABLE} is not as `hpctrain bench` writes it ({error}); unset it"
         ) from None
+
+
+def request_of(launch: Launch) -> SweepRequest | None:
+    """What the sweep that started this process asks for; None outside a sweep. Pure.
+
+    Raises:
+        LaunchError: its variable holds something else.
+    """
+    text = launch.settings.get(BENCH_VARIABLE)
+    return None if text is None else parse_request(text)
+
+
+def sweep_of(world: World) -> Bench | None:
+    """The sweep that a world is part of; None outside a sweep."""
+    return world.bench if isinstance(world.bench, Bench) else None
 
 
 class Bench:
     """What a script asks its sweep; `world.bench`.
 
     Args:
-        asked: What the sweep wants; None outside a sweep.
+        asked: What the sweep wants.
     """
 
-    def __init__(self, asked: Asked | None = None) -> None:
+    is_active = True
+    """Whether a sweep has started this script."""
+
+    def __init__(self, asked: SweepRequest) -> None:
         self.asked = asked
         self.reads: set[str] = set()
         """What the script has read, so that the sweep can tell what it had no influence on."""
         self.batch: int | None = None
         """What the script was told last as its global batch."""
         self._has_replica = False
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a sweep has started this script."""
-        return self.asked is not None
 
     def take_replica(self) -> bool:
         """Whether a replica is the first one; that one is timed, where a script has several."""
@@ -87,29 +105,27 @@ class Bench:
         """Samples of all ranks together in a step.
 
         Args:
-            default: The script's own, outside a sweep. In a weak-scaling sweep that names no batch
-                it is one rank's share; in a strong-scaling one it is the whole.
+            default: The script's own. In a weak-scaling sweep that names no batch it is one rank's
+                share; in a strong-scaling one it is the whole.
         """
         self.reads.add("batch")
-        if self.asked is None:
-            return default
         self.batch = (self.asked.batch or default) * self.asked.factor
         return self.batch
 
-    def value(self, name: str, default: Value) -> Value:
+    def value(self, name: str, default: Setting) -> Setting:
         """A setting that the sweep may vary, in the type of the default.
 
         Raises:
             ConfigError: the sweep's value is not of that type.
         """
         self.reads.add(name)
-        text = None if self.asked is None else self.asked.values.get(name)
+        text = self.asked.values.get(name)
         if text is None:
             return default
         try:
             return type(default)(_FLAGS[text.lower()] if isinstance(default, bool) else text)
         except (KeyError, ValueError):
             raise ConfigError(
-                f"the sweep's {name}={text!r} is no {type(default).__name__}, which the script's "
-                f"default {default!r} is; vary it over values of that type"
+                f"the sweep's {name}={text!r} is not of the type {type(default).__name__} of the "
+                f"script's default {default!r}; vary it over values of that type"
             ) from None
