@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Op
 
 __all__ = [
-    "Said",
+    "ReadReport",
     "require_alike",
     "require_fitting_streams",
     "require_same_reading",
@@ -32,7 +32,7 @@ __all__ = [
 _NEXT_BATCH = "the next batch of a stream"
 
 
-class Said(NamedTuple):
+class ReadReport(NamedTuple):
     """What a rank tells the others of what it read for one batch."""
 
     num_read: int
@@ -94,7 +94,7 @@ def require_fitting_streams(
         )
 
 
-def require_same_reading(comm: Comm, said: Said) -> None:
+def require_same_reading(comm: Comm, said: ReadReport) -> None:
     """Collective: refuse a stream that has other samples, more or fewer, than those of other ranks.
 
     Every rank calls it before every batch, and when its stream has ended, so that all ranks end
@@ -117,7 +117,7 @@ def require_same_reading(comm: Comm, said: Said) -> None:
     most_read, least_read, highest, lowest, failed = _reduce(comm, own, MPI.MAX)
     if most_read == -least_read and highest == -lowest and not failed:
         return
-    told: list[Said] = comm.allgather(said)
+    told: list[ReadReport] = comm.allgather(said)
     _refuse_failures([each.failure for each in told])
     raise ConfigError(trouble_with_readings(told))
 
@@ -161,7 +161,7 @@ def _refuse_failures(told: Sequence[str]) -> None:
         )
 
 
-def trouble_with_readings(told: Sequence[Said]) -> str:
+def trouble_with_readings(told: Sequence[ReadReport]) -> str:
     """In what way ranks differ that read one stream up to the same batch. Pure."""
     size = len(told)
     first = _cut(told[0].digests)

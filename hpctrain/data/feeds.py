@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from torch.utils.data import IterableDataset
 
-from hpctrain.data.alike import Said, require_fitting_streams, require_same_reading, sum_of_readings
+from hpctrain.data.alike import (
+    ReadReport,
+    require_fitting_streams,
+    require_same_reading,
+    sum_of_readings,
+)
 from hpctrain.data.mapped import MapSource, no_rows
 from hpctrain.data.partition import Batching, Indices, Part, Seat, plan_parts
-from hpctrain.data.shuffle import Draw, Order, Plan
+from hpctrain.data.shuffle import Draw, EpochPlan, Order
 from hpctrain.data.source import ArraySource, Batch, Scattered, Source, as_tensor, map_leaves
-from hpctrain.data.stream import Opening, Reading, Split, Stream
+from hpctrain.data.stream import Opening, Split, Stream, StreamReading
 from hpctrain.data.workers import Job, WorkerOptions, Workers
 from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.world import derive_seed
@@ -244,7 +249,7 @@ class StreamFeed:
         """Let a stream go that was begun and not read."""
         self._begun = None
 
-    def _compared(self, items: Iterator[Reading], comm: Comm) -> Iterator[tuple[Part, Batch]]:
+    def _compared(self, items: Iterator[StreamReading], comm: Comm) -> Iterator[tuple[Part, Batch]]:
         """Collective: batches of one stream that every rank reads, as long as it is one.
 
         Streams that begin alike may differ later, and may differ in length. A rank that went on
@@ -258,7 +263,7 @@ class StreamFeed:
                 if reading is not None:
                     num_read, digests = reading.num_read, reading.digests
                 try:
-                    require_same_reading(comm, Said(num_read, digests, _tell(failure)))
+                    require_same_reading(comm, ReadReport(num_read, digests, _tell(failure)))
                 except HpcTrainError:
                     if failure is None:
                         raise
@@ -317,7 +322,7 @@ class _StreamBatches(IterableDataset[Any]):
         self._stream, self._batching, self._seat = stream, batching, seat
         self._where, self._split = where, split
 
-    def __iter__(self) -> Iterator[Opening | Reading | tuple[Part, Batch]]:
+    def __iter__(self) -> Iterator[Opening | StreamReading | tuple[Part, Batch]]:
         where = self._where
         return self._stream.read(
             self._batching,
@@ -329,7 +334,7 @@ class _StreamBatches(IterableDataset[Any]):
         )
 
 
-def order_of(kind: Any, num_samples: int, where: Where) -> Plan:
+def order_of(kind: Any, num_samples: int, where: Where) -> EpochPlan:
     """The global order of an epoch."""
     if not isinstance(kind, str):
         draw: Draw = kind

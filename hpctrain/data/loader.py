@@ -26,14 +26,14 @@ from hpctrain.data.transfer import Sent, Transfer, read_ahead
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.world import World, agree, observed
 
-__all__ = ["Loader", "Progress", "read_state", "trouble_with"]
+__all__ = ["Loader", "LoaderProgress", "read_state", "trouble_with"]
 
 
 _VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class LoaderProgress:
     """What a loader must know to resume; the same on every rank."""
 
     seed: int
@@ -60,21 +60,21 @@ class Progress:
         return {"version": _VERSION, **asdict(self)}
 
 
-def read_state(state: Mapping[str, Any]) -> Progress:
+def read_state(state: Mapping[str, Any]) -> LoaderProgress:
     """What `to_state` wrote.
 
     Raises:
         ConfigError: it is not the state of a loader, or of another version.
     """
-    names = {field.name for field in fields(Progress)}
+    names = {field.name for field in fields(LoaderProgress)}
     if state.get("version") != _VERSION or names - set(state):
         raise ConfigError(
             f"this is not the state of a loader of version {_VERSION}: it has {sorted(state)}"
         )
-    return Progress(**{name: state[name] for name in names})
+    return LoaderProgress(**{name: state[name] for name in names})
 
 
-def trouble_with(saved: Progress, own: Progress) -> str | None:
+def trouble_with(saved: LoaderProgress, own: LoaderProgress) -> str | None:
     """Why a run cannot resume from a state with this loader, or None.
 
     Args:
@@ -416,7 +416,7 @@ class Loader:
         """
         return self._progress(self._seed, self._epoch).to_state()
 
-    def _progress(self, seed: int, epoch: int) -> Progress:
+    def _progress(self, seed: int, epoch: int) -> LoaderProgress:
         order, num = self._setup.order, self._setup.feed.num_samples
         fingerprint = 0
         if order == "local" and isinstance(self._shares, Order):
@@ -424,7 +424,7 @@ class Loader:
         elif num is not None and order != "local":
             where = Where(seed=seed, epoch=epoch, start=0)
             fingerprint = order_of(self._setup.draw or order, num, where).fingerprint()
-        return Progress(
+        return LoaderProgress(
             seed=seed,
             epoch=epoch,
             consumed=self._consumed,

@@ -17,7 +17,7 @@ from hpctrain.data.columns import Dense
 from hpctrain.data.partition import block
 from hpctrain.data.source import ArraySource, Source
 from hpctrain.data.storage import Named, name_columns, name_files, open_named
-from hpctrain.data.table import Form, Outline, Table, split_rows
+from hpctrain.data.table import ColumnTree, Form, Table, split_rows
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.world import SharedBlock, World, agree, allocate, finish, roll_call, takes_timeout
 
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 16 << 20
 class Layout:
     """Where the columns are in a node's memory. Pure."""
 
-    outline: Outline
+    outline: ColumnTree
     columns: tuple[Dense, ...]
     num_rows: int
 

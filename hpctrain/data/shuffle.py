@@ -29,10 +29,10 @@ from hpctrain.world import derive_seed
 __all__ = [
     "LARGEST_IN_MEMORY",
     "Draw",
+    "EpochPlan",
     "Kind",
     "LengthDraw",
     "Order",
-    "Plan",
     "WeightedDraw",
     "choose_kind",
 ]
@@ -172,7 +172,7 @@ BUCKET_BATCHES = 100
 """Batches whose samples are sorted by length together."""
 
 
-class Plan(Protocol):
+class EpochPlan(Protocol):
     """Which sample stands at which position of an epoch."""
 
     def at(self, positions: Indices) -> Indices:
@@ -193,7 +193,7 @@ class Draw(Protocol):
     digest: int
     """Of everything that the plans follow from, beside seed and epoch."""
 
-    def plan(self, seed: int, epoch: int) -> Plan:
+    def plan(self, seed: int, epoch: int) -> EpochPlan:
         """The plan of an epoch."""
 
 
@@ -226,7 +226,7 @@ class WeightedDraw:
         self.last = int(np.flatnonzero(given)[-1])
         self.digest = zlib.crc32(given.tobytes(), self.num_drawn & 0xFFFFFFFF)
 
-    def plan(self, seed: int, epoch: int) -> Plan:
+    def plan(self, seed: int, epoch: int) -> EpochPlan:
         """The draws of an epoch."""
         return _Draws(self, derive_seed(seed, "weighted", epoch))
 
@@ -285,7 +285,7 @@ class LengthDraw:
         self.digest = zlib.crc32(told, zlib.crc32(self.lengths.tobytes()))
         self._make = lru_cache(maxsize=1)(self._arrange)
 
-    def plan(self, seed: int, epoch: int) -> Plan:
+    def plan(self, seed: int, epoch: int) -> EpochPlan:
         """The order of an epoch."""
         return _Arranged(self, seed, epoch)
 

@@ -16,7 +16,7 @@ from hpctrain.data.source import Batch, map_leaves
 from hpctrain.errors import DataError
 from hpctrain.world import derive_seed
 
-__all__ = ["Opening", "Reading", "Split", "Stream"]
+__all__ = ["Opening", "Split", "Stream", "StreamReading"]
 
 Split: TypeAlias = Literal["already", "same"] | None
 """`already`: every rank's stream is its own part. `same`: the streams are one, unchecked."""
@@ -39,7 +39,7 @@ class Opening(NamedTuple):
     """Whether the digests cover content, rather than types alone."""
 
 
-class Reading(NamedTuple):
+class StreamReading(NamedTuple):
     """What a rank read of a stream that all ranks read, for one batch."""
 
     part: Part | None
@@ -54,9 +54,9 @@ class Reading(NamedTuple):
 class Stream:
     """A stream of samples, the same on every rank; position p belongs to rank `p % num_ranks`.
 
-    Its random numbers begin anew with every epoch, alike on all ranks, so that a resumed run reads
-    again what the stopped one has read. What collating draws is apart from them, for ranks collate
-    different samples: it is keyed by the first one.
+    Its random numbers start over with every epoch, in the same way on all ranks, so that a resumed
+    run reads again what the stopped one has read. What collating draws is apart from them, for
+    ranks collate different samples: it is keyed by the first one.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
@@ -72,7 +72,7 @@ class Stream:
         seed: int,
         epoch: int,
         split: Split = None,
-    ) -> Iterator[Opening | Reading | tuple[Part, Batch]]:
+    ) -> Iterator[Opening | StreamReading | tuple[Part, Batch]]:
         """How the stream begins; then every batch that is left of an epoch, as this rank sees it.
 
         Of a stream that all ranks read: readings, the last one without a batch.
@@ -137,14 +137,14 @@ def _dealt_batches(
     seat: Seat,
     start: int,
     is_compared: bool,
-) -> Iterator[Reading]:
+) -> Iterator[StreamReading]:
     """This rank's part of one stream that all ranks read whole."""
     with own:
         num_read = sum(1 for _ in islice(samples, start))
     if num_read < start:
         raise DataError(
             f"the stream ended after {num_read} samples, and {start} are consumed already; "
-            "go on with the stream that the run was stopped in"
+            "resume with the stream that the run was stopped in"
         )
     ahead: deque[Any] = deque()  # this rank's samples that are read and not handed out
     latest: Any = None
@@ -161,7 +161,7 @@ def _dealt_batches(
                     digests += digest_sample(sample, most_bytes=_MOST_BYTES)
         size = batching.next_size(num_read - start)
         if size == 0:
-            yield Reading(None, None, num_read, bytes(digests))
+            yield StreamReading(None, None, num_read, bytes(digests))
             return
         places = seat.part_of(range(start, start + size))
         count = len(places)
@@ -170,7 +170,7 @@ def _dealt_batches(
         start += size
         if not mine:
             batch = map_leaves(no_rows, batch)
-        yield Reading(Part(start, size, count), batch, num_read, bytes(digests))
+        yield StreamReading(Part(start, size, count), batch, num_read, bytes(digests))
 
 
 def _own_batches(

@@ -20,8 +20,8 @@ from hpctrain.errors import ConfigError
 __all__ = [
     "MESSAGE_BYTES",
     "Arrivals",
+    "ColumnTree",
     "Form",
-    "Outline",
     "Table",
     "check_chunk",
     "flatten",
@@ -35,7 +35,7 @@ __all__ = [
 class Form:
     """How rows are made of columns; the same on all ranks."""
 
-    outline: Outline
+    outline: ColumnTree
     kinds: tuple[Column, ...]
 
     @property
@@ -65,7 +65,7 @@ class Form:
 
     def of_shapes(self) -> Form:
         """The form of a table of shapes."""
-        return Form(Outline(), (Dense(dtype=np.dtype(np.int64), tail=(self.num_dims,)),))
+        return Form(ColumnTree(), (Dense(dtype=np.dtype(np.int64), tail=(self.num_dims,)),))
 
     def cut_shapes(self, shapes: np.ndarray) -> list[np.ndarray]:
         """The part of a table of shapes that belongs to each column."""
@@ -194,13 +194,13 @@ def column_bytes(form: Form, num_rows: int, shapes: np.ndarray | None) -> list[i
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class ColumnTree:
     """A form that columns can be put back into."""
 
     made: type | None = None
     """The type of the container; None for a column."""
     keys: tuple[str, ...] = ()
-    children: tuple[Outline, ...] = ()
+    children: tuple[ColumnTree, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -232,7 +232,7 @@ class Outline:
         return self.made(*parts) if hasattr(self.made, "_fields") else tuple(parts)
 
 
-def flatten(data: Any) -> tuple[Outline, list[Any]]:
+def flatten(data: Any) -> tuple[ColumnTree, list[Any]]:
     """Take a data set apart into its form and its columns.
 
     Raises:
@@ -242,7 +242,7 @@ def flatten(data: Any) -> tuple[Outline, list[Any]]:
     return _visit(data, "data", columns), columns
 
 
-def _visit(data: Any, path: str, columns: list[Any]) -> Outline:
+def _visit(data: Any, path: str, columns: list[Any]) -> ColumnTree:
     if isinstance(data, dict):
         odd = [key for key in data if not isinstance(key, str)]
         if odd:
@@ -251,13 +251,13 @@ def _visit(data: Any, path: str, columns: list[Any]) -> Outline:
             )
         _refuse_empty(data, path)
         children = tuple(_visit(part, f"{path}[{key!r}]", columns) for key, part in data.items())
-        return Outline(made=dict, keys=tuple(data), children=children)
+        return ColumnTree(made=dict, keys=tuple(data), children=children)
     if isinstance(data, tuple):
         _refuse_empty(data, path)
         children = tuple(_visit(part, f"{path}[{i}]", columns) for i, part in enumerate(data))
-        return Outline(made=type(data) if hasattr(data, "_fields") else tuple, children=children)
+        return ColumnTree(made=type(data) if hasattr(data, "_fields") else tuple, children=children)
     columns.append(data)
-    return Outline()
+    return ColumnTree()
 
 
 def _refuse_empty(data: Any, path: str) -> None:

@@ -29,17 +29,17 @@ from hpctrain.fusion.layout import (
 )
 from hpctrain.fusion.usage import hook_gradient, specs_of
 
-__all__ = ["Arena", "Arrived", "Carrier", "Work"]
+__all__ = ["Arena", "Arrived", "Carrier", "PendingMessage"]
 
 
-class Work(Protocol):
+class PendingMessage(Protocol):
     """A message under way."""
 
     def wait(self) -> None:
         """Block until it has arrived."""
 
 
-Carrier = Callable[[Tensor, str], Work]
+Carrier = Callable[[Tensor, str], PendingMessage]
 """Collective: starts summing a flat tensor over all ranks in place; the text says what it is."""
 
 
@@ -78,7 +78,7 @@ class _BucketBuffer:
     """Filled by the hooks during one backward pass."""
     used: set[int] = field(default_factory=set)
     """Filled from `ready` after each backward pass, until the exchange."""
-    work: Work | None = None
+    work: PendingMessage | None = None
 
 
 class Arena:

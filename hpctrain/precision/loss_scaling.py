@@ -138,7 +138,7 @@ class Scaler:
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._skips = torch.zeros(2, dtype=torch.float32, device=device)  # in all, in a row
         self._in_a_row = torch.tensor([1.0, 0.0], device=device)
-        self._watch = _Watch(options.max_skips, device)
+        self._watch = _SkipCounter(options.max_skips, device)
 
     def update(self, overflow: Tensor) -> None:
         """After a step: 1 for an overflow, 0 for none."""
@@ -217,7 +217,7 @@ class Scaler:
         self._watch.restart(int(state.get("num_skipped_in_a_row", 0)))
 
 
-class _Watch:
+class _SkipCounter:
     """Reads how many steps were skipped in a row without making a GPU wait.
 
     On the CPU at every step; on a GPU every `interval` steps, and what was copied at the last such

@@ -18,7 +18,7 @@ from hpctrain.log import format_ranges
 from hpctrain.timeline.clocks import Offset
 from hpctrain.world import Phase
 
-__all__ = ["SCHEMA", "Recorder", "Tap", "Watch", "Watchdog", "rank_file"]
+__all__ = ["SCHEMA", "Tap", "TraceRecorder", "TracedWatch", "TracedWatchdog", "rank_file"]
 
 
 SCHEMA = "hpctrain.trace/1"
@@ -31,7 +31,7 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.jsonl"
 
 
-class Recorder:
+class TraceRecorder:
     """An observer of one rank: phases, steps and collectives, with the times of its own clock."""
 
     def __init__(self, file: TextIO, header: dict[str, Any], begin: Offset) -> None:
@@ -124,7 +124,7 @@ def _describe(offset: Offset) -> dict[str, float]:
     return {"ns": offset.ns, "error_ns": offset.error_ns, "at_ns": offset.at_ns}
 
 
-class Watch(Protocol):
+class TracedWatch(Protocol):
     """Who is told about every collective; as `hpctrain.engines` has it."""
 
     def enter(self, call: str) -> None:
@@ -134,10 +134,10 @@ class Watch(Protocol):
         """It has ended."""
 
 
-class Watchdog(Watch, Protocol):
+class TracedWatchdog(TracedWatch, Protocol):
     """A watch over all ranks, which can give each part of them a watch of its own."""
 
-    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Watch:
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> TracedWatch:
         """A watch for the collectives of some ranks only."""
 
     @property
@@ -148,7 +148,7 @@ class Watchdog(Watch, Protocol):
 class Tap:
     """What an engine takes for its watchdog while a trace is recorded."""
 
-    def __init__(self, recorder: Recorder, watch: Watchdog) -> None:
+    def __init__(self, recorder: TraceRecorder, watch: TracedWatchdog) -> None:
         self._recorder = recorder
         self._watch = watch
         self._key = f"connection {recorder.num_taps}"
@@ -181,7 +181,7 @@ class Tap:
 class _GroupTap:
     """The collectives of one group of ranks."""
 
-    def __init__(self, recorder: Recorder, watch: Watch, key: str) -> None:
+    def __init__(self, recorder: TraceRecorder, watch: TracedWatch, key: str) -> None:
         self._recorder = recorder
         self._watch = watch
         self._key = key

@@ -10,12 +10,12 @@ from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.timeline.clocks import measure
 from hpctrain.timeline.merging import merge_folder
-from hpctrain.timeline.recording import Recorder, rank_file
+from hpctrain.timeline.recording import TraceRecorder, rank_file
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
     from hpctrain.timeline.clocks import Offset
-    from hpctrain.timeline.recording import Watch
+    from hpctrain.timeline.recording import TracedWatch
     from hpctrain.world import World
 
 __all__ = ["start"]
@@ -24,7 +24,7 @@ _MERGE_BELOW_BYTES = 200 << 20
 """More than this is not merged while a job waits for it; `hpctrain trace merge` does it later."""
 
 
-def start(world: World, watch: Watch) -> Recorder | None:
+def start(world: World, watch: TracedWatch) -> TraceRecorder | None:
     """Collective: record what this world does, if its launch asks for it; once a world.
 
     The world's end writes the files and, where they are not huge, merges them.
@@ -39,7 +39,7 @@ def start(world: World, watch: Watch) -> Recorder | None:
     if world.launch.trace_dir is None:
         return None
     for observer in world.observers:
-        if isinstance(observer, Recorder):
+        if isinstance(observer, TraceRecorder):
             return observer
     folder = Path(world.launch.trace_dir)
     path = rank_file(folder, world.rank)
@@ -59,13 +59,13 @@ def start(world: World, watch: Watch) -> Recorder | None:
         "node_rank": world.node_rank,
         "process": os.getpid(),
     }
-    recorder = Recorder(file, header, _measure(world, watch))
+    recorder = TraceRecorder(file, header, _measure(world, watch))
     world.observers.append(recorder)
     world.at_exit(lambda: _finish(world, watch, recorder, folder))
     return recorder
 
 
-def _measure(world: World, watch: Watch) -> Offset:
+def _measure(world: World, watch: TracedWatch) -> Offset:
     watch.enter("measuring clocks for the trace")
     try:
         return measure(world)
@@ -73,7 +73,7 @@ def _measure(world: World, watch: Watch) -> Offset:
         watch.leave()
 
 
-def _finish(world: World, watch: Watch, recorder: Recorder, folder: Path) -> None:
+def _finish(world: World, watch: TracedWatch, recorder: TraceRecorder, folder: Path) -> None:
     """Collective: measure the clocks once more, write, and let rank 0 merge."""
     world.observers.remove(recorder)
     recorder.close(_measure(world, watch))

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import like_parameter
 from hpctrain.log import format_bytes
-from hpctrain.update.pieces import Entry, Piece, Slot, lay_out
+from hpctrain.update.pieces import ParameterPiece, Slot, StateEntry, lay_out
 from hpctrain.update.sharing import Fragment
 from hpctrain.world import PrivateView, SharedBlock, agree
 
@@ -35,7 +35,7 @@ class _Shown:
 class _Home:
     """Where the state of a piece belongs."""
 
-    piece: Piece
+    piece: ParameterPiece
     state: dict[str, Any]
     """The inner optimizer's own."""
     slots: dict[str, Tensor | None]
@@ -82,7 +82,7 @@ class SharedState:
 
     # Before an update
 
-    def take_in(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+    def take_in(self, inner: torch.optim.Optimizer, pieces: Sequence[ParameterPiece]) -> None:
         """See what the user has changed since the last update."""
         switches = _switches(self._optimizer)
         if self._import or switches != self._switches:
@@ -125,7 +125,7 @@ class SharedState:
     def _take_anew(
         self,
         inner: torch.optim.Optimizer,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParameterPiece],
         switches: list[tuple[bool, ...]],
     ) -> None:
         self._import = False
@@ -143,7 +143,7 @@ class SharedState:
                 inner.state[piece.tensor][key] = self._own_part(piece, key, value)
         self.close()
 
-    def _own_part(self, piece: Piece, key: str, value: Any) -> Any:
+    def _own_part(self, piece: ParameterPiece, key: str, value: Any) -> Any:
         parameter = self._parameters[piece.fragment.parameter]
         if not isinstance(value, Tensor):
             return value
@@ -151,7 +151,9 @@ class SharedState:
             return piece.part_of(value, parameter).clone()
         return value.detach().clone()
 
-    def _take_edits(self, index: int, state: dict[str, Any], pieces: Sequence[Piece]) -> None:
+    def _take_edits(
+        self, index: int, state: dict[str, Any], pieces: Sequence[ParameterPiece]
+    ) -> None:
         self._edited = True
         for piece in pieces:
             if piece.fragment.parameter == index:
@@ -182,7 +184,7 @@ class SharedState:
         )
 
     def share(
-        self, inner: torch.optim.Optimizer, pieces: Sequence[Piece], new: frozenset[int]
+        self, inner: torch.optim.Optimizer, pieces: Sequence[ParameterPiece], new: frozenset[int]
     ) -> None:
         """Collective: share the state of parameters that were updated for the first time."""
         mine = [piece for piece in pieces if piece.fragment.parameter in new]
@@ -220,7 +222,9 @@ class SharedState:
                 self._show(index, values)
         self._watch()
 
-    def _trouble(self, inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> str | None:
+    def _trouble(
+        self, inner: torch.optim.Optimizer, pieces: Sequence[ParameterPiece]
+    ) -> str | None:
         for piece in pieces:
             for key, value in inner.state.get(piece.tensor, {}).items():
                 if value is not None and not isinstance(value, Tensor):
@@ -235,7 +239,7 @@ class SharedState:
     def _move(
         self,
         inner: torch.optim.Optimizer,
-        piece: Piece,
+        piece: ParameterPiece,
         block: SharedBlock,
         slots: dict[tuple[int, int | None, str], Slot],
     ) -> None:
@@ -256,7 +260,7 @@ class SharedState:
     def _view(
         self,
         private: PrivateView,
-        entry: Entry,
+        entry: StateEntry,
         slots: dict[tuple[int, int | None, str], Slot],
     ) -> Tensor:
         slot = slots[entry.parameter, None if entry.whole else entry.start, entry.key]
@@ -332,9 +336,9 @@ class SharedState:
         self._blocks.clear()
 
 
-def _entries(inner: torch.optim.Optimizer, piece: Piece) -> list[Entry]:
+def _entries(inner: torch.optim.Optimizer, piece: ParameterPiece) -> list[StateEntry]:
     return [
-        Entry(
+        StateEntry(
             parameter=piece.fragment.parameter,
             start=piece.fragment.start,
             key=key,

@@ -19,9 +19,9 @@ from torch import Tensor
 from hpctrain.update.sharing import Fragment
 
 __all__ = [
-    "Entry",
-    "Piece",
+    "ParameterPiece",
     "Slot",
+    "StateEntry",
     "flat_gradient",
     "flat_memory",
     "lay_out",
@@ -52,7 +52,7 @@ _ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StateEntry:
     """A state tensor that an optimizer has made for a fragment."""
 
     parameter: int
@@ -75,7 +75,7 @@ class Slot:
 
 
 def lay_out(
-    entries: Iterable[Entry], sizes: Sequence[int]
+    entries: Iterable[StateEntry], sizes: Sequence[int]
 ) -> tuple[dict[tuple[int, int | None, str], Slot], int]:
     """Give each entry a slot; those of one parameter that are parts of a whole share one.
 
@@ -103,7 +103,7 @@ def lay_out(
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class ParameterPiece:
     """A fragment of a parameter as a tensor that shares its memory."""
 
     fragment: Fragment
@@ -121,7 +121,7 @@ class Piece:
 
 def make_pieces(
     fragments: Sequence[Fragment], parameters: Sequence[Tensor], *, whole: bool
-) -> list[Piece]:
+) -> list[ParameterPiece]:
     """Tensors over the memory of the parameters themselves."""
     made = []
     for fragment in fragments:
@@ -129,11 +129,13 @@ def make_pieces(
         tensor = parameter.detach()
         if not whole:
             tensor = flat_memory(parameter)[fragment.start : fragment.stop]
-        made.append(Piece(fragment, tensor, whole))
+        made.append(ParameterPiece(fragment, tensor, whole))
     return made
 
 
-def make_inner(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> torch.optim.Optimizer:
+def make_inner(
+    optimizer: torch.optim.Optimizer, pieces: Sequence[ParameterPiece]
+) -> torch.optim.Optimizer:
     """An optimizer of the same class and options over the pieces, with no state yet."""
     inner = copy.copy(optimizer)
     for name, value in vars(optimizer).items():

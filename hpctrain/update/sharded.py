@@ -21,7 +21,7 @@ from hpctrain.fusion import is_dense
 from hpctrain.log import format_bytes
 from hpctrain.update.holding import SharedState
 from hpctrain.update.pieces import (
-    Piece,
+    ParameterPiece,
     flat_memory,
     make_inner,
     make_pieces,
@@ -166,7 +166,7 @@ class ShardedUpdate:
         self._routes: tuple[tuple[bool, ...], Any] | None = None
         self.inner = make_inner(self._optimizer, self.pieces)
 
-    def _ready_gradient(self, piece: Piece) -> Tensor | None:
+    def _ready_gradient(self, piece: ParameterPiece) -> Tensor | None:
         """The piece's part of what the exchange hands out; None where it would be a copy."""
         view = self._views[piece.fragment.parameter]
         parameter = self._parameters[piece.fragment.parameter]
@@ -323,7 +323,7 @@ class ShardedUpdate:
         if [stride for _, stride in places] != [stride for _, stride in self._places]:
             self._state.forget()  # it lies in the order of the weights
 
-    def _give_gradient(self, piece: Piece, ready: Tensor | None) -> None:
+    def _give_gradient(self, piece: ParameterPiece, ready: Tensor | None) -> None:
         index = piece.fragment.parameter
         gradient = self._parameters[index].grad
         if ready is not None and gradient is self._views[index]:

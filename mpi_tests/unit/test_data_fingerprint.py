@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.alike import Said, trouble_with_readings, trouble_with_streams
+from hpctrain.data.alike import ReadReport, trouble_with_readings, trouble_with_streams
 from hpctrain.data.fingerprint import digest_sample, is_read, show_sample
 from hpctrain.data.stream import Opening
 
@@ -162,7 +162,7 @@ def test_streams_that_do_not_go_together_are_named(openings, split, words):
 
 
 def read(num_read, *samples):
-    return Said(num_read, b"".join(map(digest_sample, samples)))
+    return ReadReport(num_read, b"".join(map(digest_sample, samples)))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.data.storage.shards import (
     ColumnSpec,
-    Manifest,
     ShardFile,
+    ShardManifest,
     Shards,
     ShardSpec,
     check_shard,
@@ -33,7 +33,7 @@ def shards_in(folder):
         file = ShardFile(name=path.name, num_bytes=path.stat().st_size, digest=digest_file(path))
         shards.append(ShardSpec(num_samples=rows, files=(file,)))
     column = ColumnSpec(name="x", dtype="<f4", shape=(2,))
-    manifest = Manifest(layout="dict", columns=(column,), shards=tuple(shards))
+    manifest = ShardManifest(layout="dict", columns=(column,), shards=tuple(shards))
     write_manifest(folder, manifest)
     return manifest
 
@@ -92,7 +92,7 @@ def test_every_damage_is_found(tmp_path):
     assert "too long" in check_shard(tmp_path, manifest, 0)[0]
     path.unlink()
     assert "is missing" in check_shard(tmp_path, manifest, 0)[0]
-    lying = Manifest(
+    lying = ShardManifest(
         layout="dict",
         columns=(ColumnSpec(name="x", dtype="<f8", shape=(2,)),),
         shards=manifest.shards,
@@ -110,7 +110,7 @@ def many_shards(folder, count):
         file = ShardFile(name=path.name, num_bytes=path.stat().st_size, digest="")
         shards.append(ShardSpec(num_samples=2, files=(file,)))
     column = ColumnSpec(name="data", dtype="<i8", shape=())
-    write_manifest(folder, Manifest(layout="array", columns=(column,), shards=tuple(shards)))
+    write_manifest(folder, ShardManifest(layout="array", columns=(column,), shards=tuple(shards)))
 
 
 def test_more_shards_than_a_process_may_open(tmp_path):

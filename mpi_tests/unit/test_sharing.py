@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hpctrain.engines import Op
 from hpctrain.engines.node import combine, slice_bounds
 from hpctrain.log import format_bytes
-from hpctrain.update.pieces import Entry, lay_out
+from hpctrain.update.pieces import StateEntry, lay_out
 from hpctrain.update.sharing import (
     Fragment,
     cut_elements,
@@ -80,8 +80,8 @@ def test_state_is_laid_out_once_and_apart(sizes, num_ranks, narrow):
     for f in (f for share in shares for f in share):
         length = (f.stop - f.start,)
         dtype, item = ("bfloat16", 2) if f.parameter in narrow else ("float32", 4)
-        entries.append(Entry(f.parameter, f.start, "mean", dtype, item, length, True))
-        entries.append(Entry(f.parameter, f.start, "step", "float32", 4, (), False))
+        entries.append(StateEntry(f.parameter, f.start, "mean", dtype, item, length, True))
+        entries.append(StateEntry(f.parameter, f.start, "step", "float32", 4, (), False))
     slots, num_bytes = lay_out(entries, sizes)
     shuffled, same = lay_out(reversed(entries), sizes)
     assert (slots, num_bytes) == (shuffled, same)

@@ -16,7 +16,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.timeline.clocks import Offset, Ping, add, correct, estimate
 from hpctrain.timeline.files import Event, RankTrace, read_folder, read_rank
 from hpctrain.timeline.merging import merge, merge_folder
-from hpctrain.timeline.recording import Recorder, Tap, rank_file
+from hpctrain.timeline.recording import Tap, TraceRecorder, rank_file
 from hpctrain.timeline.slowest import find_slowest, own_times
 from hpctrain.world.observing import observed, phase
 from mpi_tests.trace_format import complaints
@@ -208,7 +208,7 @@ def test_messages_in_flight_are_drawn_from_their_start_to_their_end():
 def record(tmp_path, rank, *, offset_ns=0.0, size=2, end=True):
     file = rank_file(tmp_path, rank).open("w")
     header = {"rank": rank, "size": size, "host": "n", "node_rank": 0, "process": 1}
-    recorder = Recorder(file, header, Offset(ns=offset_ns, error_ns=40.0, at_ns=0.0))
+    recorder = TraceRecorder(file, header, Offset(ns=offset_ns, error_ns=40.0, at_ns=0.0))
 
     class Silent:
         def enter(self, call):
@@ -281,7 +281,7 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path):
 def test_a_recorder_keeps_a_bounded_number_of_events(monkeypatch):
     monkeypatch.setattr("hpctrain.timeline.recording._MOST_EVENTS", 3)
     file = io.StringIO()
-    recorder = Recorder(file, {"rank": 0, "size": 1, "host": "n", "node_rank": 0}, START)
+    recorder = TraceRecorder(file, {"rank": 0, "size": 1, "host": "n", "node_rank": 0}, START)
     for step in range(5):
         recorder.stepped(step)
     recorder.flush()

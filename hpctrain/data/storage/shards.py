@@ -24,8 +24,8 @@ from hpctrain.errors import ConfigError, DataError
 __all__ = [
     "MANIFEST",
     "ColumnSpec",
-    "Manifest",
     "ShardFile",
+    "ShardManifest",
     "ShardSpec",
     "Shards",
     "check_file",
@@ -71,7 +71,7 @@ class ShardSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class ShardManifest:
     """The whole data set."""
 
     layout: str
@@ -104,7 +104,7 @@ def digest_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: ShardManifest) -> None:
     """Write the manifest in one move: readers see the old one, or this one."""
     text = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(manifest)}, indent=1)
     temporary = folder / f".{MANIFEST}.{os.getpid()}"
@@ -115,7 +115,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     temporary.replace(folder / MANIFEST)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> ShardManifest:
     """Read what is in a folder of shards.
 
     Raises:
@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path} says {told['format']!r} version {told['version']!r}; this hpctrain reads "
                 f"{_FORMAT!r} version {_VERSION}"
             )
-        return Manifest(
+        return ShardManifest(
             layout=told["layout"],
             columns=tuple(
                 ColumnSpec(name=c["name"], dtype=c["dtype"], shape=tuple(c["shape"]))
@@ -264,7 +264,7 @@ def check_file(folder: Path, file: ShardFile) -> str | None:
     return None
 
 
-def check_shard(folder: Path, manifest: Manifest, number: int) -> list[str]:
+def check_shard(folder: Path, manifest: ShardManifest, number: int) -> list[str]:
     """Read a shard from end to end; in words, everything that is wrong with it."""
     shard = manifest.shards[number]
     wrong: list[str] = []
@@ -291,7 +291,7 @@ def check_shard(folder: Path, manifest: Manifest, number: int) -> list[str]:
     return wrong
 
 
-def _choose(folder: Path, manifest: Manifest, columns: Sequence[str] | None) -> list[int]:
+def _choose(folder: Path, manifest: ShardManifest, columns: Sequence[str] | None) -> list[int]:
     names = [column.name for column in manifest.columns]
     if columns is None:
         return list(range(len(names)))

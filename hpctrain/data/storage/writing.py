@@ -18,8 +18,8 @@ from hpctrain.data.source import Source, as_tensor, map_leaves
 from hpctrain.data.storage.shards import (
     MANIFEST,
     ColumnSpec,
-    Manifest,
     ShardFile,
+    ShardManifest,
     ShardSpec,
     describe_dtype,
     write_manifest,
@@ -44,7 +44,7 @@ def write_shards(
     change: Callable[[Any], Any] | None = None,
     overwrite: bool = False,
     timeout_s: float = 3600.0,
-) -> Manifest:
+) -> ShardManifest:
     """Collective: write a data set as shards, each rank its own ones; the arguments must match.
 
     The manifest comes last, in one move: until then the folder is no data set.
@@ -214,11 +214,11 @@ def _write_file(folder: Path, name: str, array: np.ndarray) -> ShardFile:
     return ShardFile(name=name, num_bytes=counted.num_bytes, digest=counted.digest.hexdigest())
 
 
-def _join(told: list[_Written]) -> Manifest:
+def _join(told: list[_Written]) -> ShardManifest:
     """One manifest of what all ranks wrote. The same on every rank."""
     having = [(rank, part) for rank, part in enumerate(told) if part[2]]
     if not having:
-        return Manifest(layout="array", columns=(), shards=())
+        return ShardManifest(layout="array", columns=(), shards=())
     first, (layout, columns, _) = having[0]
     for rank, part in having:
         if part[:2] != (layout, columns):
@@ -228,4 +228,4 @@ def _join(told: list[_Written]) -> Manifest:
             )
     by_number = {number: shard for _, part in having for number, shard in part[2].items()}
     shards = tuple(by_number[number] for number in sorted(by_number))
-    return Manifest(layout=layout, columns=columns, shards=shards)
+    return ShardManifest(layout=layout, columns=columns, shards=shards)
