@@ -257,8 +257,8 @@ def test_a_batch_system_from_outside_takes_a_job_and_is_recognised_in_it(outside
     ("value", "message"),
     [
         ("tiny_queue:NOTHING", "is a object; the entry point must name an instance"),
-        ("tiny_queue:ABSENT", "cannot be loaded: AttributeError"),
-        ("no_such_package:SYSTEM", "cannot be loaded: ModuleNotFoundError"),
+        ("tiny_queue:ABSENT", "cannot be imported (AttributeError"),
+        ("no_such_package:SYSTEM", "cannot be imported (ModuleNotFoundError"),
     ],
 )
 def test_a_broken_plug_in_is_named(outside, value, message):
