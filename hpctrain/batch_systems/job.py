@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hpctrain.batch_systems.units import format_clock, format_memory
+from hpctrain.batch_systems.units import format_clock
+from hpctrain.log import format_bytes
 
 __all__ = ["FINAL", "JobRequest", "JobSite", "JobState", "JobUse", "PlannedJob", "Template"]
 
@@ -19,7 +20,6 @@ FINAL = frozenset(
         *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
     }
 )
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,9 +185,9 @@ class JobUse:
         """Resource, used, requested and the share, for a table."""
         kept: list[tuple[str, float | None, float | None, Callable[[Any], str]]] = [
             ("cores", self.busy_cores, self.cores, _number),
-            ("memory", self.used_memory_bytes, self.memory_bytes, _size),
+            ("memory", self.used_memory_bytes, self.memory_bytes, format_bytes),
             ("GPUs", self.busy_gpus, self.gpus, _number),
-            ("memory of a GPU", self.used_gpu_memory_bytes, self.gpu_memory_bytes, _size),
+            ("memory of a GPU", self.used_gpu_memory_bytes, self.gpu_memory_bytes, format_bytes),
             ("time", self.elapsed_s, self.limit_s, lambda s: format_clock(round(s))),
         ]
         rows = []
@@ -213,9 +213,3 @@ class JobUse:
 
 def _number(value: float) -> str:
     return f"{value:g}" if float(value).is_integer() else f"{value:.1f}"
-
-
-def _size(value: float) -> str:
-    if value < _MIB:
-        return f"{value / 1024:.0f}K"
-    return format_memory(round(value / _MIB)) if value < 10 * _MIB else f"{value / (1 << 30):.2f}G"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 
 from hpctrain.batch_systems.flux import Flux
 from hpctrain.batch_systems.grid_engine import GridEngine
@@ -20,6 +19,7 @@ from hpctrain.batch_systems.pbs import Pbs
 from hpctrain.batch_systems.slurm import Slurm
 from hpctrain.batch_systems.system import BatchSystem
 from hpctrain.errors import ConfigError
+from hpctrain.plugins import find_plugins, load_plugin
 
 __all__ = [
     "GROUP",
@@ -48,14 +48,8 @@ _OWN: tuple[BatchSystem, ...] = (  # in the order in which a job's variables are
 @functools.cache
 def _plugins() -> tuple[BatchSystem, ...]:
     found: list[BatchSystem] = []
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        try:
-            system = point.load()
-        except Exception as error:
-            raise ConfigError(
-                f"the batch system {point.name} ({point.value}) cannot be loaded: "
-                f"{type(error).__name__}: {error}; repair or uninstall its package"
-            ) from error
+    for point in find_plugins(GROUP).values():
+        system = load_plugin(point, f"the batch system {point.name}")
         if not isinstance(system, BatchSystem):
             raise ConfigError(
                 f"the batch system {point.name} ({point.value}) is a {type(system).__name__}; the "

@@ -7,10 +7,11 @@ entry point of the group `hpctrain.engines`, whose value is a subclass of `Engin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.errors import ConfigError
+from hpctrain.plugins import find_plugins, load_plugin
 
 if TYPE_CHECKING:
     from hpctrain.engines.base import Engine
@@ -106,7 +107,7 @@ BUILT_IN = {
 
 def engine_names() -> tuple[str, ...]:
     """The names of all engines, those of other packages last."""
-    return (*BUILT_IN, *_entry_points())
+    return (*BUILT_IN, *find_plugins(GROUP, own=BUILT_IN))
 
 
 def communicating_names() -> tuple[str, ...]:
@@ -136,18 +137,11 @@ def load_engine(name: str) -> type[Engine]:
         module, cls = BUILT_IN[name].place.split(":")
         built_in: type[Engine] = getattr(import_module(module), cls)
         return built_in
-    point = _entry_points().get(name)
+    point = find_plugins(GROUP, own=BUILT_IN).get(name)
     if point is None:
         valid = ", ".join((AUTO, *engine_names()))
         raise ConfigError(f"engine={name!r} is unknown; choose one of {valid}")
-    try:
-        loaded = point.load()
-    except Exception as error:  # whatever somebody else's package raises
-        raise ConfigError(
-            f"engine={name!r} of the entry point {point.value} cannot be imported "
-            f"({type(error).__name__}: {error}); repair or uninstall the package that has it"
-        ) from error
-    return _check(name, point.value, loaded)
+    return _check(name, point.value, load_plugin(point, f"engine={name!r}"))
 
 
 def _check(name: str, value: str, loaded: object) -> type[Engine]:
@@ -166,9 +160,3 @@ def _check(name: str, value: str, loaded: object) -> type[Engine]:
             "point the same name"
         )
     return engine
-
-
-def _entry_points() -> dict[str, metadata.EntryPoint]:
-    """Engines of other packages by name; an engine of this package keeps its name."""
-    found = metadata.entry_points(group=GROUP)
-    return {point.name: point for point in found if point.name not in BUILT_IN}

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.batch_systems import all_systems, find_system, find_template, templates
+from hpctrain.batch_systems import (
+    BatchSystem,
+    all_systems,
+    find_system,
+    find_template,
+    templates,
+)
 from hpctrain.batch_systems.registry import GROUP
 from hpctrain.errors import ConfigError
 from mpi_tests.unit.jobs_kit import ask as request
@@ -251,8 +257,8 @@ def test_a_batch_system_from_outside_takes_a_job_and_is_recognised_in_it(outside
     ("value", "message"),
     [
         ("tiny_queue:NOTHING", "is a object; the entry point must name an instance"),
-        ("tiny_queue:ABSENT", "cannot be loaded: AttributeError"),
-        ("no_such_package:SYSTEM", "cannot be loaded: ModuleNotFoundError"),
+        ("tiny_queue:ABSENT", "cannot be imported (AttributeError"),
+        ("no_such_package:SYSTEM", "cannot be imported (ModuleNotFoundError"),
     ],
 )
 def test_a_broken_plug_in_is_named(outside, value, message):
@@ -350,3 +356,16 @@ def test_one_system_is_one_file(name):
         for line, text in _words_in(path)
         if word.search(text)
     ] == []
+
+
+def test_the_recipe_names_what_there_is():
+    text = (ROOT / "docs" / "jobs.md").read_text()
+    recipe = text.split("## A batch system of your own")[1].split("\n## ")[0]
+    assert f"{GROUP} =" in recipe
+    rows = [line.split("|")[1] for line in recipe.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(names) > 15
+    known = {*dir(BatchSystem), *BatchSystem.__annotations__}
+    assert [name for name in names if name not in known] == []
+    for path in re.findall(r"`((?:hpctrain|mpi_tests)/[\w/]+\.py)`", recipe):
+        assert (ROOT / path).is_file(), path
