@@ -71,6 +71,8 @@ class Exchange:
         self.treatment = treatment
         self.observers = world.observers
         """Who is told what this rank does; the world's own list, so that others may come later."""
+        self.num_samples: int | None = None
+        """Of the last backward call, where there are observers; None: the loop did not say."""
         self.num_steps = 0
         """Steps so far, those included that an overflow made all ranks skip."""
         self.num_exchanges = self.num_updates = self.num_loads = 0

@@ -36,7 +36,7 @@ from hpctrain.replica.exchange import Exchange
 from hpctrain.replica.modes import unfrozen
 from hpctrain.world import Observer, Phase
 
-__all__ = ["PlainLoop", "has_replica", "own_pass", "tell_counted", "tell_stepped"]
+__all__ = ["PlainLoop", "has_replica", "own_pass", "tell_stepped"]
 
 
 _serials = itertools.count()
@@ -268,7 +268,7 @@ class PlainLoop:
                 "this loss was computed by neither, so in float32"
             )
         if exchange.observers:
-            tell_counted(exchange.observers, None)
+            exchange.num_samples = None
             tell_begin(exchange.observers, "backward")
 
     def _end_pass(self) -> None:
@@ -399,12 +399,6 @@ def tell_end(observers: Sequence[Observer], name: Phase) -> None:
     """It ends, perhaps by an exception."""
     for observer in reversed(observers):
         observer.end(name)
-
-
-def tell_counted(observers: Sequence[Observer], num_samples: int | None) -> None:
-    """A backward pass is over so many samples."""
-    for observer in observers:
-        observer.counted(num_samples)
 
 
 def tell_stepped(observers: Sequence[Observer], number: int) -> None:

@@ -31,7 +31,7 @@ from hpctrain.replica.exchange import Exchange
 from hpctrain.replica.joining import Joining
 from hpctrain.replica.modes import Mode
 from hpctrain.replica.naming import load_model
-from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_counted, tell_stepped
+from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_stepped
 from hpctrain.replica.window import Step, Turn
 from hpctrain.tensor_names import plain_keys
 from hpctrain.world import Observer, World, keep_freed_memory, phase
@@ -94,6 +94,11 @@ class Replica:
         return self._exchange.num_steps
 
     @property
+    def num_samples(self) -> int | None:
+        """Of the last backward call, for observers; None: the loop did not say."""
+        return self._exchange.num_samples
+
+    @property
     def module(self) -> torch.nn.Module:
         """The model, under the name that it has in DistributedDataParallel."""
         return self.model
@@ -146,7 +151,7 @@ class Replica:
         observers = self._exchange.observers
         if observers:
             self._plain.stop()  # what was interrupted ends before this begins
-            tell_counted(observers, num_samples)
+            self._exchange.num_samples = num_samples
             with phase(observers, "backward"):
                 self._backward(loss, num_samples, retain_graph, create_graph)
         else:

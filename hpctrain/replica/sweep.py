@@ -215,6 +215,8 @@ class SweepTimer:
     def begin(self, name: str) -> None:
         """A phase begins. A forward without gradients is an evaluation, which no step counts."""
         self._open.append(name)
+        if name == "backward":
+            self._clock.count(self._replica.num_samples)
         if name == "forward" and not torch.is_grad_enabled():
             self._clock.spoil()
         else:
@@ -227,10 +229,6 @@ class SweepTimer:
             self._clock.pause()
             if self._open:
                 self._clock.begin(self._open[-1])
-
-    def counted(self, num_samples: int | None) -> None:
-        """A backward pass is over so many samples."""
-        self._clock.count(num_samples)
 
     def stepped(self, number: int) -> None:
         """A step has ended; after as many as the sweep wants, the script ends on all ranks.

@@ -54,9 +54,6 @@ class TraceRecorder:
         """The phase that this thread began last has ended."""
         self._pop("phase", name)
 
-    def counted(self, num_samples: int | None) -> None:
-        """Samples are not recorded."""
-
     def stepped(self, number: int) -> None:
         """A step has ended: between steps there is time to write."""
         now = perf_counter_ns()

@@ -40,9 +40,6 @@ class StepTimer:
         if self._open:
             self._open[-1] = (self._open[-1][0], now)
 
-    def counted(self, num_samples: int | None) -> None:
-        """Samples are counted elsewhere."""
-
     def stepped(self, number: int) -> None:
         """Steps are counted elsewhere."""
 

@@ -32,9 +32,6 @@ class Observer(Protocol):
     def end(self, name: Phase) -> None:
         """The phase that began last has ended, by an exception perhaps."""
 
-    def counted(self, num_samples: int | None) -> None:
-        """A backward pass begins over so many of this rank's samples; None: nobody has said."""
-
     def stepped(self, number: int) -> None:
         """The weights were updated, or all ranks skipped it: the `number`th step has ended."""
 
