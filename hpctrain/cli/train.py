@@ -10,9 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
-from hpctrain.cli.sharing import tell_of_sharing
-from hpctrain.cli.variables import add_variables, set_variables
+from hpctrain.cli.starting import (
+    AUTO,
+    add_variables,
+    choose_layout,
+    ranks_or_auto,
+    set_variables,
+    tell_of_sharing,
+)
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]

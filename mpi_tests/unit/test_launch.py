@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain import launch
-from hpctrain.cli.sharing import tell_of_sharing
+from hpctrain.cli.starting import tell_of_sharing
 from hpctrain.errors import ConfigError
 from hpctrain.launch import gpus, tee
 from hpctrain.launch.command import (

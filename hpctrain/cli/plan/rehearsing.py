@@ -12,8 +12,7 @@ from hpctrain import log
 from hpctrain.batch_systems import parse_duration
 from hpctrain.checkpoint.layout import Item
 from hpctrain.cli.job.options import site_folders
-from hpctrain.cli.plan.asking import profile_from
-from hpctrain.cli.plan.predicting import machine_from, parse_ranks, predict_from
+from hpctrain.cli.plan.predicting import machine_from, parse_ranks, predict_from, profile_from
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_bytes, format_hours
 from hpctrain.predict import (
