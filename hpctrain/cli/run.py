@@ -15,7 +15,7 @@ from hpctrain.cli.starting import (
     choose_layout,
     ranks_or_auto,
     set_variables,
-    tell_of_sharing,
+    warn_of_shared_gpus,
 )
 from hpctrain.errors import ConfigError
 
@@ -138,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
         if hint is not None:
             log.notice(hint)
     if hosts is None:
-        tell_of_sharing(num_ranks, environ, ["hpctrain", "run"], program.words())
+        warn_of_shared_gpus(num_ranks, environ, ["hpctrain", "run"], program.words())
     return start(
         program,
         environ,

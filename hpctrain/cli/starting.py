@@ -16,7 +16,7 @@ __all__ = [
     "choose_layout",
     "ranks_or_auto",
     "set_variables",
-    "tell_of_sharing",
+    "warn_of_shared_gpus",
 ]
 
 AUTO = "auto"
@@ -60,7 +60,7 @@ def choose_layout(
         f"measured on {layout.date}"
     )
     for difference in differences:
-        log.warn(f"-n auto: {difference}; `hpctrain bench layout` measures it anew")
+        log.warn(f"-n auto: {difference}; run `hpctrain bench layout` to measure again")
     return layout.num_ranks, {**environ, "OMP_NUM_THREADS": str(layout.num_threads)}
 
 
@@ -91,7 +91,7 @@ def set_variables(words: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def tell_of_sharing(
+def warn_of_shared_gpus(
     num_ranks: int, environ: Mapping[str, str], before: Sequence[str], after: Sequence[str]
 ) -> None:
     """Say so where this machine has fewer GPUs than ranks.

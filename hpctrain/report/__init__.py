@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING
 from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
-    from hpctrain.report.advice import Wish
+    from hpctrain.report.advice import PlannedTraining
     from hpctrain.report.writing import FORMATS, write_report
 
 __all__ = [
     "FORMATS",
-    "Wish",
+    "PlannedTraining",
     "write_report",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
-        ".advice": ("Wish",),
+        ".advice": ("PlannedTraining",),
         ".writing": (
             "FORMATS",
             "write_report",

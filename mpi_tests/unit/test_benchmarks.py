@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks import step_overhead, tables
 from hpctrain.bench import collectives, command, results
-from hpctrain.bench.load import Reading, busy_ticks, foreign_load
+from hpctrain.bench.load import Reading, background_load, busy_ticks
 from hpctrain.bench.paired import (
     choose_blocks,
     interval_ranks,
@@ -144,11 +144,11 @@ def test_busy_time_leaves_out_waiting_and_interrupts_and_counts_stolen_time():
 def test_foreign_load_is_what_is_not_ours():
     before = Reading(wall_s=10.0, busy_s=100.0, own_s=5.0)
     after = Reading(wall_s=12.0, busy_s=103.0, own_s=7.0)
-    assert foreign_load(before, after, num_cores=2) == pytest.approx(0.25)
+    assert background_load(before, after, num_cores=2) == pytest.approx(0.25)
     ours_alone = Reading(wall_s=12.0, busy_s=103.0, own_s=8.01)
-    assert foreign_load(before, ours_alone, num_cores=2) == 0.0
+    assert background_load(before, ours_alone, num_cores=2) == 0.0
     with pytest.raises(ConfigError):
-        foreign_load(before, before, num_cores=2)
+        background_load(before, before, num_cores=2)
 
 
 # Results

@@ -193,9 +193,9 @@ def take_config(args: argparse.Namespace) -> None:
     """Fill what no option says from the configuration, or with defaults."""
     args.steps, args.even_last, args.overlap = None, True, None
     if args.config is not None:
-        from hpctrain.predict import read_asked
+        from hpctrain.predict import read_options
 
-        asked = read_asked(args.config)
+        asked = read_options(args.config)
         for name in ("global_batch", "accumulate", "engine", "warmup_steps"):
             if getattr(args, name) is None:
                 setattr(args, name, getattr(asked, name))

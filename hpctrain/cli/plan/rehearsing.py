@@ -141,7 +141,7 @@ def _scripted(args: argparse.Namespace, each: Rehearsed, machine: Machine) -> tu
 
 
 def _placeholders(args: argparse.Namespace, script: str) -> list[str]:
-    """What of a job script was not rehearsed, because nobody said it."""
+    """What of a job script was not rehearsed, because it was not given."""
     account = [f"account {_ACCOUNT}"] if _ACCOUNT in script else []
     command = [f"command {' '.join(_COMMAND)}"] if script and not args.config else []
     return account + command
