@@ -20,11 +20,16 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.report.advice import PlannedTraining
+    from hpctrain.report.charts import Line, LineChart
+    from hpctrain.report.pictures import write_chart
     from hpctrain.report.writing import FORMATS, write_report
 
 __all__ = [
     "FORMATS",
+    "Line",
+    "LineChart",
     "PlannedTraining",
+    "write_chart",
     "write_report",
 ]
 
@@ -32,6 +37,8 @@ __getattr__ = lazy(
     __name__,
     {
         ".advice": ("PlannedTraining",),
+        ".charts": ("Line", "LineChart"),
+        ".pictures": ("write_chart",),
         ".writing": (
             "FORMATS",
             "write_report",
