@@ -25,6 +25,7 @@ from hpctrain.bench.paired import (
 )
 from hpctrain.bench.results import describe_machine, machine_id
 from hpctrain.bench.session import BenchPlan, Block, Case, Rules, Variant, describe_case
+from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 
 TIMES = st.floats(1e-6, 1e3)
@@ -371,3 +372,20 @@ def test_rules_out_of_range_are_refused(field):
 )
 def test_every_module_finds_what_it_imports(name):
     assert importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.parametrize("kind", ["overhead", "data", "checkpoint"])
+def test_measuring_hpctrain_itself_needs_its_repository(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("hpctrain.cli.bench.ROOT", tmp_path)
+    assert main(["bench", kind]) == 2
+    said = capsys.readouterr().err
+    assert "needs its repository" in said
+    assert "python -m benchmarks." in said
+
+
+def test_collectives_are_measured_without_the_repository(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("hpctrain.cli.bench.ROOT", tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "collectives", "--help"])
+    assert ended.value.code == 0
+    assert "--sizes" in capsys.readouterr().out
