@@ -40,10 +40,10 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.worker:
-        from benchmarks.barrier_subjects import make
+        from benchmarks.barrier_subjects import make_maker
         from hpctrain.bench import serve
 
-        serve(args.worker, args.variants.split(","), make)
+        serve(args.worker, args.variants.split(","), make_maker(CASES))
         return 0
     rules = command.rules_of(args)
     kinds = command.choose("variant", args.variants or ",".join(KINDS), KINDS)

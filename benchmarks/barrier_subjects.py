@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.barrier import CASES
 from hpctrain.bench import Measurable
 from hpctrain.world import World
 from hpctrain.world.barrier import make_barrier
 
-__all__ = ["make"]
+__all__ = ["make_maker"]
 
 # One or two milliseconds of a core: longer than a barrier, shorter than a scheduler's time slice.
 _WIDTH = 192
@@ -21,8 +20,9 @@ _PRODUCTS = 4
 class Waiting:
     """Work as the case says, then `wait`."""
 
-    def __init__(self, world: World, wait: Callable[[], None]) -> None:
+    def __init__(self, world: World, cases: Sequence[str], wait: Callable[[], None]) -> None:
         self.world = world
+        self.cases = cases
         self.wait = wait
         self.works = False
         self.matrix = torch.eye(_WIDTH)
@@ -30,7 +30,8 @@ class Waiting:
 
     def prepare(self, case: str) -> dict[str, object]:
         """Collective: see who works."""
-        self.works = case == CASES[2] or (case == CASES[1] and self.world.rank == 0)
+        _, one_works, all_work = self.cases
+        self.works = case == all_work or (case == one_works and self.world.rank == 0)
         self.run(2)
         return {}
 
@@ -51,13 +52,21 @@ class Waiting:
         return {}
 
 
-def make(world: World, variant: str) -> Measurable:
-    """The subject of a variant: a kind and a number of ranks."""
-    kind = variant.rpartition("-")[0]
-    if kind == "nobody-waits":
-        return Waiting(world, lambda: None)
-    if kind == "mpi":
-        return Waiting(world, world.comm.Barrier)
-    barrier = make_barrier(world.comm, world.node, sleep=kind == "sleeping")
-    world.at_exit(barrier.close)
-    return Waiting(world, barrier.wait)
+def make_maker(cases: Sequence[str]) -> Callable[[World, str], Measurable]:
+    """What makes the subject of a variant: a kind and a number of ranks.
+
+    Args:
+        cases: Names of the cases where no rank, one rank and all ranks work.
+    """
+
+    def make(world: World, variant: str) -> Measurable:
+        kind = variant.rpartition("-")[0]
+        if kind == "nobody-waits":
+            return Waiting(world, cases, lambda: None)
+        if kind == "mpi":
+            return Waiting(world, cases, world.comm.Barrier)
+        barrier = make_barrier(world.comm, world.node, sleep=kind == "sleeping")
+        world.at_exit(barrier.close)
+        return Waiting(world, cases, barrier.wait)
+
+    return make

@@ -15,6 +15,7 @@ from typing import Any
 
 from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 from hpctrain.errors import ConfigError
+from hpctrain.report import Line, LineChart, write_chart
 
 __all__ = ["BASELINE", "VARIANTS", "add_accuracies", "main", "plot"]
 
@@ -46,24 +47,25 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     """Draw the test accuracy after each epoch, the mean over seeds, one line a variant.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: it is no SVG, and matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib ({error}); pip install '.[plot]'") from error
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "large_batch"}):
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        for item in result["series"]:
-            curve = [100 * accuracy for accuracy in item["outcome"]["curve"]]
-            axes.plot(range(1, len(curve) + 1), curve, label=item["variant"])
-        axes.set(xlabel="epoch", ylabel="test accuracy %", ylim=(0, 101))
-        axes.set_title("Digits: batches of 32 and of 1,024, the same epochs")
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    lines = []
+    for style, item in enumerate(result["series"]):
+        curve = tuple(item["outcome"]["curve"])
+        epochs = tuple(float(epoch) for epoch in range(1, len(curve) + 1))
+        name = item["variant"]
+        lines.append(Line(label=name, x=epochs, y=curve, style=style, has_markers=False))
+    last = ", ".join(f"{line.label} {100 * line.y[-1]:.1f} %" for line in lines)
+    chart = LineChart(
+        key="large-batch",
+        title="Digits: batches of 32 and of 1,024, the same epochs",
+        description=f"Test accuracy by epoch; after the last one: {last}.",
+        x_label="epoch",
+        y_label="test accuracy",
+        lines=tuple(lines),
+        is_percent=True,
+    )
+    write_chart(chart, path)
 
 
 def main() -> int:
@@ -73,7 +75,9 @@ def main() -> int:
     parser.add_argument(
         "--epochs", type=int, default=EPOCHS, metavar="E", help=f"epochs (default: {EPOCHS})"
     )
-    parser.add_argument("--plot", type=Path, metavar="OUT", help="draw the curves (matplotlib)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="OUT", help="draw the curves; all but .svg need matplotlib"
+    )
     args = parser.parse_args()
     if args.worker:
         from benchmarks.large_batch_subjects import make

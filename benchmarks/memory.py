@@ -71,7 +71,7 @@ def main() -> int:
         from benchmarks.memory_subjects import make_maker
         from hpctrain.bench import serve
 
-        serve(args.worker, args.variants.split(","), make_maker())
+        serve(args.worker, args.variants.split(","), make_maker(MODELS))
         return 0
     rules = command.rules_of(args)
     kinds = command.choose("variant", args.variants or ",".join(FORMULAS), tuple(FORMULAS))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from benchmarks import step_subjects
-from benchmarks.memory import MODELS
 from benchmarks.memory_parts import data_kib
 from benchmarks.workloads import Workload
 from hpctrain.bench import Measurable
@@ -24,15 +23,18 @@ _STEPS = 3
 class Weighed:
     """Trains by the way of another subject, and weighs the node after each part has come."""
 
-    def __init__(self, world: World, way: step_subjects.Compute) -> None:
+    def __init__(
+        self, world: World, way: step_subjects.Compute, models: Mapping[str, tuple[int, int]]
+    ) -> None:
         self.world = world
+        self.models = models
         self.way = way
         self.workload: Workload | None = None
         self.outcome: dict[str, object] = {}
 
     def prepare(self, case: str) -> dict[str, object]:
         """Train something small: what torch allocates once is there before anything is weighed."""
-        self.workload = _workload(*MODELS[case])
+        self.workload = _workload(*self.models[case])
         small = _workload(1, 64)
         model = small.model()
         optimizer = small.optimizer(model)
@@ -103,14 +105,18 @@ def _workload(layers: int, width: int) -> Workload:
     )
 
 
-def make_maker() -> Callable[[World, str], Measurable]:
-    """What makes the subject of a variant: a kind and a number of ranks."""
+def make_maker(models: Mapping[str, tuple[int, int]]) -> Callable[[World, str], Measurable]:
+    """What makes the subject of a variant: a kind and a number of ranks.
+
+    Args:
+        models: How many linear layers of which width, by the name of the case.
+    """
     make = step_subjects.make_maker()
 
     def make_weighed(world: World, variant: str) -> Measurable:
         way = make(world, variant.rpartition("-")[0])
         if not isinstance(way, step_subjects.Compute):
             raise TypeError(f"{variant} does not train")
-        return Weighed(world, way)
+        return Weighed(world, way, models)
 
     return make_weighed

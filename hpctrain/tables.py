@@ -259,7 +259,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def check_keys(
     table: object, where: str, *, needed: Collection[str], known: Collection[str]
 ) -> Mapping[str, Any]:
-    """The table itself, if it has all it needs and nothing that nobody knows.
+    """The table itself, if it has all the keys that it needs and no unknown one.
 
     Raises:
         ConfigError: with what is missing or unknown, and where.
@@ -270,7 +270,7 @@ def check_keys(
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
     if unknown := sorted(set(table) - set(known)):
         raise ConfigError(
-            f"{where} has {', '.join(map(str, unknown))}, which nobody reads; it may have "
+            f"{where} has unknown keys: {', '.join(map(str, unknown))}; the known ones are "
             f"{', '.join(sorted(known))}"
         )
     return table
@@ -280,7 +280,7 @@ def number_of(value: object, where: str) -> float:
     """A finite number that is not negative.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{where}={value!r} must be a number")
@@ -293,7 +293,7 @@ def positive(value: object, where: str) -> float:
     """A finite number above 0.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     number = number_of(value, where)
     if number <= 0:
@@ -305,7 +305,7 @@ def count_of(value: object, where: str, *, least: int = 1) -> int:
     """A whole number, at least so large.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{where}={value!r} must be a whole number, at least {least}")
@@ -316,7 +316,7 @@ def text_of(value: object, where: str) -> str:
     """A string.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     if not isinstance(value, str):
         raise ConfigError(f"{where}={value!r} must be a string")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         compare_times,
         counts_of,
     )
-    from hpctrain.bench.jobs import gather, submit_sweep
+    from hpctrain.bench.jobs import collect_jobs, submit_sweep
     from hpctrain.bench.laws import (
         LIMIT,
         KarpFlatt,
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
         find_layout,
         this_machine,
     )
-    from hpctrain.bench.load import foreign_load, read_clocks
-    from hpctrain.bench.local import ask, explain, run_sweep
+    from hpctrain.bench.load import background_load, read_clocks
+    from hpctrain.bench.local import explain_mismatch, request_of, run_sweep
     from hpctrain.bench.outcome import make_result
     from hpctrain.bench.paired import interval_ranks, paired_ratio
     from hpctrain.bench.results import (
@@ -109,10 +109,11 @@ __all__ = [
     "Sweep",
     "SweepSettings",
     "Variant",
-    "ask",
+    "background_load",
     "best_layout",
     "caption",
     "choose",
+    "collect_jobs",
     "compare_counts",
     "compare_times",
     "conclude_result",
@@ -124,12 +125,10 @@ __all__ = [
     "describe_reach",
     "describe_settings",
     "digest_script",
-    "explain",
+    "explain_mismatch",
     "file_name",
     "fill_arguments",
     "find_layout",
-    "foreign_load",
-    "gather",
     "interval_ranks",
     "is_alike",
     "judge_reach",
@@ -146,6 +145,7 @@ __all__ = [
     "point_rows",
     "read_clocks",
     "repeat_command",
+    "request_of",
     "run_main",
     "run_plan",
     "run_program",
@@ -179,7 +179,7 @@ __getattr__ = lazy(
             "counts_of",
         ),
         ".jobs": (
-            "gather",
+            "collect_jobs",
             "submit_sweep",
         ),
         ".laws": (
@@ -201,12 +201,12 @@ __getattr__ = lazy(
             "this_machine",
         ),
         ".load": (
-            "foreign_load",
+            "background_load",
             "read_clocks",
         ),
         ".local": (
-            "ask",
-            "explain",
+            "request_of",
+            "explain_mismatch",
             "run_sweep",
         ),
         ".outcome": ("make_result",),

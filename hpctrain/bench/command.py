@@ -54,7 +54,7 @@ def add_arguments(
         "--retries",
         type=int,
         metavar="R",
-        help="how many blocks a case may repeat for foreign load (default: as many as --blocks)",
+        help="how many blocks a case may repeat for background load (default: as many as --blocks)",
     )
     parser.add_argument(
         "--bind",

@@ -81,7 +81,7 @@ class WorkerLaunch:
             preexec_fn=_end_with_parent,
         )
 
-    def greet(self, timeout_s: float) -> list[Message]:
+    def wait_until_started(self, timeout_s: float) -> list[Message]:
         """Wait until every rank has connected; what each said of itself, by rank."""
         hellos: dict[int, tuple[Message, socket.socket]] = {}
         deadline = time.monotonic() + timeout_s
@@ -126,7 +126,7 @@ class WorkerLaunch:
         top = psutil.Process(self._process.pid)
         return [top, *top.children(recursive=True)]
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Tell the ranks to leave, without waiting until they have."""
         self.resume()
         for line in self._lines:
@@ -134,7 +134,7 @@ class WorkerLaunch:
 
     def close(self) -> None:
         """Let the ranks leave in order, and end what does not."""
-        self.hang_up()
+        self.disconnect()
         self._server.close()
         try:
             self._process.wait(timeout=_END_S)

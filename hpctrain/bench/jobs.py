@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.batch_systems import Ask, ask_program, find_system, find_template
-from hpctrain.bench.local import tell_end
+from hpctrain.bench.local import summarize_log
 from hpctrain.bench.sweep import Folder, Measured, Sweep
 from hpctrain.errors import ConfigError, JobError
 from hpctrain.submit import (
@@ -23,7 +23,7 @@ from hpctrain.submit import (
     task_states,
 )
 
-__all__ = ["Batch", "gather", "group_launches", "submit_sweep"]
+__all__ = ["Batch", "collect_jobs", "group_launches", "submit_sweep"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ def submit_sweep(
     num_cores: int,
     python: str = "python",
 ) -> list[str]:
-    """Hand over what is still missing, and remember which job has which launch.
+    """Submit what is still missing, and record which job has which launch.
 
     Args:
         folder: Where the sweep is; all nodes must see it.
@@ -122,7 +122,7 @@ def _remember(batch: Batch, entries: Sequence[Mapping[str, Any]]) -> list[dict[s
     ]
 
 
-def gather(
+def collect_jobs(
     folder: Folder, sweep: Sweep, *, say: Callable[[str], None], ask: Ask = ask_program
 ) -> int:
     """Write down why launches whose jobs have ended left nothing; how many are still to come.
@@ -132,7 +132,7 @@ def gather(
     """
     rows = _read_jobs(folder)
     if not rows:
-        raise ConfigError(f"{folder.path} has no jobs; `hpctrain bench submit` hands them over")
+        raise ConfigError(f"{folder.path} has no jobs; submit them with `hpctrain bench submit`")
     done = folder.measured(sweep)
     have = {folder.key(sweep, *launch) for launch in done}
     left = 0
@@ -150,7 +150,9 @@ def gather(
                 left += 1
                 continue
             point, repeat = folder.launch_of(sweep, key)
-            word = state.state if state is not None else "and is not known any more"
+            word = (
+                state.state if state is not None else "and is no longer known to the batch system"
+            )
             why = f"job {entry.job} ended {word}: {_tail(entry, task)}"
             say(f"{point.name}, repeat {repeat + 1}: {why.splitlines()[0]}")
             folder.write(key, Measured(point=point.name, repeat=repeat, wall_s=0.0, why=why))
@@ -164,7 +166,7 @@ def _is_over(row: Mapping[str, Any], ask: Ask) -> bool:
 
 def _tail(entry: SubmittedJob, task: int | None) -> str:
     try:
-        return tell_end(last_lines(log_paths(entry, task)[0], None))
+        return summarize_log(last_lines(log_paths(entry, task)[0], None))
     except JobError as error:
         return str(error)
 

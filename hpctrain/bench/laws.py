@@ -335,7 +335,7 @@ def conclude_curves(
     """What follows from the points of every curve: the only place where it is computed.
 
     Everything is taken from the rows that tables show, so that no sentence can have other figures
-    than they; results that older versions wrote are concluded from anew.
+    than they; results that older versions wrote are concluded from again.
 
     Args:
         rows: The points of a sweep.

@@ -43,7 +43,7 @@ class BestLayout:
     why: str
     date: str
     num_rounds: int = 0
-    """How often every layout was measured; 0: nobody wrote it down."""
+    """How often every layout was measured; 0: not recorded."""
     num_disturbed: int = 0
     """Rounds in which others used the machine."""
 
@@ -164,7 +164,7 @@ def find_layout(
     found = (same or known)[-1]
     differences = []
     if not found.num_rounds:
-        differences.append("nobody wrote down how often it was measured")
+        differences.append("how often it was measured is not recorded")
     elif found.num_disturbed:
         differences.append(
             f"{found.num_disturbed} of {found.num_rounds} rounds were disturbed by others when it "

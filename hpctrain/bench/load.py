@@ -14,7 +14,7 @@ import psutil
 
 from hpctrain.errors import ConfigError
 
-__all__ = ["LoadMeter", "Reading", "busy_ticks", "foreign_load", "read_clocks"]
+__all__ = ["LoadMeter", "Reading", "background_load", "busy_ticks", "read_clocks"]
 
 _FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 # Interrupts are left out: those of our own loopback traffic are booked there as well, and would
@@ -47,7 +47,7 @@ def busy_ticks(stat: str) -> int:
     raise ConfigError("/proc/stat has no line 'cpu'; the load can be measured on Linux only")
 
 
-def foreign_load(before: Reading, after: Reading, *, num_cores: int) -> float:
+def background_load(before: Reading, after: Reading, *, num_cores: int) -> float:
     """The share of all cores that others used between two readings, 0 to 1.
 
     Clocks of processes and of the machine tick differently, so a little may be missing: never less
@@ -72,7 +72,7 @@ def read_clocks() -> Reading:
 
 
 class LoadMeter:
-    """Foreign load between one call and the next.
+    """Background load between one call and the next.
 
     Args:
         processes: Ours, besides this one; they live as long as the meter is used.
@@ -87,8 +87,8 @@ class LoadMeter:
         self._last = self._read()
 
     def load(self) -> float:
-        """The foreign load since the last restart."""
-        return foreign_load(self._last, self._read(), num_cores=os.cpu_count() or 1)
+        """The background load since the last restart."""
+        return background_load(self._last, self._read(), num_cores=os.cpu_count() or 1)
 
     def _read(self) -> Reading:
         own_s = 0.0

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from hpctrain.bench.load import foreign_load, read_clocks
+from hpctrain.bench.load import background_load, read_clocks
 from hpctrain.bench.sweep import RANKS, Folder, Measured, Sweep, SweepPoint, fill_arguments
 from hpctrain.submit import launch
 from hpctrain.sweep_request import BENCH_VARIABLE, SweepRequest
 
-__all__ = ["ask", "explain", "run_sweep", "tell_end", "tell_other_device"]
+__all__ = ["explain_mismatch", "explain_other_device", "request_of", "run_sweep", "summarize_log"]
 
 _TAIL_LINES = 6
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
@@ -23,10 +23,10 @@ _ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception): |hpctrain: rank )")
 def run_sweep(
     folder: Folder, sweep: Sweep, environ: Mapping[str, str], *, say: Callable[[str], None]
 ) -> None:
-    """Measure what is still missing; what fails is kept with its reason, and the rest goes on."""
+    """Measure what is still missing; what fails is kept with its reason, and the rest continues."""
     pending = folder.pending(sweep)
     if len(pending) < len(sweep.order()):
-        say(f"{len(sweep.order()) - len(pending)} launches were measured before; going on")
+        say(f"{len(sweep.order()) - len(pending)} launches were measured before; resuming")
     for number, (name, repeat) in enumerate(pending, start=1):
         point = sweep.point(name)
         measured = _measure(folder, sweep, point, repeat, environ)
@@ -41,7 +41,7 @@ def run_sweep(
             if again.why or (again.foreign_load or 0) < (measured.foreign_load or 0):
                 measured = again
         if not measured.why:
-            why = tell_other_device(measured, folder.measured(sweep).values())
+            why = explain_other_device(measured, folder.measured(sweep).values())
             measured = replace(measured, why=why)
         told = measured.why.splitlines()[0] if measured.why else _brief(measured)
         say(f"{number} of {len(pending)}: {name}, repeat {repeat + 1}: {told}")
@@ -49,7 +49,7 @@ def run_sweep(
         folder.write(key, replace(measured, num_tries=tries))
 
 
-def ask(folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int) -> SweepRequest:
+def request_of(folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int) -> SweepRequest:
     """What a launch is asked for."""
     key = folder.key(sweep, point.name, repeat)
     return SweepRequest(
@@ -63,7 +63,7 @@ def ask(folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int) -> SweepRe
     )
 
 
-def explain(sweep: Sweep, point: SweepPoint, report: Mapping[str, object] | None) -> str:
+def explain_mismatch(sweep: Sweep, point: SweepPoint, report: Mapping[str, object] | None) -> str:
     """What makes a launch that ended well no measurement of its point; empty: nothing. Pure."""
     _, used = fill_arguments(sweep, point)
     reads = report["reads"] if report else []
@@ -83,7 +83,7 @@ def explain(sweep: Sweep, point: SweepPoint, report: Mapping[str, object] | None
     return ""
 
 
-def tell_other_device(launch: Measured, others: Iterable[Measured]) -> str:
+def explain_other_device(launch: Measured, others: Iterable[Measured]) -> str:
     """What makes a launch incomparable with the good ones before it; empty: nothing. Pure."""
     if launch.report is None:
         return ""
@@ -116,7 +116,7 @@ def _measure(
         environ={
             **environ,
             "OMP_NUM_THREADS": str(point.num_threads),
-            BENCH_VARIABLE: ask(folder, sweep, point, repeat).text(),
+            BENCH_VARIABLE: request_of(folder, sweep, point, repeat).text(),
         },
         timeout_s=sweep.settings.timeout_s,
     )
@@ -126,28 +126,28 @@ def _measure(
     if not ended:
         why = f"ran past {sweep.settings.timeout_s:g} s (--timeout)"
     elif code != 0:
-        why = f"exit code {code}: {tell_end(folder.log_path(key).read_text(errors='replace'))}"
+        why = f"exit code {code}: {summarize_log(folder.log_path(key).read_text(errors='replace'))}"
     return Measured(
         point=point.name,
         repeat=repeat,
         wall_s=after.wall_s - before.wall_s,
-        why=why or explain(sweep, point, report),
-        foreign_load=foreign_load(before, after, num_cores=os.cpu_count() or 1),
+        why=why or explain_mismatch(sweep, point, report),
+        foreign_load=background_load(before, after, num_cores=os.cpu_count() or 1),
         report=report,
     )
 
 
-def tell_end(log: str) -> str:
+def summarize_log(log: str) -> str:
     """The line of a log that says most, and its last lines, without colours. Pure."""
     lines = [line for line in _CONTROL.sub("", log).splitlines() if line.strip()]
     said = [line.strip() for line in lines if _ERROR.match(line)]
-    return "\n".join([*said[-1:], *lines[-_TAIL_LINES:]]) or "it said nothing"
+    return "\n".join([*said[-1:], *lines[-_TAIL_LINES:]]) or "no output"
 
 
 def _brief(measured: Measured) -> str:
     report = measured.report
     steps = sorted(report["step_s"]) if report else []
-    load = f", foreign load {measured.foreign_load or 0:.0%}"
+    load = f", background load {measured.foreign_load or 0:.0%}"
     if steps:
         return f"{1000 * steps[len(steps) // 2]:.1f} ms a step{load}"
     return f"{measured.wall_s:.1f} s for the whole launch{load}"

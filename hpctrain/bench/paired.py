@@ -99,7 +99,7 @@ def shuffled_order(variants: Sequence[str], *, seed: int, case: str, block: int)
 
 
 def more_are_needed(loads: Sequence[float], *, wanted: int, retries: int, limit: float) -> bool:
-    """Whether to measure another block after those that had these foreign loads."""
+    """Whether to measure another block after those that had these background loads."""
     quiet = sum(load <= limit for load in loads)
     return quiet < wanted and len(loads) < wanted + retries
 
@@ -110,7 +110,7 @@ class Kept:
 
     indices: tuple[int, ...]
     num_noisy: int
-    """How many of them were measured under too much foreign load, for want of quiet ones."""
+    """How many of them were measured under too much background load, because too few were quiet."""
 
 
 def choose_blocks(loads: Sequence[float], *, wanted: int, limit: float) -> Kept:

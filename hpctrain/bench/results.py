@@ -322,7 +322,7 @@ def caption(result: Mapping[str, Any]) -> str:
         f"{result['date']}, {machine['cpu']} ({machine['arch']}, {machine['cores']} cores), "
         f"{_device(settings)}{layout}, torch {machine['torch']}, {machine['mpi']}{horovod}, "
         f"commit {commit}; medians of {settings['blocks']} blocks{intervals}, "
-        f"{result['num_thrown_away']} blocks thrown away for foreign load{noisy}."
+        f"{result['num_thrown_away']} blocks thrown away for background load{noisy}."
     )
 
 

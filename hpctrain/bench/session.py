@@ -118,12 +118,12 @@ def run_plan(plan: BenchPlan, keep: Path | None = None) -> dict[str, object]:
 
     Args:
         plan: What to measure.
-        keep: A file for what was measured so far, written after each case: who is cut off later has
-            not lost it. Its settings then say `unfinished`.
+        keep: A file for what was measured so far, written after each case, so that a run which
+            is cut off later has not lost it. Its settings then say `unfinished`.
     """
     with ExitStack() as ending:
         launches = _start(plan, ending)
-        hellos = [launch.greet(_START_S) for launch in launches.values()]
+        hellos = [launch.wait_until_started(_START_S) for launch in launches.values()]
         machine = describe_machine(mpi=str(hellos[0][0]["mpi"]))
         meter = LoadMeter(p for launch in launches.values() for p in launch.processes())
         series: list[dict[str, object]] = []
@@ -138,7 +138,7 @@ def run_plan(plan: BenchPlan, keep: Path | None = None) -> dict[str, object]:
             ratios += parts[1]
             blocks += parts[2]
             log.notice(
-                f"{case.name}: {len(measured)} blocks, foreign load {median(loads):.1%} (median)"
+                f"{case.name}: {len(measured)} blocks, background load {median(loads):.1%} (median)"
                 + (f", {kept.num_noisy} noisy blocks kept" if kept.num_noisy else "")
             )
             if keep is not None:
@@ -147,7 +147,7 @@ def run_plan(plan: BenchPlan, keep: Path | None = None) -> dict[str, object]:
                 half.write_text(json.dumps(so_far, indent=1) + "\n", encoding="utf-8")
                 half.replace(keep)
         for launch in launches.values():
-            launch.hang_up()
+            launch.disconnect()
     return _result(plan, machine, series, ratios, blocks)
 
 

@@ -24,12 +24,12 @@ __all__ = [
     "Sweep",
     "SweepPoint",
     "SweepSettings",
+    "describe_difference",
     "fill_arguments",
     "global_batch",
     "interleave",
     "layout_points",
     "plan_points",
-    "tell_difference",
 ]
 
 MODES = ("weak", "strong")
@@ -53,7 +53,7 @@ class SweepSettings:
     repeats: int = 3
     load_limit: float = 0.05
     retries: int = 1
-    """How often a measurement under foreign load is repeated."""
+    """How often a measurement under background load is repeated."""
     seed: int = 0
     timeout_s: float = 600.0
     """Of one launch."""
@@ -248,7 +248,7 @@ class Measured:
     why: str = ""
     """What went wrong; empty when nothing did."""
     foreign_load: float | None = None
-    """None where nobody watched, as in a batch job with nodes of its own."""
+    """None where it was not watched, as in a batch job with nodes of its own."""
     report: Mapping[str, Any] | None = field(default=None)
     """What the replica said of its steps; None: the script has none."""
     num_tries: int = 1
@@ -278,7 +278,7 @@ def fill_arguments(sweep: Sweep, point: SweepPoint) -> tuple[tuple[str, ...], fr
     return words, frozenset(used & known.keys())
 
 
-def tell_difference(there: Sweep, asked: Sweep) -> str:
+def describe_difference(there: Sweep, asked: Sweep) -> str:
     """What another sweep has, and this one asks for. Pure."""
     pairs = [(each.name, getattr(there, each.name), getattr(asked, each.name)) for each in _PLAIN]
     pairs += [
@@ -337,7 +337,7 @@ class Folder:
             ) from error
 
     def begin(self, sweep: Sweep) -> None:
-        """Write the plan down, or go on with the same one.
+        """Write the plan, or resume the same one.
 
         Raises:
             ConfigError: another sweep is there, or it cannot be written.
@@ -347,8 +347,8 @@ class Folder:
         try:
             if path.exists() and path.read_text("utf-8") != text:
                 raise ConfigError(
-                    f"{self.path} has another sweep: {tell_difference(self.open(), sweep)}; choose "
-                    "another --dir, or remove it"
+                    f"{self.path} has another sweep: {describe_difference(self.open(), sweep)}; "
+                    "choose another --dir, or remove it"
                 )
             for name in ("measured", "reports", "logs"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
@@ -393,7 +393,7 @@ class Folder:
         (self.path / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
 
     def machine(self) -> dict[str, Any] | None:
-        """Where the launches ran; None: nobody has said."""
+        """Where the launches ran; None: not known."""
         try:
             table: dict[str, Any] = json.loads((self.path / "machine.json").read_text("utf-8"))
         except FileNotFoundError:

@@ -40,7 +40,7 @@ def serve(
     *,
     device: str = "cpu",
 ) -> None:
-    """Collective: be a worker until the orchestrator hangs up.
+    """Collective: be a worker until the orchestrator disconnects.
 
     Args:
         address: HOST:PORT:TOKEN of the orchestrator, and :BIND as `hpctrain.init` takes it.
@@ -49,7 +49,7 @@ def serve(
         device: Where to measure, as `hpctrain.init` takes it.
     """
     host, port, token, bind = address.split(":")
-    keep_freed_memory()  # whoever shares a process has it as those who train with hpctrain do
+    keep_freed_memory()  # as training with hpctrain does
     with hpc.init(seed=7, device=device, bind=bind) as world:
         subjects = {variant: make(world, variant) for variant in variants}
         with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as line:
@@ -61,10 +61,10 @@ def serve(
             with line.makefile("r") as asked:
                 for text in asked:  # sleeps in the kernel, not in MPI
                     message = json.loads(text)
-                    _send(line, _obey(world, subjects[message["variant"]], message))
+                    _send(line, _execute(world, subjects[message["variant"]], message))
 
 
-def _obey(world: World, subject: Measurable, message: dict[str, Any]) -> dict[str, object]:
+def _execute(world: World, subject: Measurable, message: dict[str, Any]) -> dict[str, object]:
     if message["do"] == "prepare":
         return {"facts": subject.prepare(message["case"])}
     if message["do"] == "finish":

@@ -60,13 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the report, and name its files."""
-    from hpctrain.report import FORMATS, Wish, write_report
+    from hpctrain.report import FORMATS, PlannedTraining, write_report
 
     formats = FORMATS if args.format == "all" else tuple(args.format.split(","))
-    wish = None
+    planned = None
     if args.samples is not None:
-        wish = Wish(num_samples=args.samples, reserve=args.reserve, runs=args.runs)
-    written = write_report(args.inputs, args.out, formats=formats, title=args.title, wish=wish)
+        planned = PlannedTraining(num_samples=args.samples, reserve=args.reserve, runs=args.runs)
+    written = write_report(
+        args.inputs, args.out, formats=formats, title=args.title, planned=planned
+    )
     if args.json:
         print(json.dumps([str(path) for path in written]))
     else:

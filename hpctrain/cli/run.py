@@ -9,9 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
-from hpctrain.cli.sharing import tell_of_sharing
-from hpctrain.cli.variables import add_variables, set_variables
+from hpctrain.cli.starting import (
+    AUTO,
+    add_variables,
+    choose_layout,
+    ranks_or_auto,
+    set_variables,
+    warn_of_shared_gpus,
+)
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "hint_at_order", "main"]
@@ -133,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
         if hint is not None:
             log.notice(hint)
     if hosts is None:
-        tell_of_sharing(num_ranks, environ, ["hpctrain", "run"], program.words())
+        warn_of_shared_gpus(num_ranks, environ, ["hpctrain", "run"], program.words())
     return start(
         program,
         environ,

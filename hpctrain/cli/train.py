@@ -10,16 +10,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.cli.best_layout import AUTO, choose_layout, ranks_or_auto
-from hpctrain.cli.sharing import tell_of_sharing
-from hpctrain.cli.variables import add_variables, set_variables
+from hpctrain.cli.starting import (
+    AUTO,
+    add_variables,
+    choose_layout,
+    ranks_or_auto,
+    set_variables,
+    warn_of_shared_gpus,
+)
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]
 
 _MORE = """\
 Outside a launcher, -n N starts the ranks; under mpirun, mpiexec or srun the training is only run.
-A run whose directory has checkpoints goes on from the newest.
+A run whose directory has checkpoints resumes from the newest.
 
 examples:
   hpctrain train digits.toml -n 2
@@ -56,10 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_variables(parser)
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
-        "--resume", action="store_true", help="refuse to begin anew where nothing is to go on from"
+        "--resume", action="store_true", help="fail if there is no checkpoint to resume from"
     )
     start.add_argument(
-        "--fresh", action="store_true", help="begin anew; an old run directory is put aside"
+        "--fresh",
+        action="store_true",
+        help="start from scratch; an existing run directory is moved aside",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan for -n ranks, and train nothing"
@@ -142,5 +149,5 @@ def _train(args: argparse.Namespace, variables: Sequence[str], *, wants_gpus: bo
             "more, as in host:4, or lower -n"
         )
     if hosts is None and wants_gpus:
-        tell_of_sharing(num_ranks, environ, ["hpctrain", "train", *words], [])
+        warn_of_shared_gpus(num_ranks, environ, ["hpctrain", "train", *words], [])
     return start(program, environ, num_ranks=num_ranks, hosts=hosts, variables=variables)

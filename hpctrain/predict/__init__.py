@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.predict.configured import (
         ConfigOptions,
         measure_configured,
-        read_asked,
+        read_options,
         state_copies_of,
     )
     from hpctrain.predict.costs import RankLayout
@@ -90,7 +90,7 @@ __all__ = [
     "measure_profile",
     "parse_profile",
     "predict",
-    "read_asked",
+    "read_options",
     "read_profile",
     "rehearse",
     "render_machine",
@@ -109,7 +109,7 @@ __getattr__ = lazy(
         ".configured": (
             "ConfigOptions",
             "measure_configured",
-            "read_asked",
+            "read_options",
             "state_copies_of",
         ),
         ".costs": ("RankLayout",),

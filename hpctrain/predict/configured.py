@@ -13,7 +13,7 @@ from hpctrain.train.config import Config, load_config
 if TYPE_CHECKING:
     from hpctrain.predict.profile import Profile
 
-__all__ = ["ConfigOptions", "measure_configured", "read_asked", "state_copies_of"]
+__all__ = ["ConfigOptions", "measure_configured", "read_options", "state_copies_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class ConfigOptions:
     warmup_steps: int
 
 
-def read_asked(path: Path) -> ConfigOptions:
+def read_options(path: Path) -> ConfigOptions:
     """Read a configuration.
 
     Raises:

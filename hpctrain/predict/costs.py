@@ -86,7 +86,7 @@ def shares_of(topology: str, layout: RankLayout) -> LinkShares:
     """What of an allreduce goes over which link.
 
     Raises:
-        ConfigError: nobody knows the topology.
+        ConfigError: the topology is unknown.
     """
     if topology not in _SHARES:
         raise ConfigError(f"topology={topology!r}; choose one of {', '.join(_SHARES)}")

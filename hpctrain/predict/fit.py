@@ -102,7 +102,7 @@ class Measurement:
     memory_bytes_per_node: int
     training: tuple[TrainingSample, ...] = ()
     foreign_load: float = 0.0
-    """The share of all cores that others used meanwhile, where somebody watched."""
+    """The share of all cores that others used meanwhile, where it was watched."""
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""

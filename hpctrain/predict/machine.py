@@ -223,7 +223,7 @@ def parse_machine(text: str, name: str, *, where: str = "") -> Machine:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is no TOML: {error}") from error
+        raise ConfigError(f"{where} is not TOML: {error}") from error
     needed = {"schema", "title", "ranks_per_node", "topology", "intra", "inter"}
     table = dict(check_keys(data, where, needed=needed, known=_TOP))
     if (schema := table.pop("schema")) != SCHEMA:

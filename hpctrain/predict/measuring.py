@@ -21,7 +21,7 @@ import psutil
 import torch
 
 import hpctrain as hpc
-from hpctrain.bench import foreign_load, read_clocks
+from hpctrain.bench import background_load, read_clocks
 from hpctrain.engines import Engine, Op
 from hpctrain.errors import CollectiveError, ConfigError, LaunchError
 from hpctrain.predict.costs import expected_maximum
@@ -241,7 +241,7 @@ def _launch(num_ranks: int, engines: Sequence[str], timeout_s: float) -> Measure
             ) from error
         if done.returncode != 0:
             raise LaunchError(f"measuring {num_ranks} ranks failed:\n{done.stdout}{done.stderr}")
-        load = foreign_load(before, read_clocks(), num_cores=os.cpu_count() or 1)
+        load = background_load(before, read_clocks(), num_cores=os.cpu_count() or 1)
         said = Measurement.from_json(json.loads(out.read_text(encoding="utf-8")))
         return replace(said, foreign_load=round(load, 4))
 

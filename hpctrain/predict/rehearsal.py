@@ -21,9 +21,9 @@ from hpctrain.train.memory import Memory
 
 __all__ = [
     "Files",
-    "Holding",
     "JobLimits",
     "Loading",
+    "MemoryUse",
     "Problem",
     "Rehearsed",
     "Share",
@@ -164,7 +164,7 @@ def _share(batch: range, num_ranks: int) -> Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
+class MemoryUse:
     """Bytes in memory; activations are in them only where they were given."""
 
     per_rank: int
@@ -173,7 +173,7 @@ class Holding:
     """Whether ranks hold it on a GPU each; otherwise the node's memory has it all."""
 
     @classmethod
-    def of(cls, state: State, layout: RankLayout, *, rank_batch: int, on_device: bool) -> Holding:
+    def of(cls, state: State, layout: RankLayout, *, rank_batch: int, on_device: bool) -> MemoryUse:
         """The estimate of a training's plan, and the activations that were given."""
         active = state.activation_bytes_per_sample * rank_batch
         ranks = layout.local_ranks
@@ -264,7 +264,7 @@ class Rehearsed:
     steps_per_epoch: int
     num_steps: int
     loading: Loading
-    holding: Holding
+    holding: MemoryUse
     files: Files
     simulated_s: Range | None
     """Of all steps, without start, evaluation and saving."""
@@ -295,14 +295,14 @@ def rehearse(
         training: Samples and batches.
         state: What is held and saved.
         layout: Ranks on nodes.
-        machine: Whose memory there is; None: nobody knows.
+        machine: Whose memory there is; None: unknown.
         step_s: A predicted step; None: time is not looked at.
         limits: What the job has.
     """
     given = limits or JobLimits()
     on_device = machine is not None and machine.memory_bytes_per_device > 0
     loading = Loading.of(training, layout.num_ranks)
-    holding = Holding.of(state, layout, rank_batch=loading.full.most, on_device=on_device)
+    holding = MemoryUse.of(state, layout, rank_batch=loading.full.most, on_device=on_device)
     files = Files.of(state, layout)
     steps = training.num_steps
     total = None
@@ -395,7 +395,7 @@ def _of_schedule(training: TrainingRun) -> Iterator[Problem]:
         )
 
 
-def _of_memory(holding: Holding, files: Files, machine: Machine | None) -> Iterator[Problem]:
+def _of_memory(holding: MemoryUse, files: Files, machine: Machine | None) -> Iterator[Problem]:
     if machine is None:
         return
     device, node = machine.memory_bytes_per_device, machine.memory_bytes_per_node

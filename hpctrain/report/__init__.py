@@ -19,19 +19,26 @@ from typing import TYPE_CHECKING
 from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
-    from hpctrain.report.advice import Wish
+    from hpctrain.report.advice import PlannedTraining
+    from hpctrain.report.charts import Line, LineChart
+    from hpctrain.report.pictures import write_chart
     from hpctrain.report.writing import FORMATS, write_report
 
 __all__ = [
     "FORMATS",
-    "Wish",
+    "Line",
+    "LineChart",
+    "PlannedTraining",
+    "write_chart",
     "write_report",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
-        ".advice": ("Wish",),
+        ".advice": ("PlannedTraining",),
+        ".charts": ("Line", "LineChart"),
+        ".pictures": ("write_chart",),
         ".writing": (
             "FORMATS",
             "write_report",

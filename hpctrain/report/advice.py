@@ -10,11 +10,11 @@ from hpctrain.errors import ConfigError
 from hpctrain.report.results import Estimate, Study, StudyPoint
 
 __all__ = [
-    "Ask",
     "Bottleneck",
-    "Wish",
+    "PlannedTraining",
+    "Quote",
     "advise",
-    "choose_ask",
+    "choose_quote",
     "describe_scaling",
     "price",
 ]
@@ -338,7 +338,7 @@ _SCALING_RULES: tuple[Callable[[Study], Iterator[Bottleneck]], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class PlannedTraining:
     """What is to be trained."""
 
     num_samples: float
@@ -359,7 +359,7 @@ class Wish:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class Quote:
     """What one point would cost."""
 
     point: StudyPoint
@@ -372,7 +372,7 @@ class Ask:
     """Whether it is the one to ask for."""
 
 
-def price(study: Study, wish: Wish) -> list[Ask]:
+def price(study: Study, planned: PlannedTraining) -> list[Quote]:
     """Every measured point of a study, priced, one process on a node among them; one is proposed.
 
     Only what was measured is priced: `hpctrain plan` predicts the rest.
@@ -384,21 +384,21 @@ def price(study: Study, wish: Wish) -> list[Ask]:
         speed = point.samples_per_s
         if speed is None:
             continue
-        hours = wish.num_samples / speed / 3600
-        total = hours * wish.runs * (1 + wish.reserve)
+        hours = planned.num_samples / speed / 3600
+        total = hours * planned.runs * (1 + planned.reserve)
         asks.append(
-            Ask(
+            Quote(
                 point=point,
                 hours=hours,
                 node_hours=total * point.num_nodes,
                 core_hours=total * point.num_ranks * point.num_threads,
             )
         )
-    chosen = choose_ask([(ask.hours, ask.node_hours) for ask in asks])
+    chosen = choose_quote([(ask.hours, ask.node_hours) for ask in asks])
     return [replace(ask, is_proposed=place == chosen) for place, ask in enumerate(asks)]
 
 
-def choose_ask(costs: Sequence[tuple[float, float]]) -> int | None:
+def choose_quote(costs: Sequence[tuple[float, float]]) -> int | None:
     """Which of several (hours, node-hours) to ask for: the fastest that is not much dearer.
 
     Efficiency counts against what is paid for, and that is nodes: up to 1 / 0.8 times the fewest

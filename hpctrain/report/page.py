@@ -6,7 +6,7 @@ import re
 from html import escape
 
 from hpctrain.report.document import Document, ReportSection, ReportTable
-from hpctrain.report.svg import render_svg
+from hpctrain.report.svg import CHART_STYLE, render_svg
 
 __all__ = ["STYLE", "render_page"]
 
@@ -112,7 +112,8 @@ def _chosen(table: ReportTable, cells: tuple[str, ...]) -> str:
     return ' class="chosen"' if table.headers[0] == "ask for" and cells[0] else ""
 
 
-STYLE = """
+STYLE = (
+    """
 :root { --ink: #1c2128; --soft: #57606a; --line: #d8dee4; --ground: #f6f8fa; --accent: #0b5fa5;
   color-scheme: light; }
 * { box-sizing: border-box; }
@@ -149,22 +150,9 @@ nav ol { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 20px; paddin
 figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: 14px 12px 10px;
   background: #fff; min-width: 0; }
 figcaption { font-size: 14px; color: var(--soft); text-align: center; padding: 4px 8px 0; }
-svg.chart { display: block; width: 100%; height: auto; font: 12px system-ui, -apple-system,
-  "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-svg text { fill: #333; font-variant-numeric: tabular-nums; }
-svg text.name { fill: var(--soft); font-size: 13px; }
-svg .grid { stroke: #e6eaee; }
-svg .axis { stroke: #6a737d; }
-svg .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
-svg .ideal { fill: none; stroke: #6a737d; stroke-width: 1.6; stroke-dasharray: 5 5; }
-svg .whisker { fill: none; stroke-width: 1.3; }
-svg .point { stroke: #fff; stroke-width: 1; }
-svg .bar { stroke: #24292f; stroke-width: 0.8; }
-svg .mark { stroke: #57606a; stroke-width: 1.1; }
-svg .m0 { stroke-dasharray: 2 4; }
-svg .m1 { stroke: #c44601; stroke-width: 2; stroke-dasharray: 8 3; }
-svg .m2 { stroke: #1c2128; stroke-width: 2; }
-.scroll { overflow-x: auto; margin: 16px 0; }
+"""
+    + CHART_STYLE
+    + """.scroll { overflow-x: auto; margin: 16px 0; }
 table { border-collapse: collapse; font-size: 14px; width: 100%;
   font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: 4px 0 8px; }
@@ -195,3 +183,4 @@ a:focus-visible, summary:focus-visible, .scroll:focus-visible, pre:focus-visible
   td.number, th.number { white-space: normal; } a { color: inherit; text-decoration: none; }
 }
 """
+)

@@ -1,4 +1,4 @@
-"""Charts as PNG and PDF: the shapes of `drawing`, painted by matplotlib (the extra `plot`)."""
+"""Charts as files: SVG, and PNG and PDF painted by matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from hpctrain.report.drawing import (
     Whisker,
     draw,
 )
+from hpctrain.report.svg import render_svg_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["write_pdf", "write_pngs"]
+__all__ = ["write_chart", "write_pdf", "write_pngs"]
 
 _PER_INCH = 75
 _TITLE = 30
@@ -44,6 +45,18 @@ _MARK_PENS: tuple[dict[str, Any], ...] = (
     {"color": "#c44601", "lw": 1.6, "linestyle": (0, (5, 2))},
     {"color": "#1c2128", "lw": 1.6},
 )
+
+
+def write_chart(chart: Chart, path: Path) -> None:
+    """One chart as a file: SVG by its name's ending, else what matplotlib writes.
+
+    Raises:
+        ConfigError: matplotlib is needed and not installed.
+    """
+    if path.suffix == ".svg":
+        path.write_text(render_svg_file(chart), encoding="utf-8")
+    else:
+        _paint_figure(chart).savefig(path, dpi=_DPI)
 
 
 def write_pngs(charts: Sequence[Chart], folder: Path) -> dict[str, str]:

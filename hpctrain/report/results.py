@@ -94,7 +94,7 @@ class StudyPoint:
     over_node: Estimate | None = None
     """Speed over that of one process with all cores of the node."""
     split_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step, by part; empty where nobody timed the parts."""
+    """Seconds of a step, by part; empty where the parts were not timed."""
     per_sequential_s: float | None = None
     per_million_parameters: float | None = None
     """Speed-up per second of the undistributed step, and per million parameters."""
@@ -417,7 +417,7 @@ def _layouts(raw: Mapping[str, Any], case: str) -> Study:
                 step_s=estimate(item["seconds"]) if item["seconds"] else None,
                 global_batch=batch,
                 bytes_sent=item["counts"].get("bytes"),
-                failure="" if item["seconds"] else "it gave no times",
+                failure="" if item["seconds"] else "no times were recorded",
             ),
         )
         for item in raw["series"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hpctrain.log import format_bytes, format_hours
-from hpctrain.report.advice import Ask, Wish, advise, describe_scaling, price
+from hpctrain.report.advice import PlannedTraining, Quote, advise, describe_scaling, price
 from hpctrain.report.charts import Bars, Chart, Line, LineChart, number_text
 from hpctrain.report.document import ReportSection, ReportTable
 from hpctrain.report.results import PARTS, Bandwidth, Estimate, Study, StudyPoint
@@ -209,7 +209,7 @@ def bandwidth_chart(bandwidths: Sequence[Bandwidth], key: str) -> LineChart:
 _MILLION = 1e6
 
 
-def study_sections(study: Study, key: str, wish: Wish | None) -> list[ReportSection]:
+def study_sections(study: Study, key: str, planned: PlannedTraining | None) -> list[ReportSection]:
     """Curves, breakdown, what limits it, and what it costs."""
     is_layout = study.mode == "layout"
     charts = (
@@ -229,7 +229,7 @@ def study_sections(study: Study, key: str, wish: Wish | None) -> list[ReportSect
         tables=_tables(study, key),
         findings=findings,
     )
-    costs = None if is_layout else _cost_section(study, key, wish)
+    costs = None if is_layout else _cost_section(study, key, planned)
     return [section, costs] if costs else [section]
 
 
@@ -409,9 +409,9 @@ def _is_aside(study: Study, point: StudyPoint) -> bool:
     return any(point is one for one in study.asides)
 
 
-def _cost_section(study: Study, key: str, wish: Wish | None) -> ReportSection | None:
-    """Time to solution and node-hours; for a million samples where nobody said how many."""
-    asks = price(study, wish or Wish(num_samples=_MILLION, reserve=0.0))
+def _cost_section(study: Study, key: str, planned: PlannedTraining | None) -> ReportSection | None:
+    """Time to solution and node-hours; for a million samples where the number was not given."""
+    asks = price(study, planned or PlannedTraining(num_samples=_MILLION, reserve=0.0))
     if not asks:
         return None
     headers = ["ask for", "engine", "ranks x threads", "nodes", "time to solution"]
@@ -437,13 +437,13 @@ def _cost_section(study: Study, key: str, wish: Wish | None) -> ReportSection | 
     )
     chosen = next((ask for ask in asks if ask.is_proposed), None)
     words = []
-    if wish is None:
+    if planned is None:
         words.append(
             "Times and node-hours are for one million samples: pass --samples N (samples x epochs) "
             "for the whole training, and --runs for as many of them."
         )
     elif chosen is not None:
-        words.append(_ask_words(study, chosen, wish))
+        words.append(_ask_words(study, chosen, planned))
         others = sum(ask.hours < chosen.hours for ask in asks)
         words.append(
             "It is the fastest of all measured points, and its node-hours are within 1.25 times "
@@ -460,15 +460,15 @@ def _cost_section(study: Study, key: str, wish: Wish | None) -> ReportSection | 
     )
 
 
-def _ask_words(study: Study, chosen: Ask, wish: Wish) -> str:
+def _ask_words(study: Study, chosen: Quote, planned: PlannedTraining) -> str:
     point = chosen.point
     nodes = f"{point.num_nodes} node{'s' * (point.num_nodes > 1)}"
     ranks = f"{point.num_ranks} rank{'s' * (point.num_ranks > 1)} of {point.engine}"
     if _is_aside(study, point):
         ranks = f"one process with {point.num_threads} thread{'s' * (point.num_threads > 1)}"
     return (
-        f"Ask for {chosen.node_hours:.3g} node-hours: {wish.runs} training"
-        f"{'s' * (wish.runs > 1)} of {number_text(wish.num_samples)} samples, "
-        f"{format_hours(chosen.hours)} each on {nodes} ({ranks}), and {100 * wish.reserve:.0f} % "
-        "in reserve for queues, restarts and mistakes."
+        f"Ask for {chosen.node_hours:.3g} node-hours: {planned.runs} training"
+        f"{'s' * (planned.runs > 1)} of {number_text(planned.num_samples)} samples, "
+        f"{format_hours(chosen.hours)} each on {nodes} ({ranks}), and {100 * planned.reserve:.0f} "
+        "% in reserve for queues, restarts and mistakes."
     )

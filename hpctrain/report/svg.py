@@ -20,7 +20,26 @@ from hpctrain.report.drawing import (
     draw,
 )
 
-__all__ = ["render_svg"]
+__all__ = ["CHART_STYLE", "render_svg", "render_svg_file"]
+
+CHART_STYLE = """svg.chart { display: block; width: 100%; height: auto;
+  font: 12px system-ui, -apple-system,
+  "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+svg text { fill: #333; font-variant-numeric: tabular-nums; }
+svg text.name { fill: #57606a; font-size: 13px; }
+svg .grid { stroke: #e6eaee; }
+svg .axis { stroke: #6a737d; }
+svg .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
+svg .ideal { fill: none; stroke: #6a737d; stroke-width: 1.6; stroke-dasharray: 5 5; }
+svg .whisker { fill: none; stroke-width: 1.3; }
+svg .point { stroke: #fff; stroke-width: 1; }
+svg .bar { stroke: #24292f; stroke-width: 0.8; }
+svg .mark { stroke: #57606a; stroke-width: 1.1; }
+svg .m0 { stroke-dasharray: 2 4; }
+svg .m1 { stroke: #c44601; stroke-width: 2; stroke-dasharray: 8 3; }
+svg .m2 { stroke: #1c2128; stroke-width: 2; }
+"""
+"""What the classes of shapes look like, for the page that charts are in."""
 
 _MARKERS = {
     "o": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
@@ -40,6 +59,12 @@ _HATCHES = (
     "M0 0L8 8M0 8L8 0",
     "M4 0V8M0 4H8",
 )
+
+
+def render_svg_file(chart: Chart) -> str:
+    """A chart as a file of its own, which brings its style."""
+    head, tag, tail = render_svg(chart).partition("</desc>\n")
+    return f"{head}{tag}<style>{CHART_STYLE}</style>\n{tail}\n"
 
 
 def render_svg(chart: Chart) -> str:

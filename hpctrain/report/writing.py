@@ -11,7 +11,7 @@ from typing import Any
 
 from hpctrain.bench import caption, tables
 from hpctrain.errors import ConfigError
-from hpctrain.report.advice import Wish
+from hpctrain.report.advice import PlannedTraining
 from hpctrain.report.charts import Bars, number_text
 from hpctrain.report.document import (
     Document,
@@ -47,7 +47,7 @@ def compose(
     *,
     title: str,
     command: str,
-    wish: Wish | None = None,
+    planned: PlannedTraining | None = None,
 ) -> Document:
     """Write the report on all inputs.
 
@@ -57,13 +57,13 @@ def compose(
         traces: What is known of timelines, each with its `path` as the report's reader finds it.
         title: Of the report.
         command: What made this report.
-        wish: What is to be trained, to be priced.
+        planned: What is to be trained, to be priced.
     """
     sections: list[ReportSection] = []
     for number, result in enumerate(results):
         key = f"r{number}"
         for index, study in enumerate(result.studies):
-            sections += study_sections(study, f"{key}s{index}", wish)
+            sections += study_sections(study, f"{key}s{index}", planned)
         if result.bandwidths:
             sections.append(_collectives(result, key))
         if not result.studies and not result.bandwidths:
@@ -256,7 +256,7 @@ def write_report(
     *,
     formats: Sequence[str] = ("html",),
     title: str | None = None,
-    wish: Wish | None = None,
+    planned: PlannedTraining | None = None,
 ) -> list[Path]:
     """Write a report on results and runs.
 
@@ -265,7 +265,7 @@ def write_report(
         out: A folder; or one .html file, if that is the only format.
         formats: Of `FORMATS`.
         title: None makes one of what is in the inputs.
-        wish: What is to be trained, to be priced.
+        planned: What is to be trained, to be priced.
 
     Returns:
         The files that were written.
@@ -280,7 +280,7 @@ def write_report(
     if single and tuple(formats) != ("html",):
         raise ConfigError(f"-o {out} is one file, for --format html alone; name a folder instead")
     folder = out.parent if single else out
-    document = _read(inputs, folder, formats, title, wish, str(out))
+    document = _read(inputs, folder, formats, title, planned, str(out))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return _write(document, folder, out.name if single else "report.html", formats)
@@ -293,7 +293,7 @@ def _read(
     folder: Path,
     formats: Sequence[str],
     title: str | None,
-    wish: Wish | None,
+    planned: PlannedTraining | None,
     out: str,
 ) -> Document:
     results: list[Result] = []
@@ -308,11 +308,11 @@ def _read(
         else:
             results.append(read_result(path))
     words = ["hpctrain", "report", *map(str, inputs), "-o", out, "--format", ",".join(formats)]
-    if wish is not None:
-        words += ["--samples", f"{wish.num_samples:g}", "--runs", str(wish.runs)]
-        words += ["--reserve", f"{wish.reserve:g}"]
+    if planned is not None:
+        words += ["--samples", f"{planned.num_samples:g}", "--runs", str(planned.runs)]
+        words += ["--reserve", f"{planned.reserve:g}"]
     made = title or _title(results, runs)
-    return compose(results, runs, traces, title=made, command=shlex.join(words), wish=wish)
+    return compose(results, runs, traces, title=made, command=shlex.join(words), planned=planned)
 
 
 def _title(results: Sequence[Result], runs: Sequence[Run]) -> str:

@@ -103,7 +103,7 @@ def test_an_interrupted_sweep_ends_its_launch_and_says_how_to_go_on(folder):
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    assert "kept in bench-scale, and the same command goes on there" in said
+    assert "kept in bench-scale; the same command resumes there" in said
     assert not psutil.pid_exists(int((folder / "pid").read_text()))
     assert not list((folder / "bench-scale" / "measured").iterdir())
 

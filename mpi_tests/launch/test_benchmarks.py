@@ -184,7 +184,7 @@ def test_a_launch_that_waits_uses_no_cpu_and_works_afterwards():
         environ={},
     )
     try:
-        ranks = [psutil.Process(hello["pid"]) for hello in launch.greet(LIMIT_S)]
+        ranks = [psutil.Process(hello["pid"]) for hello in launch.wait_until_started(LIMIT_S)]
         deadline = time.monotonic() + LIMIT_S
         while any(rank.status() != psutil.STATUS_STOPPED for rank in ranks):
             assert time.monotonic() < deadline, [rank.status() for rank in ranks]
@@ -212,7 +212,7 @@ def test_a_rank_that_fails_is_told_with_its_traceback():
         environ={},
     )
     try:
-        launch.greet(LIMIT_S)
+        launch.wait_until_started(LIMIT_S)
         with pytest.raises(LaunchError, match="KeyError: 'huge'"):
             launch.ask({"do": "prepare", "variant": "compute", "case": "huge"}, timeout_s=LIMIT_S)
     finally:

@@ -49,6 +49,9 @@ def test_the_wheel_is_pure_and_whole(built):
     jobs = {f"hpctrain/submit/{path.relative_to(ROOT)}" for path in (ROOT / "jobs").rglob("*.*")}
     assert len(jobs) > 30
     assert jobs <= inside
+    machines = {str(p.relative_to(ROOT)) for p in (ROOT / "hpctrain/predict/machines").iterdir()}
+    assert len(machines) == 10
+    assert machines <= inside
     assert not any(name.startswith("mpi_tests") for name in inside)
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from hpctrain.report import Wish, write_report
+from hpctrain.report import PlannedTraining, write_report
 from mpi_tests.browser import Browser, find_browser
 from mpi_tests.report_kit import collectives, weak_sweep, write_run
 
@@ -71,7 +71,7 @@ def page(tmp_path_factory):
     run = write_run(folder / "one")
     inputs = [folder / "scale.json", folder / "collectives.json", run]
     out = folder / "page.html"
-    write_report(inputs, out, wish=Wish(num_samples=1e9, runs=3))
+    write_report(inputs, out, planned=PlannedTraining(num_samples=1e9, runs=3))
     return out
 
 

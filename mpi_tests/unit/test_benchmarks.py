@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks import step_overhead, tables
 from hpctrain.bench import collectives, command, results
-from hpctrain.bench.load import Reading, busy_ticks, foreign_load
+from hpctrain.bench.load import Reading, background_load, busy_ticks
 from hpctrain.bench.paired import (
     choose_blocks,
     interval_ranks,
@@ -25,6 +25,7 @@ from hpctrain.bench.paired import (
 )
 from hpctrain.bench.results import describe_machine, machine_id
 from hpctrain.bench.session import BenchPlan, Block, Case, Rules, Variant, describe_case
+from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 
 TIMES = st.floats(1e-6, 1e3)
@@ -144,11 +145,11 @@ def test_busy_time_leaves_out_waiting_and_interrupts_and_counts_stolen_time():
 def test_foreign_load_is_what_is_not_ours():
     before = Reading(wall_s=10.0, busy_s=100.0, own_s=5.0)
     after = Reading(wall_s=12.0, busy_s=103.0, own_s=7.0)
-    assert foreign_load(before, after, num_cores=2) == pytest.approx(0.25)
+    assert background_load(before, after, num_cores=2) == pytest.approx(0.25)
     ours_alone = Reading(wall_s=12.0, busy_s=103.0, own_s=8.01)
-    assert foreign_load(before, ours_alone, num_cores=2) == 0.0
+    assert background_load(before, ours_alone, num_cores=2) == 0.0
     with pytest.raises(ConfigError):
-        foreign_load(before, before, num_cores=2)
+        background_load(before, before, num_cores=2)
 
 
 # Results
@@ -371,3 +372,20 @@ def test_rules_out_of_range_are_refused(field):
 )
 def test_every_module_finds_what_it_imports(name):
     assert importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.parametrize("kind", ["overhead", "data", "checkpoint"])
+def test_measuring_hpctrain_itself_needs_its_repository(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("hpctrain.cli.bench.ROOT", tmp_path)
+    assert main(["bench", kind]) == 2
+    said = capsys.readouterr().err
+    assert "needs its repository" in said
+    assert "python -m benchmarks." in said
+
+
+def test_collectives_are_measured_without_the_repository(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("hpctrain.cli.bench.ROOT", tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "collectives", "--help"])
+    assert ended.value.code == 0
+    assert "--sizes" in capsys.readouterr().out

@@ -202,7 +202,7 @@ def test_a_site_of_ones_own_inherits_by_one_key(tmp_path):
         ('inherits = "nowhere"', "does not exist"),
         ("inherits = 3", "does not exist"),
         ('title = "x"', "lacks template"),
-        ('inherits = "slurm"\nnosuch = 1', "has nosuch, which nobody reads"),
+        ('inherits = "slurm"\nnosuch = 1', "has unknown keys: nosuch"),
         ('inherits = "slurm"\ngpus_per_node = "4"', "must be a whole number"),
         ('inherits = "slurm"\ngpus_per_node = true', "must be a whole number"),
         ('inherits = "slurm"\nmodules = "gcc"', "must be a list of texts"),
@@ -227,7 +227,7 @@ def test_a_site_of_ones_own_inherits_by_one_key(tmp_path):
         ('inherits = "slurm"\nqueue_by = "luck"', "choose from"),
         ('inherits = "slurm"\nqueues = 3', "a table of queues"),
         ('inherits = "slurm"\n[queues]\nbatch = 3', "must be a table of keys"),
-        ('inherits = "slurm"\n[queues.batch]\nnodes = 3', "has nodes, which nobody reads"),
+        ('inherits = "slurm"\n[queues.batch]\nnodes = 3', "has unknown keys: nodes"),
         ('inherits = "slurm"\n[queues.batch]\nmax_nodes = 0', "must be a whole number, at least 1"),
         (
             'inherits = "slurm"\n[queues.batch]\nmin_nodes = true',

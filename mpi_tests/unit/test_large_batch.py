@@ -53,7 +53,6 @@ def test_accuracies_become_metrics():
 
 
 def test_curves_are_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
     series = [{"variant": "sgd 32", "outcome": {"curve": [0.5, 0.9]}}]
     large_batch.plot({"series": series}, tmp_path / "curves.svg")
     assert "sgd 32" in (tmp_path / "curves.svg").read_text()

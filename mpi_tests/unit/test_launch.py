@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain import launch
-from hpctrain.cli.sharing import tell_of_sharing
+from hpctrain.cli.starting import warn_of_shared_gpus
 from hpctrain.errors import ConfigError
 from hpctrain.launch import gpus, tee
 from hpctrain.launch.command import (
@@ -261,7 +261,7 @@ def test_more_ranks_than_gpus_are_said_with_commands_that_work(
     num_ranks, num_gpus, told, monkeypatch, capsys
 ):
     monkeypatch.setattr(launch, "count_gpus", lambda *_: num_gpus)
-    tell_of_sharing(num_ranks, {}, ["hpctrain", "run"], ["my train.py", "--lr", "1"])
+    warn_of_shared_gpus(num_ranks, {}, ["hpctrain", "run"], ["my train.py", "--lr", "1"])
     err = capsys.readouterr().err
     assert bool(err) == (told is not None)
     if told:

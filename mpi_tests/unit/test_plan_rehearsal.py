@@ -16,9 +16,9 @@ from hpctrain.predict import Layer, Profile, RankLayout, find_machine, write_pro
 from hpctrain.predict.model import Range
 from hpctrain.predict.rehearsal import (
     Files,
-    Holding,
     JobLimits,
     Loading,
+    MemoryUse,
     State,
     TrainingRun,
     rehearse,
@@ -114,10 +114,10 @@ def test_memory_time_and_space_are_compared_with_what_there_is():
 
 def test_memory_is_what_the_page_on_nodes_says():
     size, node = STATE.weight_bytes, RankLayout(num_ranks=4, ranks_per_node=4)
-    here = Holding.of(STATE, node, rank_batch=1, on_device=False)
+    here = MemoryUse.of(STATE, node, rank_batch=1, on_device=False)
     # weights and gradients of each, the sums, the new weights, and Adam's two moments once
     assert here.per_node == 4 * 2 * size + size + size + 2 * size
-    there = Holding.of(STATE, node, rank_batch=1, on_device=True)
+    there = MemoryUse.of(STATE, node, rank_batch=1, on_device=True)
     assert there.per_rank == 4 * size
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
-from hpctrain.report import FORMATS, Wish, write_report
+from hpctrain.report import FORMATS, PlannedTraining, write_report
 from hpctrain.report.charts import Bars, EventMark, Line, LineChart
 from hpctrain.report.runs import parse_metrics, read_run, run_charts, run_figures, thin
 from hpctrain.report.svg import render_svg
@@ -95,8 +95,8 @@ def inputs(tmp_path):
 
 def test_the_page_says_everything_and_needs_nothing(inputs, tmp_path):
     out = tmp_path / "page.html"
-    wish = Wish(num_samples=1e8)
-    assert write_report(inputs, out, wish=wish) == [out]
+    planned = PlannedTraining(num_samples=1e8)
+    assert write_report(inputs, out, planned=planned) == [out]
     page = read_page(out)
     assert page.fetched == []
     assert len(page.ids) == len(set(page.ids))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.bench.laws import serial_fraction
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_bytes, format_hours
-from hpctrain.report.advice import Wish, advise, describe_scaling, price
+from hpctrain.report.advice import PlannedTraining, advise, describe_scaling, price
 from hpctrain.report.charts import make_axis, number_text
 from hpctrain.report.results import Estimate, Study, StudyPoint, understand
 from mpi_tests.report_kit import failed_row, row, split, swept, weak_sweep
@@ -193,21 +193,21 @@ def test_time_and_node_hours():
         point(16, 2.0, batch=1024, num_nodes=4),
         batch=64,
     )
-    asks = price(made, Wish(num_samples=512 * 3000, reserve=0.5, runs=2))
+    asks = price(made, PlannedTraining(num_samples=512 * 3000, reserve=0.5, runs=2))
     assert [ask.point.num_ranks for ask in asks] == [1, 4, 8, 16]
     chosen = next(ask for ask in asks if ask.is_proposed)
     assert chosen.point.num_ranks == 8  # the fastest within 1.25 times the fewest node-hours
     assert chosen.hours == pytest.approx(1.0)
     assert chosen.node_hours == pytest.approx(2 * 2 * 1.5)
     assert chosen.core_hours == pytest.approx(8 * 2 * 1.5)
-    assert price(study(point(4, 1.0)), Wish(num_samples=1)) == []
+    assert price(study(point(4, 1.0)), PlannedTraining(num_samples=1)) == []
     for wrong in (
         {"num_samples": 0},
         {"num_samples": 1, "reserve": -1},
         {"num_samples": 1, "runs": 0},
     ):
         with pytest.raises(ConfigError):
-            Wish(**wrong)
+            PlannedTraining(**wrong)
     assert [format_hours(h) for h in (0.01, 0.5, 20, 240)] == ["36 s", "30 min", "20 h", "10 days"]
 
 

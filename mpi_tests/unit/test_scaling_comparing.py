@@ -221,7 +221,7 @@ def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path)
     (said,) = find(target="/c/x.py")[1]
     assert said.startswith("2 of 3 rounds were disturbed by others")
     book.add(BestLayout(arguments=(), num_ranks=2, num_threads=1, **{**doubtful, "num_rounds": 0}))
-    assert find(target="/c/x.py")[1] == ["nobody wrote down how often it was measured"]
+    assert find(target="/c/x.py")[1] == ["how often it was measured is not recorded"]
     book.path.write_text("broken")
     with pytest.raises(ConfigError, match="move it away"):
         book.read()

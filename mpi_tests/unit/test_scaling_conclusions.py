@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hpctrain.bench.summary import describe_laws, point_rows
 from hpctrain.bench.sweep import Sweep, SweepSettings, plan_points
-from hpctrain.report.advice import Wish, advise, choose_ask, describe_scaling, price
+from hpctrain.report.advice import PlannedTraining, advise, choose_quote, describe_scaling, price
 from hpctrain.report.results import understand
 from hpctrain.report.study import study_sections
 from mpi_tests.unit.test_scaling_sweeps import measure, result_of
@@ -138,7 +138,7 @@ def test_no_sentence_contradicts_the_table(efficiencies, repeats, noise, seed, m
     rows = curve_of(result)
     check_sentences(describe_laws(result), rows)
     (study,) = understand(result, "x").studies
-    section = study_sections(study, "k", Wish(num_samples=1e6))[0]
+    section = study_sections(study, "k", PlannedTraining(num_samples=1e6))[0]
     check_sentences(section.paragraphs, rows)
     best = max(rows.values(), key=lambda row: row["samples_per_s"])
     assert f"fastest point is mpi on {best['num_ranks']} rank" in section.paragraphs[0]
@@ -197,7 +197,7 @@ COSTS = st.lists(st.tuples(st.floats(0.01, 1e4), st.floats(0.01, 1e6)), min_size
 
 @given(COSTS)
 def test_what_is_proposed_is_never_dominated(costs):
-    hours, node_hours = costs[choose_ask(costs)]
+    hours, node_hours = costs[choose_quote(costs)]
     assert not [c for c in costs if c[0] < hours and c[1] < node_hours]
     assert not [
         c for c in costs if c[0] <= hours and c[1] <= node_hours and c != (hours, node_hours)
@@ -215,13 +215,13 @@ def test_a_report_proposes_nothing_that_another_row_beats(efficiencies, per_node
     by_ranks = dict(zip(RANKS, efficiencies, strict=True))
     result = sweep_of(lambda n: n * by_ranks[n], seed=seed, noise=0.05, ranks_per_node=per_node)
     (study,) = understand(result, "x").studies
-    asks = price(study, Wish(num_samples=1e6))
+    asks = price(study, PlannedTraining(num_samples=1e6))
     (chosen,) = [ask for ask in asks if ask.is_proposed]
     for ask in asks:
         assert not (ask.hours < chosen.hours and ask.node_hours < chosen.node_hours)
     (words,) = [
         text
-        for text in study_sections(study, "k", Wish(num_samples=1e6))[1].paragraphs
+        for text in study_sections(study, "k", PlannedTraining(num_samples=1e6))[1].paragraphs
         if text.startswith("It is the fastest")
     ]
     assert words.startswith("It is the fastest of all") == (
@@ -233,7 +233,7 @@ def test_more_ranks_on_the_same_node_are_proposed_though_less_efficient():
     """41.8 min and 0.871 node-hours were proposed beside 26 min and 0.542."""
     result = sweep_of({1: 0.99, 2: 1.62, 4: 2.6}.__getitem__, ranks=(1, 2, 4), num_threads=4)
     (study,) = understand(result, "x").studies
-    chosen = next(ask for ask in price(study, Wish(num_samples=1e6)) if ask.is_proposed)
+    chosen = next(ask for ask in price(study, PlannedTraining(num_samples=1e6)) if ask.is_proposed)
     assert chosen.point.num_ranks == 4
 
 

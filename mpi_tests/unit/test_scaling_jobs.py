@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.bench.jobs import gather, group_launches, submit_sweep
-from hpctrain.bench.local import tell_end
+from hpctrain.bench.jobs import collect_jobs, group_launches, submit_sweep
+from hpctrain.bench.local import summarize_log
 from hpctrain.bench.sweep import Folder, Measured, Sweep, SweepSettings, plan_points
 from hpctrain.errors import ConfigError
 from hpctrain.programs import Answer
@@ -101,7 +101,7 @@ def test_one_array_for_each_number_of_nodes_and_the_baselines_on_one_node(folder
 def test_a_job_that_ended_without_a_measurement_is_a_row_that_says_why(folder):
     sweep, slurm = make_sweep(), Slurm()
     with pytest.raises(ConfigError, match="has no jobs"):
-        gather(folder, sweep, say=print, ask=slurm)
+        collect_jobs(folder, sweep, say=print, ask=slurm)
     submit(folder, slurm)
     jobs = json.loads((folder.path / "jobs.json").read_text())
     done = jobs[1]["keys"][0]
@@ -112,7 +112,7 @@ def test_a_job_that_ended_without_a_measurement_is_a_row_that_says_why(folder):
     log.mkdir(parents=True, exist_ok=True)
     (log / f"{jobs[1]['entry']['name']}-102_1.out").write_text("much\nRuntimeError: no nodes\n")
     told: list[str] = []
-    assert gather(folder, sweep, say=told.append, ask=slurm) == 4 + 2
+    assert collect_jobs(folder, sweep, say=told.append, ask=slurm) == 4 + 2
     assert told == [f"{point.name}, repeat 2: job 102 ended FAILED: RuntimeError: no nodes"]
     kept = folder.measured(sweep)[point.name, 1]
     assert kept.why.startswith("job 102 ended FAILED: RuntimeError: no nodes")
@@ -120,12 +120,12 @@ def test_a_job_that_ended_without_a_measurement_is_a_row_that_says_why(folder):
     assert submit(folder, slurm) == ["104"]  # that launch alone, and it is waited for again
     slurm.states["104"] = "PENDING"
     assert (point.name, 1) not in folder.measured(sweep)
-    assert gather(folder, sweep, say=told.append, ask=slurm) == 4 + 2 + 1
+    assert collect_jobs(folder, sweep, say=told.append, ask=slurm) == 4 + 2 + 1
     assert len(told) == 1
 
 
 def test_the_end_of_a_log_begins_with_its_error():
     text = "a\n\ntorch.OutOfMemoryError: too large\n" + "\n".join("bcdefghij")
-    assert tell_end(text).splitlines() == ["torch.OutOfMemoryError: too large", *"efghij"]
-    assert tell_end("\n \n") == "it said nothing"
-    assert tell_end("\x1b[31mValueError: red\x1b[0m\r\n") == "ValueError: red\nValueError: red"
+    assert summarize_log(text).splitlines() == ["torch.OutOfMemoryError: too large", *"efghij"]
+    assert summarize_log("\n \n") == "no output"
+    assert summarize_log("\x1b[31mValueError: red\x1b[0m\r\n") == "ValueError: red\nValueError: red"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.bench.local import explain, tell_other_device
+from hpctrain.bench.local import explain_mismatch, explain_other_device
 from hpctrain.bench.outcome import make_result
 from hpctrain.bench.results import validate
 from hpctrain.bench.summary import describe_laws, point_rows, repeat_command, split_rows
@@ -308,13 +308,15 @@ def test_values_that_nobody_reads_and_engines_that_were_not_used_are_found():
     sweep = make_sweep(vary=["precision=fp32,bf16"])
     point = sweep.points[2]
     report = {"reads": ["batch"], "engine": "mpi", "step_s": [0.1]}
-    assert "does not read precision" in explain(sweep, point, report)
+    assert "does not read precision" in explain_mismatch(sweep, point, report)
     report["reads"].append("precision")
-    assert explain(sweep, point, report) == ""
-    assert "chooses engine torch itself" in explain(sweep, point, {**report, "engine": "torch"})
-    assert "within the warm-up" in explain(sweep, point, {**report, "step_s": []})
+    assert explain_mismatch(sweep, point, report) == ""
+    assert "chooses engine torch itself" in explain_mismatch(
+        sweep, point, {**report, "engine": "torch"}
+    )
+    assert "within the warm-up" in explain_mismatch(sweep, point, {**report, "step_s": []})
     words = make_sweep(vary=["precision=fp32,bf16"], arguments=["--p", "{precision}"])
-    assert explain(words, words.points[2], None) == ""
+    assert explain_mismatch(words, words.points[2], None) == ""
 
 
 def test_arguments_are_filled_and_other_braces_left_alone():
@@ -374,7 +376,7 @@ def test_launches_on_another_device_are_not_mixed():
         return Measured(point="alone 1x1", repeat=0, wall_s=1.0, why=why, report=report)
 
     before = [launch(None), launch("CPU", why="failed"), launch("cuda:0 NVIDIA H200")]
-    assert tell_other_device(launch("cuda:3 NVIDIA H200"), before) == ""
-    assert tell_other_device(launch(None), before) == ""
-    words = tell_other_device(launch("CPU"), before)
+    assert explain_other_device(launch("cuda:3 NVIDIA H200"), before) == ""
+    assert explain_other_device(launch(None), before) == ""
+    words = explain_other_device(launch("CPU"), before)
     assert words.startswith("it computed on CPU, and alone 1x1 on cuda NVIDIA H200;")

@@ -80,8 +80,8 @@ def main(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         tail = ""
         if args.kind in ("scale", "layout"):
-            tail = f"; what was measured is kept in {args.dir}, and the same command goes on there"
-        log.warn(f"interrupted, and the launch that ran is ended{tail}")
+            tail = f"; results so far are kept in {args.dir}; the same command resumes there"
+        log.warn(f"interrupted; the running launch was stopped{tail}")
         return 130
     return code
 

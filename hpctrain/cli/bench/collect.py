@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.bench import Folder, gather
+from hpctrain.bench import Folder, collect_jobs
 from hpctrain.cli.bench.options import add_output, conclude
 from hpctrain.errors import ConfigError
 
@@ -31,10 +31,10 @@ def main(args: argparse.Namespace) -> int:
     sweep = folder.open()
     if (args.dir / "jobs.json").exists():
         deadline = time.monotonic() + (args.wait or 0.0)
-        left = gather(folder, sweep, say=log.notice)
+        left = collect_jobs(folder, sweep, say=log.notice)
         while left and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            left = gather(folder, sweep, say=log.notice)
+            left = collect_jobs(folder, sweep, say=log.notice)
         if left:
             log.notice(f"{left} launches are still queued or running")
     elif args.wait is not None:

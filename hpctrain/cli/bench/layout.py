@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
         )
     if sweep.settings.repeats < 2:
         log.warn(
-            "every layout was measured once, which no difference can be told from noise by: none "
+            "every layout was measured once, so differences cannot be told from noise: none "
             "is chosen or remembered; measure with --repeats 3 or more"
         )
         return code

@@ -7,7 +7,14 @@ import os
 import time
 from pathlib import Path
 
-from hpctrain.bench import Folder, Measured, ask, describe_machine, explain, fill_arguments
+from hpctrain.bench import (
+    Folder,
+    Measured,
+    describe_machine,
+    explain_mismatch,
+    fill_arguments,
+    request_of,
+)
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]
@@ -30,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     point, repeat = folder.launch_of(sweep, args.key)
     # Before torch is imported: it reads its threads then.
     os.environ["OMP_NUM_THREADS"] = str(point.num_threads)
-    os.environ[BENCH_VARIABLE] = ask(folder, sweep, point, repeat).text()
+    os.environ[BENCH_VARIABLE] = request_of(folder, sweep, point, repeat).text()
     launch = detect(os.environ)
     if launch.row is None or not launch.row.starts_mpi:
         raise ConfigError("`bench measure` runs under mpirun or srun, in the jobs of a sweep")
@@ -51,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
                 point=point.name,
                 repeat=repeat,
                 wall_s=time.monotonic() - started,
-                why=explain(sweep, point, report),
+                why=explain_mismatch(sweep, point, report),
                 report=report,
             ),
         )

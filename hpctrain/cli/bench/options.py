@@ -60,14 +60,14 @@ def add_settings(parser: argparse.ArgumentParser, *, folder: str) -> None:
         type=int,
         default=1,
         metavar="R",
-        help="how often a launch under foreign load is repeated (default: 1)",
+        help="how often a launch under background load is repeated (default: 1)",
     )
     parser.add_argument(
         "--dir",
         type=Path,
         default=Path(folder),
         metavar="D",
-        help=f"where the sweep is kept, and goes on after an interruption (default: {folder})",
+        help=f"folder of the sweep, which resumes there after an interruption (default: {folder})",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="a module, not a file")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

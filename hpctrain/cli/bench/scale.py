@@ -29,9 +29,9 @@ __all__ = ["add_arguments", "add_scaling", "engines_of", "main"]
 
 _MORE = """\
 Every point is a launch of its own (`hpctrain run`), all of them interleaved and repeated. Two more
-are measured beside: the undistributed script on one rank's cores, which efficiency is counted
+are measured as well: the undistributed script on one rank's cores, which efficiency is counted
 against, and one process with all cores. A launch that fails is a row that says why; the same
-command goes on where it was interrupted, and tries again what failed.
+command resumes where it was interrupted, and retries what failed.
 
 {batch}, {ranks} and the keys of --vary may stand in the script's arguments. A CONFIG.toml is
 measured as `hpctrain train` would train it: --vary takes its keys (precision.kind=fp32,bf16), and

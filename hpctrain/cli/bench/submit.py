@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the sweep, hand its jobs over, and print their ids."""
+    """Write the sweep, submit its jobs, and print their ids."""
     if args.array is not None or args.nodes != 1:
         raise ConfigError("the sweep itself decides --array and --nodes; give --node-counts")
     subject = subject_of(args)

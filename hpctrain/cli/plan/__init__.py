@@ -6,14 +6,16 @@ import argparse
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.cli.plan.asking import check_given, profile_from, take_config
 from hpctrain.cli.plan.predicting import (
+    check_given,
     check_ranks,
     machine_from,
     parse_ranks,
     predict_from,
     print_list,
     print_plan,
+    profile_from,
+    take_config,
 )
 from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError

@@ -12,8 +12,7 @@ from hpctrain import log
 from hpctrain.batch_systems import parse_duration
 from hpctrain.checkpoint.layout import Item
 from hpctrain.cli.job.options import site_folders
-from hpctrain.cli.plan.asking import profile_from
-from hpctrain.cli.plan.predicting import machine_from, parse_ranks, predict_from
+from hpctrain.cli.plan.predicting import machine_from, parse_ranks, predict_from, profile_from
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_bytes, format_hours
 from hpctrain.predict import (
@@ -142,7 +141,7 @@ def _scripted(args: argparse.Namespace, each: Rehearsed, machine: Machine) -> tu
 
 
 def _placeholders(args: argparse.Namespace, script: str) -> list[str]:
-    """What of a job script was not rehearsed, because nobody said it."""
+    """What of a job script was not rehearsed, because it was not given."""
     account = [f"account {_ACCOUNT}"] if _ACCOUNT in script else []
     command = [f"command {' '.join(_COMMAND)}"] if script and not args.config else []
     return account + command
