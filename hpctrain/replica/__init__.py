@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
-    from hpctrain.replica.asking import accumulation_of, measure_norm
     from hpctrain.replica.distributing import distribute
     from hpctrain.replica.facts import optimizer_facts
     from hpctrain.replica.horovod_settings import HorovodTraining
@@ -34,18 +33,15 @@ __all__ = [
     "Options",
     "Replica",
     "Step",
-    "accumulation_of",
     "choose",
     "choose_update",
     "distribute",
-    "measure_norm",
     "optimizer_facts",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
-        ".asking": ("accumulation_of", "measure_norm"),
         ".replica": ("Replica", "Step"),
         ".distributing": ("distribute",),
         ".facts": ("optimizer_facts",),

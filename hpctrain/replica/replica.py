@@ -94,6 +94,24 @@ class Replica:
         return self._exchange.num_steps
 
     @property
+    def accumulate(self) -> int:
+        """Backward calls that make one step."""
+        return self._window.accumulate
+
+    @property
+    def measures_norm(self) -> bool:
+        """Whether exchanges compute the norm of the gradients for `Step.norm`; set it for logs.
+
+        Clipping by norm and loss scaling compute it in any case. The same on every rank: where
+        ranks share memory it is a collective.
+        """
+        return self._treatment.measures_norm
+
+    @measures_norm.setter
+    def measures_norm(self, measured: bool) -> None:
+        self._treatment.measures_norm = measured
+
+    @property
     def num_samples(self) -> int | None:
         """Of the last backward call, for observers; None: the loop did not say."""
         return self._exchange.num_samples

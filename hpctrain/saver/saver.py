@@ -26,7 +26,6 @@ from hpctrain.faults import (
     time_left_s,
 )
 from hpctrain.log import format_seconds
-from hpctrain.replica import accumulation_of
 from hpctrain.saver import randomness
 from hpctrain.saver.batches import Batches
 from hpctrain.saver.parts import Parts
@@ -277,7 +276,7 @@ class Saver:
 
     def _turns(self, loader: Loader) -> Iterator[Batch]:
         replicas = self._parts.replicas.values()
-        if any(accumulation_of(replica) > 1 for replica in replicas):
+        if any(replica.accumulate > 1 for replica in replicas):
             loader.look_ahead()
         try:
             for batch in loader:

@@ -14,7 +14,7 @@ from hpctrain.data import Loader
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.optim import EMA
-from hpctrain.replica import Replica, Step, accumulation_of, measure_norm
+from hpctrain.replica import Replica, Step
 from hpctrain.train.arguments import check_arguments, count_batches
 from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.evaluation import evaluate
@@ -195,7 +195,7 @@ class Trainer:
         if self.steps is not None:
             return self.steps
         batches = count_batches(self.loader)
-        per_epoch = None if batches is None else -(-batches // accumulation_of(self.replica))
+        per_epoch = None if batches is None else -(-batches // self.replica.accumulate)
         return None if per_epoch is None else per_epoch * (self.epochs or 0)
 
     @property
@@ -330,7 +330,7 @@ class Trainer:
         return {"ema" if alone else f"ema-{name}": ema for name, ema in self.emas.items()}
 
     def _train(self) -> None:
-        if any(accumulation_of(replica) > 1 for replica in self.replicas.values()):
+        if any(replica.accumulate > 1 for replica in self.replicas.values()):
             self.loader.look_ahead()
         while not self._is_done():
             for batch in self.loader:
@@ -355,7 +355,7 @@ class Trainer:
         last = self.loader.is_last is True
         for replica in self.replicas.values():
             replica.begin_batch(last=last)
-            measure_norm(replica, self._is_logged(self.step + 1))
+            replica.measures_norm = self._is_logged(self.step + 1)
         told = self._make_step(self, batch)
         self.has_stepped = True
         numbers = dict(told) if isinstance(told, Mapping) else {"loss": told}
