@@ -12,7 +12,7 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.engines import differentiable
-    from hpctrain.engines.base import Engine, Watch, Watchdog, Work
+    from hpctrain.engines.base import Engine, EngineWatch, EngineWatchdog, Pending
     from hpctrain.engines.choosing import ChosenEngine, choose, create, needs_horovod_state
     from hpctrain.engines.encoding import Op
     from hpctrain.engines.horovod import HorovodEngine
@@ -37,14 +37,14 @@ __all__ = [
     "Capabilities",
     "ChosenEngine",
     "Engine",
+    "EngineWatch",
+    "EngineWatchdog",
     "HorovodEngine",
     "HorovodOptions",
     "HorovodState",
     "NodeGroup",
     "Op",
-    "Watch",
-    "Watchdog",
-    "Work",
+    "Pending",
     "capabilities_of",
     "choose",
     "communicating_names",
@@ -58,7 +58,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        ".base": ("Engine", "Watch", "Watchdog", "Work"),
+        ".base": ("Engine", "EngineWatch", "EngineWatchdog", "Pending"),
         ".choosing": ("ChosenEngine", "choose", "create", "needs_horovod_state"),
         ".encoding": ("Op",),
         ".horovod": ("HorovodEngine",),

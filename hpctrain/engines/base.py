@@ -28,20 +28,13 @@ if TYPE_CHECKING:
     from hpctrain.engines.node import NodeGroup
     from hpctrain.world import World
 
-__all__ = ["Engine", "Finish", "Op", "Pending", "Watch", "Watchdog", "Work"]
+__all__ = ["Engine", "EngineWatch", "EngineWatchdog", "Finish", "Op", "Pending"]
 
 T = TypeVar("T")
 Finish = Callable[[], None]
 
 
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Block until the tensor holds the result."""
-
-
-class Watch(Protocol):
+class EngineWatch(Protocol):
     """Who is told about every collective, so that a rank that stays out of one can be named."""
 
     def enter(self, call: str) -> None:
@@ -51,10 +44,10 @@ class Watch(Protocol):
         """The collective has ended."""
 
 
-class Watchdog(Watch, Protocol):
+class EngineWatchdog(EngineWatch, Protocol):
     """A watch over all ranks, which can give each part of them a watch of its own."""
 
-    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Watch:
+    def among(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> EngineWatch:
         """A watch for the collectives of some ranks only."""
 
     @property
@@ -77,10 +70,12 @@ class Meeting:
     reason: str = "asked for"
     """Why this engine was chosen."""
 
-    def __init__(self, comm: Comm | None, device: torch.device, *, watch: Watchdog | None) -> None:
+    def __init__(
+        self, comm: Comm | None, device: torch.device, *, watch: EngineWatchdog | None
+    ) -> None:
         self._control = rows.Control(comm)
         self._watchdog = watch
-        self._watch: Watch | None = watch
+        self._watch: EngineWatch | None = watch
         self._closed = False
         self._cure = ""
         self.rank = self._control.rank
@@ -92,11 +87,11 @@ class Meeting:
         """Who is told of collectives that are started now and waited for later."""
 
     @property
-    def watchdog(self) -> Watchdog | None:
+    def watchdog(self) -> EngineWatchdog | None:
         """Who watches over its collectives, for others who make calls of their own."""
         return self._watchdog
 
-    def watch_among(self, watchdog: Watchdog | None, members: Sequence[int]) -> None:
+    def watch_among(self, watchdog: EngineWatchdog | None, members: Sequence[int]) -> None:
         """Collective over a part of the ranks: count its calls apart from everybody's."""
         self.members = tuple(members)
         self._watchdog = watchdog
@@ -157,7 +152,7 @@ class Meeting:
 
 
 class Pending:
-    """A collective that `wait` finishes once."""
+    """A collective under way, which `wait` finishes once."""
 
     def __init__(self, finish: Finish | None) -> None:
         self._finish = finish
@@ -186,7 +181,7 @@ class Engine(Meeting, ABC):
         cls,
         world: World,
         *,
-        watch: Watchdog | None,
+        watch: EngineWatchdog | None,
         options: HorovodOptions | None,
         timeout_s: float,
     ) -> Self:
@@ -239,7 +234,7 @@ class Engine(Meeting, ABC):
         encoding.store(encoding.decode(packed, tensor.dtype, op, self.size), tensor)
         return tensor
 
-    def allreduce_async_(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Work:
+    def allreduce_async_(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Pending:
         """Collective: start what `allreduce_` does; leave the tensor alone until `wait()`."""
         op = as_op(op)
         packed, on_wire = self._pack(tensor, op)

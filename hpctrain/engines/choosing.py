@@ -18,7 +18,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
-    from hpctrain.engines.base import Engine, Watchdog
+    from hpctrain.engines.base import Engine, EngineWatchdog
     from hpctrain.world import World
 
 __all__ = ["ChosenEngine", "choose", "create", "needs_horovod_state"]
@@ -109,7 +109,7 @@ def create(
     world: World,
     name: str = AUTO,
     *,
-    watch: Watchdog | None = None,
+    watch: EngineWatchdog | None = None,
     options: HorovodOptions | None = None,
     timeout_s: float = 300.0,
 ) -> Engine:

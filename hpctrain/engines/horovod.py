@@ -18,7 +18,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.engines.base import Engine, Finish, Op, Watchdog
+from hpctrain.engines.base import Engine, EngineWatchdog, Finish, Op
 from hpctrain.engines.horovod_options import HorovodOptions, to_environment
 from hpctrain.engines.registry import BUILT_IN
 from hpctrain.engines.rows import parts_of
@@ -147,7 +147,7 @@ class HorovodEngine(Engine):
         device: torch.device,
         members: Sequence[int],
         *,
-        watch: Watchdog | None = None,
+        watch: EngineWatchdog | None = None,
     ) -> None:
         super().__init__(comm, device, watch=watch)
         self._comm: Comm = comm.Dup()
@@ -172,7 +172,7 @@ class HorovodEngine(Engine):
         cls,
         world: World,
         *,
-        watch: Watchdog | None,
+        watch: EngineWatchdog | None,
         options: HorovodOptions | None,
         timeout_s: float,
     ) -> Self:

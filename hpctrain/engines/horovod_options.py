@@ -136,7 +136,7 @@ class HorovodState:
     why: str = ""
 
 
-UNKNOWN_HOROVOD = HorovodState(built=False, why="nobody looked for Horovod")
+UNKNOWN_HOROVOD = HorovodState(built=False, why="Horovod was not looked for")
 
 
 def probe_horovod() -> HorovodState:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from hpctrain.engines.base import Engine, Finish, Op, Watchdog
+from hpctrain.engines.base import Engine, EngineWatchdog, Finish, Op
 from hpctrain.engines.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class LocalEngine(Engine):
     name = "local"
     capabilities = BUILT_IN["local"].capabilities
 
-    def __init__(self, device: torch.device, *, watch: Watchdog | None = None) -> None:
+    def __init__(self, device: torch.device, *, watch: EngineWatchdog | None = None) -> None:
         super().__init__(None, device, watch=watch)
 
     @classmethod
@@ -31,7 +31,7 @@ class LocalEngine(Engine):
         cls,
         world: World,
         *,
-        watch: Watchdog | None,
+        watch: EngineWatchdog | None,
         options: HorovodOptions | None,
         timeout_s: float,
     ) -> Self:

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.engines import encoding
-from hpctrain.engines.base import Engine, Finish, Op, Watchdog
+from hpctrain.engines.base import Engine, EngineWatchdog, Finish, Op
 from hpctrain.engines.node import NodeGroup, domain_here
 from hpctrain.engines.node_buffers import NodeBuffers, is_large
 from hpctrain.engines.registry import BUILT_IN
@@ -29,7 +29,7 @@ from hpctrain.world import SharedBlock, environment
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["Job", "MpiEngine", "Worker", "mpi_reads_device_memory"]
+__all__ = ["MpiEngine", "Worker", "WorkerCall", "mpi_reads_device_memory"]
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -57,7 +57,9 @@ class MpiEngine(Engine):
     name = "mpi"
     capabilities = BUILT_IN["mpi"].capabilities
 
-    def __init__(self, comm: Comm, device: torch.device, *, watch: Watchdog | None = None) -> None:
+    def __init__(
+        self, comm: Comm, device: torch.device, *, watch: EngineWatchdog | None = None
+    ) -> None:
         super().__init__(comm, device, watch=watch)
         self._data: Comm = comm.Dup()
         self._worker = Worker("hpctrain-mpi", device)
@@ -243,7 +245,7 @@ def _buffer(tensor: Tensor, counts: list[int] | None = None) -> list[object]:
     return [memory, (counts, starts), datatype]
 
 
-class Job:
+class WorkerCall:
     """A call that the worker runs."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -284,16 +286,16 @@ class Worker:
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
         self._device = device
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[WorkerCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Job | None = None
+        self._last: WorkerCall | None = None
 
-    def submit(self, call: Callable[[], None]) -> Job:
+    def submit(self, call: Callable[[], None]) -> WorkerCall:
         """Queue a call and return at once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
-        self._last = job = Job(call)
+        self._last = job = WorkerCall(call)
         self._jobs.put(job)
         return job
 

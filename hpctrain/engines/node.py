@@ -114,11 +114,11 @@ class NodeGroup:
         self.local_sizes = [size for size in leads if size]
         """How many ranks each node has, in the order of the nodes' lowest ranks."""
         self.num_nodes = len(self.local_sizes)
-        self.num_lanes = min(self.local_sizes)
-        self.is_even = max(self.local_sizes) == self.num_lanes
+        self.num_slices = min(self.local_sizes)
+        self.is_even = max(self.local_sizes) == self.num_slices
         """Whether every node has equally many ranks."""
-        color = self.local_rank if self.local_rank < self.num_lanes else MPI.UNDEFINED
-        self.lane: Comm = self.comm.Split(color, key=rank)
+        color = self.local_rank if self.local_rank < self.num_slices else MPI.UNDEFINED
+        self.across: Comm = self.comm.Split(color, key=rank)
         own = (torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
         every = self.node.allgather(own)
         threads = [number for number, _ in every]
@@ -186,35 +186,39 @@ class NodeGroup:
         for terms, piece in pieces:
             combine(terms, piece, op)
         if self.num_nodes > 1:
-            if not self.is_even:  # lanes are not the slices: wait for all
+            if (
+                not self.is_even
+            ):  # the slices between nodes are not those of the ranks: wait for all
                 self.barrier.wait()
             self.combine_across(total, op)
         self.barrier.wait()
 
     def combine_across(self, total: Tensor, op: Op = Op.SUM) -> None:
-        """Collective over the lane: combine this rank's lane of `total` with the other nodes'."""
-        if self.num_nodes == 1 or self.local_rank >= self.num_lanes:
+        """Collective over the counterparts: combine this rank's slice with the other nodes'."""
+        if self.num_nodes == 1 or self.local_rank >= self.num_slices:
             return
-        bounds = slice_bounds(total.numel(), self.num_lanes)[self.local_rank]
+        bounds = slice_bounds(total.numel(), self.num_slices)[self.local_rank]
         most = _MOST_BYTES // total.element_size()
         for start in range(bounds[0], bounds[1], most):
             self._combine_piece(total[start : min(start + most, bounds[1])], op)
 
     def _combine_piece(self, piece: Tensor, op: Op) -> None:
         counts = encoding.shares(piece.numel(), self.num_nodes)
-        own = counts[self.lane.Get_rank()]
+        own = counts[self.across.Get_rank()]
         arrived = piece.new_empty((self.num_nodes, own))
-        self.lane.Alltoallv(_bytes(piece, counts), _bytes(arrived.view(-1), [own] * self.num_nodes))
+        self.across.Alltoallv(
+            _bytes(piece, counts), _bytes(arrived.view(-1), [own] * self.num_nodes)
+        )
         sums = piece.new_empty(own)
         if own:
             combine(list(arrived.unbind()), sums, op)
-        self.lane.Allgatherv(_bytes(sums), _bytes(piece, counts))
+        self.across.Allgatherv(_bytes(sums), _bytes(piece, counts))
 
     def close(self) -> None:
         """Collective: give back the communicators."""
         self.barrier.close()
-        if self.lane != MPI.COMM_NULL:
-            self.lane.Free()
+        if self.across != MPI.COMM_NULL:
+            self.across.Free()
         self.node.Free()
         self.comm.Free()
 

@@ -22,9 +22,9 @@ from hpctrain.world import SharedBlock
 __all__ = ["Buffer", "NodeBuffers", "is_large"]
 
 PIECE_BYTES = 8 << 20
-"""How much of a foreign tensor goes through shared memory at once; `benchmarks.collectives`."""
+"""How much of a tensor goes through shared memory at once; see `benchmarks.collectives`."""
 SMALLEST_BYTES = 4 << 20
-"""A foreign tensor of less than this is quicker as one message of MPI's own."""
+"""Of less than this, a tensor from elsewhere is quicker as one message of MPI's own."""
 _MOST_TEXTS = 64
 _HANDED_BYTES = 2 << 20
 """How much of a sum is made before it is handed to the others: it is still in the cache then, and
@@ -144,7 +144,7 @@ class NodeBuffers:
         if buffer is not None:
             self.combine(buffer, op)
         else:
-            self._combine_foreign(flat, op)
+            self._combine_copied(flat, op)
 
     def _meet(self, notes: list[int]) -> None:
         """Collective: wait for the node's ranks, and see that all have passed the same.
@@ -176,7 +176,7 @@ class NodeBuffers:
                 other.copy_(each.total)
         group.barrier.wait()
 
-    def _combine_foreign(self, flat: Tensor, op: Op) -> None:
+    def _combine_copied(self, flat: Tensor, op: Op) -> None:
         group = self.group
         self._meet([0] * group.local_size)
         if self._scratch is None:

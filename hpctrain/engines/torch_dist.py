@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from hpctrain.engines import encoding
-from hpctrain.engines.base import Engine, Finish, Op, Watchdog
+from hpctrain.engines.base import Engine, EngineWatchdog, Finish, Op
 from hpctrain.engines.registry import BUILT_IN
 from hpctrain.errors import ConfigError
 from hpctrain.world import agree, current_launch
@@ -88,7 +88,7 @@ class TorchEngine(Engine):
         comm: Comm,
         device: torch.device,
         *,
-        watch: Watchdog | None = None,
+        watch: EngineWatchdog | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         super().__init__(comm, device, watch=watch)
@@ -106,7 +106,7 @@ class TorchEngine(Engine):
         cls,
         world: World,
         *,
-        watch: Watchdog | None,
+        watch: EngineWatchdog | None,
         options: HorovodOptions | None,
         timeout_s: float,
     ) -> Self:

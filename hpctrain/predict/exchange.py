@@ -8,7 +8,7 @@ from hpctrain.engines import AUTO, capabilities_of, communicating_names
 from hpctrain.engines import choose as choose_engine
 from hpctrain.errors import ConfigError
 from hpctrain.predict.costs import RankLayout
-from hpctrain.replica import Facts, Options, choose
+from hpctrain.replica import Options, ReplicaFacts, choose
 from hpctrain.tables import count_of, number_of, positive
 
 __all__ = ["Exchange", "default_exchange"]
@@ -77,7 +77,7 @@ def default_exchange(
     device_type = "cuda" if on_gpu else "cpu"
     name = engine or choose_engine(AUTO, device_kind=device_type, size=layout.num_ranks).name
     choice = choose(
-        Facts(
+        ReplicaFacts(
             num_ranks=layout.num_ranks,
             num_nodes=layout.num_nodes,
             sharing_ranks=layout.local_ranks,

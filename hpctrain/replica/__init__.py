@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from hpctrain.replica.policy import (
         Choice,
         ChosenUpdate,
-        Facts,
         OptimizerFacts,
         Options,
+        ReplicaFacts,
         choose,
         choose_update,
     )
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Choice",
     "ChosenUpdate",
-    "Facts",
     "HorovodTraining",
     "OptimizerFacts",
     "Options",
     "Replica",
+    "ReplicaFacts",
     "Step",
     "choose",
     "choose_update",
@@ -49,7 +49,7 @@ __getattr__ = lazy(
         ".policy": (
             "Choice",
             "ChosenUpdate",
-            "Facts",
+            "ReplicaFacts",
             "OptimizerFacts",
             "Options",
             "choose",

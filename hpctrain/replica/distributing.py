@@ -221,7 +221,10 @@ class _Layout:
             options=given.options,
             has_masters=given.precision == "bf16-pure",
         )
-        return self._build(choose(facts, given.options), names, parameters)
+        choice = choose(facts, given.options)
+        mode = self._build(choice, names, parameters)
+        mode.chosen = f"{choice.mode}: {choice.why}"
+        return mode
 
     def _build(
         self, choice: Choice, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]

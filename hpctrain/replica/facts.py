@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.fusion import is_dense
 from hpctrain.optim import spans_of
-from hpctrain.replica.policy import Facts, OptimizerFacts, Options, may_share_memory
+from hpctrain.replica.policy import OptimizerFacts, Options, ReplicaFacts, may_share_memory
 from hpctrain.update import shards_by
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def gather_facts(
     *,
     options: Options,
     has_masters: bool,
-) -> Facts:
+) -> ReplicaFacts:
     """Collective at an engine's first call: the facts, the same on every rank.
 
     Which ranks share memory is looked up only where it matters: finding out makes communicators.
@@ -43,7 +43,7 @@ def gather_facts(
         has_masters: Whether weights have float32 masters.
     """
     matters = may_share_memory(engine.capabilities, engine.device.type, engine.size, options)
-    return Facts(
+    return ReplicaFacts(
         num_ranks=engine.size,
         num_nodes=world.num_nodes,
         sharing_ranks=max(engine.node_group().local_sizes) if matters else 1,

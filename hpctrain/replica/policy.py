@@ -17,10 +17,10 @@ __all__ = [
     "UPDATES",
     "Choice",
     "ChosenUpdate",
-    "Facts",
     "ModeName",
     "OptimizerFacts",
     "Options",
+    "ReplicaFacts",
     "bucket_size",
     "choose",
     "choose_update",
@@ -49,7 +49,7 @@ class OptimizerFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class ReplicaFacts:
     """Where and what is trained; the same on every rank."""
 
     num_ranks: int
@@ -118,7 +118,7 @@ class Choice:
 _NOTHING_ASKED = Options()
 
 
-def choose(facts: Facts, options: Options = _NOTHING_ASKED) -> Choice:
+def choose(facts: ReplicaFacts, options: Options = _NOTHING_ASKED) -> Choice:
     """Choose how a replica works. Pure.
 
     Raises:
@@ -147,7 +147,7 @@ def choose(facts: Facts, options: Options = _NOTHING_ASKED) -> Choice:
     return Choice(mode=mode, update=update, overlap=overlap, bucket_bytes=size, why=why)
 
 
-def _choose_mode(facts: Facts, options: Options) -> tuple[ModeName, str]:
+def _choose_mode(facts: ReplicaFacts, options: Options) -> tuple[ModeName, str]:
     if options.horovod_fusion:
         return "horovod", "Horovod was asked to fuse the gradients"
     if may_share_memory(facts.engine, facts.device_type, facts.num_ranks, options):
@@ -175,7 +175,7 @@ def may_share_memory(
     return engine.shares_memory and device_type == "cpu" and num_ranks > 1 and not wants_messages
 
 
-def _overlaps(facts: Facts, options: Options) -> bool:
+def _overlaps(facts: ReplicaFacts, options: Options) -> bool:
     """Whether something other than this rank's computing threads can carry messages meanwhile.
 
     That is so on GPUs, between nodes, where the engine has threads of its own anyway (Horovod and

@@ -547,7 +547,8 @@ class Replica:
 
     def describe_mode(self) -> list[tuple[str, str]]:
         """Say how gradients travel, and why; as rows."""
-        return self._exchange.mode.describe()
+        mode = self._exchange.mode
+        return [("mode", mode.chosen), *mode.describe()]
 
     def close(self) -> None:
         """Collective, unless an engine was given: let the model go, and end what was connected.

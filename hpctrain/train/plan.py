@@ -18,7 +18,7 @@ from hpctrain.engines import (
 )
 from hpctrain.engines import choose as choose_engine
 from hpctrain.errors import ConfigError
-from hpctrain.replica import Choice, Facts, Options, choose, optimizer_facts
+from hpctrain.replica import Choice, Options, ReplicaFacts, choose, optimizer_facts
 from hpctrain.train.config import Config
 from hpctrain.train.memory import Memory
 
@@ -187,7 +187,7 @@ def _choose(
     """How the first part would be trained; the others have the same optimizer."""
     model, optimizer = next(iter(parts.values()))
     names, parameters = zip(*model.named_parameters(), strict=True)
-    facts = Facts(
+    facts = ReplicaFacts(
         num_ranks=place.num_ranks,
         num_nodes=place.num_nodes,
         sharing_ranks=place.ranks_per_node,

@@ -181,4 +181,6 @@ def test_describe_says_what_was_chosen(pair):
     assert "mpi" in text
     assert ("1 a step" if p.world.size > 1 else "exchanges nothing") in text
     assert "AdamW" in text
+    shares = p.replica.engine.capabilities.shares_memory and p.world.size > 1
+    assert not shares or "node: several ranks of a node share memory" in text
     p.replica.close()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import threading
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 
+import hpctrain
 from hpctrain.engines import (
     Engine,
     HorovodOptions,
@@ -133,6 +136,26 @@ def test_the_configuration_and_the_predictor_know_it(monkeypatch):
         [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
     )
     assert done.stdout.strip() == "False"
+
+
+def engine_lists(tree):
+    """Where a list of engines' names is written down."""
+    others = set(BUILT_IN) - {"mpi"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            words = {each.value for each in node.elts if isinstance(each, ast.Constant)}
+            if "mpi" in words and words & others:
+                yield node.lineno
+
+
+def test_nothing_outside_the_room_knows_which_engines_there_are():
+    package = Path(hpctrain.__file__).parent
+    classes = {line.place.partition(":")[2] for line in BUILT_IN.values()} - {"HorovodEngine"}
+    for path in package.rglob("*.py"):
+        if package / "engines" not in path.parents:
+            text = path.read_text()
+            assert not [name for name in classes if name in text], path
+            assert not list(engine_lists(ast.parse(text))), path
 
 
 def test_choosing_imports_neither_torch_nor_mpi():

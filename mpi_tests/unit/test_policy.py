@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpctrain.engines import capabilities_of
 from hpctrain.errors import ConfigError
 from hpctrain.predict import RankLayout, default_exchange
-from hpctrain.replica import Facts, OptimizerFacts, Options, choose
+from hpctrain.replica import OptimizerFacts, Options, ReplicaFacts, choose
 from hpctrain.replica.policy import UPDATES, bucket_size, may_share_memory
 
 MIB = 1 << 20
@@ -22,7 +22,7 @@ COUPLED = OptimizerFacts(shards_by=None, why="it couples parameters")
 
 
 def facts(engine="mpi", ranks=4, nodes=1, device="cpu", size=64 * MIB, **more):
-    return Facts(
+    return ReplicaFacts(
         num_ranks=ranks,
         num_nodes=nodes,
         sharing_ranks=more.pop("sharing", -(-ranks // nodes)),
@@ -118,7 +118,7 @@ def test_one_of_several_optimizers_may_be_divided():
 
 
 any_facts = st.builds(
-    lambda engine, ranks, per_node, device, size, optimizers, masters, spare: Facts(
+    lambda engine, ranks, per_node, device, size, optimizers, masters, spare: ReplicaFacts(
         num_ranks=ranks,
         num_nodes=-(-ranks // per_node),
         sharing_ranks=min(ranks, per_node),
@@ -216,8 +216,8 @@ def test_choosing_imports_neither_torch_nor_mpi():
     program = (
         "import sys\n"
         "from hpctrain.engines import capabilities_of\n"
-        "from hpctrain.replica import Facts, choose\n"
-        "facts = Facts(num_ranks=4, num_nodes=1, sharing_ranks=4, device_type='cpu',\n"
+        "from hpctrain.replica import ReplicaFacts, choose\n"
+        "facts = ReplicaFacts(num_ranks=4, num_nodes=1, sharing_ranks=4, device_type='cpu',\n"
         "              engine=capabilities_of('mpi'), gradient_bytes=1 << 26)\n"
         "assert choose(facts).mode == 'node'\n"
         "raise SystemExit(bool({'torch', 'mpi4py.MPI', 'horovod'} & set(sys.modules)))\n"

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.engines import Op
+from hpctrain.engines import Op, Pending
 from hpctrain.fusion import Arena, Arrived, Watcher, complete
 from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.base import BackwardWatch, Mode
 
 if TYPE_CHECKING:
-    from hpctrain.engines import Engine, Work
+    from hpctrain.engines import Engine
 
 __all__ = ["ArenaMode"]
 
@@ -163,15 +163,8 @@ class ArenaMode(Mode):
         if self._watcher is not None:
             self._watcher.stop()
 
-    def _carry(self, message: Tensor, what: str) -> Work:
+    def _carry(self, message: Tensor, what: str) -> Pending:
         if self.overlap:
             return self.engine.allreduce_async_(message, Op.SUM, what=what)
         self.engine.allreduce_(message, Op.SUM, what=what)
-        return _Arrived()
-
-
-class _Arrived:
-    """A message that has arrived already."""
-
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
+        return Pending(None)

@@ -109,6 +109,8 @@ class Mode(Gradients, ABC):
     watch: BackwardWatch
     weighs_samples = True
     """Whether ranks count by their samples; Adasum knows no weights."""
+    chosen = ""
+    """What the policy chose, and why."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
         self.names = tuple(names)

@@ -226,7 +226,7 @@ class NodeMode(TorchGradientsMode):
             ("waiting", self.group.barrier.how),
         ]
         if self.group.num_nodes > 1:
-            rows.append((f"between {where}s", f"{self.group.num_lanes} slices at once"))
+            rows.append((f"between {where}s", f"{self.group.num_slices} slices at once"))
         if not self.updates:
             return [*rows, ("update", f"replicated: {self.why_update}")]
         shares = [row for update in self.updates for row in update.describe()]
