@@ -29,7 +29,7 @@ def wants_it_kept(environ: Mapping[str, str]) -> bool:
     """
     value = environ.get(VARIABLE, "1")
     if value not in ("0", "1"):
-        raise LaunchError(f"{VARIABLE}={value!r} is neither 0 nor 1; mend or unset it")
+        raise LaunchError(f"{VARIABLE}={value!r} is neither 0 nor 1; correct or unset it")
     return value == "1"
 
 

@@ -311,7 +311,7 @@ class Boundary:
                 return self._came.tolist()
         if not poll(request.Test, timeout_s=self._limit_s, spin_s=_YIELDS_S, longest_nap_s=_NAP_S):
             raise TimedOutError(
-                f"{_CALL}: a rank did not come within {self._limit_s:g} s; see what the others do "
-                "(an exception, another code path, a stopped node)"
+                f"{_CALL}: timed out after {self._limit_s:g} s waiting for the other ranks; check "
+                "them (an exception, another code path, a stopped node)"
             )
         return self._came.tolist()

@@ -53,7 +53,9 @@ class Injection:
         """Refuse an instruction that is not whole."""
         needs = {"signal": "signal", "pause": "mark", "hold": "mark", "disk": "num_bytes"}
         if self.what not in get_args(FaultKind):
-            raise ConfigError(f"what={self.what!r} is none of {', '.join(get_args(FaultKind))}")
+            raise ConfigError(
+                f"what={self.what!r} is unknown; choose one of {', '.join(get_args(FaultKind))}"
+            )
         needed = needs.get(self.what)
         if needed is not None and getattr(self, needed) is None:
             raise ConfigError(f"what={self.what!r} needs {needed}")

@@ -172,7 +172,7 @@ def render(
     )
     return (
         f"step {step}: {first.name} of {who} differs from that of {against}{doubt}; "
-        f"{'; '.join(whose)}{also}; {cause}, and go on from a checkpoint before this step"
+        f"{'; '.join(whose)}{also}; {cause}, and resume from a checkpoint before this step"
     )
 
 
@@ -278,7 +278,7 @@ class Sentinel:
         """Collective: after each update of the weights; True where they were compared.
 
         Args:
-            number: Of the step, in a run that goes on from a checkpoint; None counts from 1.
+            number: Of the step, in a run that resumed from a checkpoint; None counts from 1.
 
         Raises:
             DriftError: on all ranks; with the parameter, the ranks and the step.

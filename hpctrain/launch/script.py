@@ -28,7 +28,7 @@ from hpctrain.world import (
     report_hard_exits,
     roll_call,
     share_of_cores,
-    split,
+    split_communicators,
     write_whole_lines,
 )
 
@@ -87,17 +87,17 @@ def _rendezvous(comm: object, launch: Launch) -> tuple[Place, str, int, int]:
 
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"comm must be an MPI communicator, not {type(comm).__name__}")
-    rooms, place = split(comm)
+    comms, place = split_communicators(comm)
     offer = None
     if place.rank == 0:
         with socket.socket() as probe:
             probe.bind(("", 0))
             host = launch.network_name(socket.gethostname())
             offer = ("127.0.0.1" if place.num_nodes == 1 else host, probe.getsockname()[1])
-    address, port = rooms.comm.bcast(offer, root=0)
-    masks = rooms.node.allgather(read_affinity())
+    address, port = comms.comm.bcast(offer, root=0)
+    masks = comms.node.allgather(read_affinity())
     share = share_of_cores(masks, place.local_rank, read_core_map().core_of)
-    rooms.free()
+    comms.free()
     return place, address, port, share
 
 

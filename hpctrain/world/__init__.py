@@ -35,13 +35,14 @@ from hpctrain.world.output import write_whole_lines
 from hpctrain.world.polling import finish, poll
 from hpctrain.world.seeding import derive_seed
 from hpctrain.world.shared_memory import PrivateView, SharedBlock, allocate
-from hpctrain.world.topology import Place, Rooms, split
+from hpctrain.world.topology import Communicators, Place, split_communicators
 from hpctrain.world.watching import Watching, takes_timeout
 from hpctrain.world.world import RankInfo, ScriptSettings, Setting, World
 
 __all__ = [
     "PHASES",
     "AgreedExit",
+    "Communicators",
     "CoreMap",
     "Launch",
     "Observer",
@@ -49,7 +50,6 @@ __all__ = [
     "Place",
     "PrivateView",
     "RankInfo",
-    "Rooms",
     "ScriptSettings",
     "Setting",
     "SharedBlock",
@@ -88,7 +88,7 @@ __all__ = [
     "report_hard_exits",
     "roll_call",
     "share_of_cores",
-    "split",
+    "split_communicators",
     "takes_timeout",
     "write_whole_lines",
 ]

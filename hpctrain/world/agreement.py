@@ -50,7 +50,7 @@ def roll_call(comm: Comm, what: str, *, timeout_s: float | None = None) -> None:
         return
     watched = _watched(comm)
     if watched is not None:
-        with watched.watching.announce(what, timeout_s=timeout_s, room=watched.room):
+        with watched.watching.announce(what, timeout_s=timeout_s, label=watched.label):
             watched.plain.Barrier()
         return
     timeout_s = DEFAULT_S if timeout_s is None else timeout_s
@@ -59,14 +59,14 @@ def roll_call(comm: Comm, what: str, *, timeout_s: float | None = None) -> None:
     )
     if missing:
         raise TimedOutError(
-            f"{what}: waited {timeout_s:g} s for rank {format_ranges(missing, limit=16)} of "
-            f"{size}, which did not come; see what those ranks do (an exception, another code "
-            "path, a stopped node), or allow more time"
+            f"{what}: timed out after {timeout_s:g} s waiting for rank "
+            f"{format_ranges(missing, limit=16)} of {size}; check those ranks (an exception, "
+            "another code path, a stopped node), or allow more time"
         )
 
 
 def _collect(comm: Comm, size: int, timeout_s: float) -> list[int]:
-    """Rank 0's side: hear from everyone until the deadline, then tell everyone who is missing."""
+    """Rank 0's side: wait for all until the deadline, then tell all who is missing."""
     waiting: dict[int, Request] = {
         source: comm.Irecv(bytearray(1), source=source, tag=_TAG) for source in range(1, size)
     }
@@ -133,7 +133,7 @@ def agree(
         roll_call(comm, "agree", timeout_s=timeout_s)
         told = comm.allgather(trouble)
     else:
-        with watched.watching.announce("agree", timeout_s=timeout_s, room=watched.room):
+        with watched.watching.announce("agree", timeout_s=timeout_s, label=watched.label):
             told = watched.plain.allgather(trouble)
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(told):
@@ -164,7 +164,7 @@ def announced(comm: Comm, what: str) -> Iterator[float]:
     if watched is None:
         yield DEFAULT_S
         return
-    with watched.watching.announce(what, room=watched.room):
+    with watched.watching.announce(what, label=watched.label):
         yield math.inf
 
 

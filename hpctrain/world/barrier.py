@@ -154,7 +154,9 @@ class SleepingBarrier:
     def wait(self) -> None:
         """Collective: wait for all ranks of the node."""
         if self._size > 1 and not self._links:
-            raise CollectiveError("the ranks of this node have parted; train in the world's block")
+            raise CollectiveError(
+                "the ranks of this node have disconnected; train inside the world's block"
+            )
         try:
             if self._rank == 0:
                 for link in self._links:

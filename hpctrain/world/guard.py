@@ -109,10 +109,10 @@ def remark_on_waiting(launch: Launch, after_s: float = _REMARK_AFTER_S) -> Itera
 
 
 def report_hard_exits(launch: Launch) -> None:
-    """Let `os._exit` of this process leave a word: launchers may blame a rank that they ended."""
+    """Let `os._exit` of this process report itself: launchers may blame a rank that they ended."""
     owner = os.getpid()
 
-    def leave_with_a_word(code: int) -> NoReturn:
+    def report_and_exit(code: int) -> NoReturn:
         if os.getpid() == owner:  # a forked child leaves this way as a matter of course
             cause = f"os._exit({code})"
             if code != 0:
@@ -122,7 +122,7 @@ def report_hard_exits(launch: Launch) -> None:
             report_exit(launch, code, cause)
         leave(code)
 
-    os._exit = leave_with_a_word  # type: ignore[assignment]
+    os._exit = report_and_exit  # type: ignore[assignment]
 
 
 def whereabouts(launch: Launch) -> tuple[int, int]:

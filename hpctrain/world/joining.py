@@ -20,7 +20,7 @@ from hpctrain.world.output import write_whole_lines
 from hpctrain.world.preflight import MODES, digest_config, script_path
 from hpctrain.world.preflight import preflight as compare_ranks
 from hpctrain.world.seeding import Streams
-from hpctrain.world.topology import Place, Rooms, split
+from hpctrain.world.topology import Communicators, Place, split_communicators
 from hpctrain.world.watching import DEFAULT_S
 from hpctrain.world.world import RankInfo, World
 
@@ -88,14 +88,14 @@ def init(
     parent = MPI.COMM_WORLD if comm is None else comm
     with ExitStack() as undo:  # a world that is refused leaves nothing behind
         roll_call(parent, "hpctrain.init", timeout_s=timeout_s)
-        rooms, place = split(parent, timeout_s=timeout_s)
-        undo.callback(rooms.free)
+        comms, place = split_communicators(parent, timeout_s=timeout_s)
+        undo.callback(comms.free)
 
         digest, trouble = _check_arguments(seed, num_threads, bind, preflight, config)
-        agree(rooms.comm, trouble, error=ConfigError, timeout_s=timeout_s)
-        cpus, threads = _settle_cores(rooms.node, place, launch, num_threads, bind)
-        torch_device, device_info = _settle_device(
-            rooms, place, device, allow_shared_device, timeout_s=timeout_s
+        agree(comms.comm, trouble, error=ConfigError, timeout_s=timeout_s)
+        cpus, threads = _assign_cores(comms.node, place, launch, num_threads, bind)
+        torch_device, device_info = _assign_device(
+            comms, place, device, allow_shared_device, timeout_s=timeout_s
         )
         info = RankInfo(
             host=socket.gethostname(),
@@ -107,21 +107,21 @@ def init(
         )
         mpi = str(identify(MPI.Get_library_version()))
         compare_ranks(
-            rooms.comm,
+            comms.comm,
             host=info.host,
             local_size=place.local_size,
             config=digest,
             mpi=mpi,
             mode=preflight,
         )
-        ranks = tuple(rooms.comm.allgather(info))
+        ranks = tuple(comms.comm.allgather(info))
         _refuse_shared_devices(ranks, allow_shared_device)
-        streams = Streams(_common_seed(rooms.comm, seed), place.rank)
+        streams = Streams(_common_seed(comms.comm, seed), place.rank)
         streams.bind_equal()
         undo.callback(unhook)
         return World(
             place=place,
-            rooms=rooms,
+            comms=comms,
             launch=launch,
             mpi=mpi,
             device=torch_device,
@@ -153,7 +153,7 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Integral)  # numpy's integers, too
 
 
-def _settle_cores(
+def _assign_cores(
     node: Comm, place: Place, launch: Launch, num_threads: int | None, bind: str
 ) -> tuple[frozenset[int], int]:
     """Collective over the node: bind to cores if asked, and give torch its threads."""
@@ -173,8 +173,8 @@ def _settle_cores(
     return mask, threads
 
 
-def _settle_device(
-    rooms: Rooms, place: Place, kind: str, allow_shared: bool, *, timeout_s: float
+def _assign_device(
+    comms: Communicators, place: Place, kind: str, allow_shared: bool, *, timeout_s: float
 ) -> tuple[torch.device, devices.DeviceInfo]:
     """Collective: choose this rank's device; a rank that cannot have one stops all of them."""
     trouble, found, index = None, "cpu", None
@@ -189,7 +189,7 @@ def _settle_device(
             )
     except HpcTrainError as error:
         trouble = str(error)
-    agree(rooms.comm, trouble, error=ConfigError, timeout_s=timeout_s)
+    agree(comms.comm, trouble, error=ConfigError, timeout_s=timeout_s)
     return devices.bind_device(found, index)
 
 

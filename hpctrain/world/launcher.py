@@ -139,7 +139,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(f"{name}={text!r} is not a whole number; unset it or mend it") from None
+        raise LaunchError(f"{name}={text!r} is not a whole number; unset or correct it") from None
 
 
 def _threads(environ: Mapping[str, str]) -> int | None:
@@ -148,7 +148,9 @@ def _threads(environ: Mapping[str, str]) -> int | None:
     if not first:
         return None
     if not first.isdecimal() or int(first) < 1:
-        raise LaunchError(f"OMP_NUM_THREADS={first!r} is not a positive number; unset or mend it")
+        raise LaunchError(
+            f"OMP_NUM_THREADS={first!r} is not a positive number; unset or correct it"
+        )
     return int(first)
 
 

@@ -10,7 +10,7 @@ from hpctrain.world.watching import DEFAULT_S, Watching
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["Place", "Rooms", "split"]
+__all__ = ["Communicators", "Place", "split_communicators"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rooms:
+class Communicators:
     """The communicators of a world: everyone, my node, and my counterparts on the other nodes."""
 
     comm: Comm
@@ -37,11 +37,13 @@ class Rooms:
 
     def free(self) -> None:
         """Collective: give the communicators back to MPI."""
-        for room in (self.cross, self.node, self.comm):
-            room.Free()
+        for comm in (self.cross, self.node, self.comm):
+            comm.Free()
 
 
-def split(parent: Comm, *, timeout_s: float = DEFAULT_S) -> tuple[Rooms, Place]:
+def split_communicators(
+    parent: Comm, *, timeout_s: float = DEFAULT_S
+) -> tuple[Communicators, Place]:
     """Collective: find the node of every rank; `parent` is duplicated, so messages never mix.
 
     Nodes are numbered by their lowest rank. `cross` joins the ranks with the same local rank; where
@@ -71,10 +73,10 @@ def split(parent: Comm, *, timeout_s: float = DEFAULT_S) -> tuple[Rooms, Place]:
         num_nodes=num_nodes,
     )
     watching = Watching(timeout_s)
-    rooms = Rooms(
+    comms = Communicators(
         comm=WatchedComm(comm, watching, "comm"),
         node=WatchedComm(node, watching, "node"),
         cross=WatchedComm(cross, watching, "cross"),
         watching=watching,
     )
-    return rooms, place
+    return comms, place

@@ -22,18 +22,18 @@ class WatchedComm(MPI.Intracomm):
     """A communicator of a world. Its blocking collectives are announced."""
 
     watching: Watching
-    room: str
+    label: str
 
-    def __new__(cls, comm: MPI.Comm, watching: Watching, room: str) -> WatchedComm:
+    def __new__(cls, comm: MPI.Comm, watching: Watching, label: str) -> WatchedComm:
         """Another name for the same communicator, not a duplicate."""
         made = super().__new__(cls, comm)
-        made.watching, made.room = watching, room
+        made.watching, made.label = watching, label
         return made
 
     @property
     def is_watched(self) -> bool:
         """Whether its collectives are announced to somebody."""
-        return self.room in self.watching.watches
+        return self.label in self.watching.watches
 
     @property
     def plain(self) -> MPI.Intracomm:
@@ -46,7 +46,7 @@ def _announced(name: str) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def call(self: WatchedComm, *args: Any, **options: Any) -> Any:
-        with self.watching.announce(name, room=self.room):
+        with self.watching.announce(name, label=self.label):
             return plain(self.plain, *args, **options)
 
     return call

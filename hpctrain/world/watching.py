@@ -69,7 +69,7 @@ class Watching:
         self.watchdog: Watchdog | None = None
         """Over all ranks; None: nobody watches."""
         self.watches: dict[str, Watch] = {}
-        """By room: `comm` (the watchdog itself), `node`, `cross`."""
+        """By communicator: `comm` (the watchdog itself), `node`, `cross`."""
         self._here = threading.local()
 
     @contextmanager
@@ -91,7 +91,7 @@ class Watching:
         *,
         timeout_s: float | None = None,
         at_least_s: float = 0.0,
-        room: str = "comm",
+        label: str = "comm",
     ) -> Iterator[None]:
         """A block that waits for other ranks; the same on all of them.
 
@@ -99,9 +99,9 @@ class Watching:
             call: What it does, in a word; the public function that it serves is put before it.
             timeout_s: How long it may take, where no `allow` says otherwise.
             at_least_s: What it may take in any case, where it does more than wait.
-            room: Which ranks take part.
+            label: Which communicator: `comm`, `node` or `cross`.
         """
-        watch = self.watches.get(room)
+        watch = self.watches.get(label)
         if watch is None:
             yield
             return
@@ -131,11 +131,11 @@ def takes_timeout(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def limited(*args: P.args, **options: P.kwargs) -> T:
-        rooms = getattr(args[0] if args else options.get("world"), "rooms", None)
+        comms = getattr(args[0] if args else options.get("world"), "comms", None)
         timeout_s: Any = options.get("timeout_s", default)
-        if rooms is None or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        if comms is None or not isinstance(timeout_s, int | float) or not timeout_s > 0:
             return function(*args, **options)
-        with rooms.watching.allow(float(timeout_s)):
+        with comms.watching.allow(float(timeout_s)):
             return function(*args, **options)
 
     return limited

@@ -19,7 +19,7 @@ from hpctrain.world.launcher import Launch
 from hpctrain.world.observing import Observer
 from hpctrain.world.seeding import Streams
 from hpctrain.world.shares import Shares
-from hpctrain.world.topology import Place, Rooms
+from hpctrain.world.topology import Communicators, Place
 from hpctrain.world.watching import Watching
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class World:
     """
 
     place: Place
-    rooms: Rooms
+    comms: Communicators
     launch: Launch
     mpi: str
     """The MPI library in words."""
@@ -136,22 +136,22 @@ class World:
     @property
     def comm(self) -> Comm:
         """All ranks (a duplicate: messages sent here never meet other libraries')."""
-        return self.rooms.comm
+        return self.comms.comm
 
     @property
     def node(self) -> Comm:
         """The ranks of this node."""
-        return self.rooms.node
+        return self.comms.node
 
     @property
     def cross(self) -> Comm:
         """The ranks of all nodes that have this rank's local rank."""
-        return self.rooms.cross
+        return self.comms.cross
 
     @property
     def watching(self) -> Watching:
         """Who watches over what these communicators wait for, and how long that may take."""
-        return self.rooms.watching
+        return self.comms.watching
 
     @property
     def host(self) -> str:

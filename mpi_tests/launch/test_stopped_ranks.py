@@ -134,7 +134,9 @@ def test_a_rank_that_is_stopped_before_init_is_named(tmp_path):
     path.write_text(BEFORE_MPI)
     done = run(*HPCTRAIN, "run", "-n", "2", path, timeout_s=90)
     assert done.code == 124, done.text
-    assert "TimedOutError: hpctrain.init: waited 3 s for rank 1 of 2" in done.err, done.text
+    assert (
+        "TimedOutError: hpctrain.init: timed out after 3 s waiting for rank 1 of 2" in done.err
+    ), done.text
 
 
 STOPPED = """

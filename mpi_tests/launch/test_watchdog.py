@@ -24,14 +24,14 @@ from hpctrain.world.devices import DeviceInfo
 from hpctrain.world.launcher import current_launch
 from hpctrain.world.output import write_whole_lines
 from hpctrain.world.seeding import Streams
-from hpctrain.world.topology import split
+from hpctrain.world.topology import split_communicators
 
 write_whole_lines()
-rooms, place = split(MPI.COMM_WORLD)
-infos = rooms.comm.allgather(RankInfo(
+comms, place = split_communicators(MPI.COMM_WORLD)
+infos = comms.comm.allgather(RankInfo(
     host=socket.gethostname(), node_rank=place.node_rank, local_rank=place.local_rank, cpus="",
     num_threads=1, device=DeviceInfo(kind="cpu")))
-world = World(place=place, rooms=rooms, launch=current_launch(), mpi="", device=None,
+world = World(place=place, comms=comms, launch=current_launch(), mpi="", device=None,
               ranks=tuple(infos), streams=Streams(1, place.rank))
 rank, comm = world.rank, world.comm
 dog = start(world, timeout_s=TIMEOUT_S)

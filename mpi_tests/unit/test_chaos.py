@@ -30,7 +30,7 @@ def test_an_instruction_survives_the_environment():
     ("text", "words"),
     [
         ("no json", "not as `hpctrain chaos` writes it"),
-        ('{"what": "fire", "rank": 0, "step": 1}', "none of signal, pause"),
+        ('{"what": "fire", "rank": 0, "step": 1}', "choose one of signal, pause"),
         ('{"what": "signal", "rank": 0, "step": 1}', "needs signal"),
         ('{"what": "signal", "rank": 0, "step": 1, "signal": "SIGNO"}', "no signal"),
         ('{"what": "nan", "rank": 0, "step": 0}', "from rank 0 and step 1"),

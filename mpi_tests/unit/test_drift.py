@@ -98,7 +98,7 @@ def test_the_message_names_parameter_rank_and_step():
     assert text == (
         "step 300: fc.weight of rank 2 of 4 differs from that of the others; rank 2 on n1: 1 of 3 "
         "elements differ, element 1 is 0.5 instead of 1.0, 1 bit apart; also fc.bias and 2 more; "
-        "one flipped bit points to memory: have the node looked at, and go on from a checkpoint "
+        "one flipped bit points to memory: have the node looked at, and resume from a checkpoint "
         "before this step"
     )
     two = render([find_odd("w", "ab")], ["", "3 of 3 elements differ"], ["a", "b"], step=1)
