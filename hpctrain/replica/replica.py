@@ -105,11 +105,11 @@ class Replica:
         Clipping by norm and loss scaling compute it in any case. The same on every rank: where
         ranks share memory it is a collective.
         """
-        return self._treatment.measures_norm
+        return self._scale_and_clip.measures_norm
 
     @measures_norm.setter
     def measures_norm(self, measured: bool) -> None:
-        self._treatment.measures_norm = measured
+        self._scale_and_clip.measures_norm = measured
 
     @property
     def num_samples(self) -> int | None:
