@@ -206,14 +206,14 @@ class Arena:
         dense = is_dense(parameter)
         return like_parameter(piece, parameter) if dense else piece.view(parameter.shape)
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """After a backward pass: note what it used, and bring back what it wrote elsewhere."""
         for number, buffer in enumerate(self._buffers):
             if number < self._launched:
                 self._late += [self.names[self._index[id(p)]] for p in buffer.ready]
-            self._settle(buffer)
+            self._collect(buffer)
 
-    def _settle(self, buffer: _BucketBuffer) -> None:
+    def _collect(self, buffer: _BucketBuffer) -> None:
         for parameter in buffer.ready:
             index = self._index[id(parameter)]
             buffer.used.add(index)
@@ -255,8 +255,8 @@ class Arena:
             buffer.ready.clear()
             buffer.used.clear()
 
-    def unsettled(self) -> list[str]:
-        """Parameters that a backward pass has used which nobody settled, by name."""
+    def uncollected(self) -> list[str]:
+        """Parameters that a backward pass has used and nobody collected, by name."""
         names = [self.names[self._index[id(p)]] for buffer in self._buffers for p in buffer.ready]
         return list(dict.fromkeys(names))
 
@@ -302,7 +302,7 @@ class Arena:
     def _launch(self, buffer: _BucketBuffer) -> None:
         if self._carry is None:
             raise RuntimeError("an arena must be armed before its buckets travel")
-        self._settle(buffer)
+        self._collect(buffer)
         marks = [1.0 if index in buffer.used else 0.0 for index in buffer.bucket.members]
         buffer.flags.copy_(torch.tensor(marks, dtype=torch.float64), non_blocking=True)
         buffer.work = self._carry(buffer.message, buffer.text)

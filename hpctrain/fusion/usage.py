@@ -64,11 +64,11 @@ class Usage:
 
         return arrive
 
-    def unsettled(self) -> list[str]:
-        """Parameters that a backward pass has used which nobody settled, by name, each once."""
+    def uncollected(self) -> list[str]:
+        """Parameters that a backward pass has used and nobody collected, by name, each once."""
         return [self._names[i] for i in dict.fromkeys(self._index[id(p)] for p in self._ready)]
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """After a backward pass of ours, or when all is forgotten."""
         self._ours = False
         self._ready.clear()

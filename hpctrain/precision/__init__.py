@@ -5,8 +5,8 @@ from __future__ import annotations
 from hpctrain.precision.casting import Casting
 from hpctrain.precision.gradients import (
     Gradients,
-    Treated,
-    Treatment,
+    ScaleAndClip,
+    UpdateResult,
     excluded_from_clipping,
     multiply,
     sum_of_squares,
@@ -25,8 +25,8 @@ __all__ = [
     "LossScaling",
     "Precision",
     "PrecisionName",
-    "Treated",
-    "Treatment",
+    "ScaleAndClip",
+    "UpdateResult",
     "check_choice",
     "check_parameters",
     "excluded_from_clipping",

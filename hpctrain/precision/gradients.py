@@ -20,8 +20,8 @@ from hpctrain.world import World, agree
 
 __all__ = [
     "Gradients",
-    "Treated",
-    "Treatment",
+    "ScaleAndClip",
+    "UpdateResult",
     "clip_factor",
     "excluded_from_clipping",
     "multiply",
@@ -107,7 +107,7 @@ class Gradients(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Treated:
+class UpdateResult:
     """What became of a step; tensors where reading would wait for a GPU."""
 
     overflow: bool | Tensor = False
@@ -120,7 +120,7 @@ class Treated:
     """What was not finite on this rank, where that was looked for."""
 
 
-class Treatment:
+class ScaleAndClip:
     """Loss scaling and clipping of a replica.
 
     Args:
@@ -265,7 +265,7 @@ class Treatment:
 
     # The update
 
-    def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> Treated:
+    def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> UpdateResult:
         """Update, unless something overflowed on any rank.
 
         Args:
@@ -277,7 +277,7 @@ class Treatment:
         if self.scaler is None or overflow is None:
             update()
             self.forget()
-            return Treated(norm_parts=norm_parts)
+            return UpdateResult(norm_parts=norm_parts)
         scale = self.scaler.scale.clone()
         skipped: bool | Tensor
         if self._can_skip_on_device(optimizer, overflow) and not examined:
@@ -293,7 +293,7 @@ class Treatment:
         if examined and skipped is False:
             self.scaler.pass_last_chance()
         collapsed = examined and skipped is True and self.scaler.has_collapsed()
-        return Treated(
+        return UpdateResult(
             overflow=skipped,
             scale=scale,
             norm_parts=norm_parts,
@@ -309,7 +309,7 @@ class Treatment:
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         return bool(fused) and overflow.is_cuda and self._has_stepped
 
-    def check_collapse(self, done: Treated, *, number: int) -> None:
+    def check_collapse(self, done: UpdateResult, *, number: int) -> None:
         """Collective after the last chance: end the run on all ranks, with what was found on each.
 
         Args:

@@ -98,7 +98,7 @@ class Masters:
             self._num_blocks -= 1
             self._leave()
 
-    def settle(self) -> None:
+    def recover(self) -> None:
         """Outside of the optimizer: one that raised in a step or a load is done with it."""
         self._num_calls = 0
         self._leave()

@@ -1,4 +1,4 @@
-"""A replica's precision as one object: forward pass, treatment of gradients, masters."""
+"""A replica's precision as one object: forward pass, loss scaling and clipping, masters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.errors import ConfigError
 from hpctrain.precision.casting import Casting
-from hpctrain.precision.gradients import Treated, Treatment
+from hpctrain.precision.gradients import ScaleAndClip, UpdateResult
 from hpctrain.precision.masters import Masters
 
 __all__ = ["Precision"]
@@ -29,7 +29,7 @@ class Precision:
 
     Args:
         casting: The forward pass.
-        treatment: Of gradients.
+        scale_and_clip: Loss scaling and clipping.
         model: What runs forward.
         optimizer: The user's; it is told apart who calls its `step`.
     """
@@ -37,12 +37,12 @@ class Precision:
     def __init__(
         self,
         casting: Casting,
-        treatment: Treatment,
+        scale_and_clip: ScaleAndClip,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self.casting = casting
-        self.treatment = treatment
+        self.scale_and_clip = scale_and_clip
         self._optimizer = optimizer
         self._steps = False
         # Before the masters' hooks, so that a refused step has touched nothing.
@@ -51,8 +51,8 @@ class Precision:
         self.masters = Masters(model, optimizer) if pure else None
 
     def _check_caller(self) -> None:
-        if self.treatment.owns_step and not self._steps:
-            has_scaler = self.treatment.scaler is not None
+        if self.scale_and_clip.owns_step and not self._steps:
+            has_scaler = self.scale_and_clip.scaler is not None
             what = "precision='fp16'" if has_scaler else "clip_norm and clip_value"
             raise ConfigError(
                 f"optimizer.step() was called, by hand or by a GradScaler, and {what} need "
@@ -60,19 +60,19 @@ class Precision:
                 "clip yourself"
             )
 
-    def settle(self) -> None:
+    def recover(self) -> None:
         """Before a forward or backward pass: an optimizer that raised has left nothing behind."""
         if self.masters is not None:
-            self.masters.settle()
+            self.masters.recover()
 
-    def step(self, update: Callable[[], object]) -> Treated:
-        """Update or skip; see `Treatment.step`."""
+    def step(self, update: Callable[[], object]) -> UpdateResult:
+        """Update or skip; see `ScaleAndClip.step`."""
         self._steps = True
         try:
-            return self.treatment.step(self._optimizer, update)
+            return self.scale_and_clip.step(self._optimizer, update)
         finally:
             self._steps = False
-            self.settle()
+            self.recover()
 
     def adopt(self) -> None:
         """Convert what is new in the model; before its gradients are laid out."""
@@ -86,8 +86,8 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """What belongs into a checkpoint beside the optimizer's own state; often nothing."""
         state: dict[str, Any] = {}
-        if self.treatment.scaler is not None:
-            state["scaler"] = self.treatment.scaler.state_dict()
+        if self.scale_and_clip.scaler is not None:
+            state["scaler"] = self.scale_and_clip.scaler.state_dict()
         if self.masters is not None:
             state["masters"] = self.masters.state_dict()
         return state
@@ -102,19 +102,19 @@ class Precision:
         try:
             self._optimizer.load_state_dict(rest)
         finally:
-            self.settle()
-        if self.treatment.scaler is not None and "scaler" in state:
-            self.treatment.scaler.load_state_dict(state["scaler"])
+            self.recover()
+        if self.scale_and_clip.scaler is not None and "scaler" in state:
+            self.scale_and_clip.scaler.load_state_dict(state["scaler"])
         if self.masters is not None and "masters" in state:
             self.masters.load_state_dict(state["masters"])
 
     def describe(self) -> Iterator[tuple[str, str]]:
         """What was chosen, in words."""
         yield "precision", _WORDS[self.casting.precision]
-        if self.treatment.clip_norm is not None:
-            yield "clipping", f"by the norm of all gradients, {self.treatment.clip_norm:g}"
-        if self.treatment.clip_value is not None:
-            yield "clipping", f"each element, {self.treatment.clip_value:g}"
+        if self.scale_and_clip.clip_norm is not None:
+            yield "clipping", f"by the norm of all gradients, {self.scale_and_clip.clip_norm:g}"
+        if self.scale_and_clip.clip_value is not None:
+            yield "clipping", f"each element, {self.scale_and_clip.clip_value:g}"
 
     def close(self) -> None:
         """Let optimizer and torch's switches go."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpctrain.engines import Engine, Op
 from hpctrain.errors import HpcTrainError
 from hpctrain.fusion import Arrived
-from hpctrain.precision import Treatment
+from hpctrain.precision import ScaleAndClip
 from hpctrain.replica.checks import check_gradients, check_unchanged
 from hpctrain.replica.control_words import (
     ControlWords,
@@ -46,7 +46,7 @@ class Exchange:
         engine: Over the ranks that train together.
         mode: How gradients travel.
         accumulate: Backward calls that make one window.
-        treatment: Loss scaling and clipping.
+        scale_and_clip: Loss scaling and clipping.
         rebuild: Collective: makes a new mode; True: weights become rank 0's first.
         stops_at_nonfinite: Whether a loss that is inf or NaN stops all ranks.
     """
@@ -60,7 +60,7 @@ class Exchange:
         mode: Mode,
         *,
         accumulate: int,
-        treatment: Treatment,
+        scale_and_clip: ScaleAndClip,
         rebuild: Callable[[bool], Mode],
         stops_at_nonfinite: bool,
     ) -> None:
@@ -68,7 +68,7 @@ class Exchange:
         self.engine = engine
         self.mode = mode
         self.window = Window(accumulate)
-        self.treatment = treatment
+        self.scale_and_clip = scale_and_clip
         self.observers = world.observers
         """Who is told what this rank does; the world's own list, so that others may come later."""
         self.num_samples: int | None = None
@@ -86,7 +86,7 @@ class Exchange:
         self.finite = FiniteCheck(
             world,
             num_ranks=engine.size,
-            watches=stops_at_nonfinite and treatment.scaler is None,
+            watches=stops_at_nonfinite and scale_and_clip.scaler is None,
         )
         self.when_rebuilt: Callable[[], None] = lambda: None
         self._model = model
@@ -145,7 +145,7 @@ class Exchange:
     def reset_window(self) -> None:
         """Begin a new window, and forget what was found in the old one."""
         self.window.clear()
-        self.treatment.forget()
+        self.scale_and_clip.forget()
         self._aside = self._nonfinite = None
         self.finite.forget(step=self.num_steps)
 
@@ -167,7 +167,7 @@ class Exchange:
     @property
     def examines(self) -> bool:
         """Whether gradients are looked at before they travel. Not in `join`: not all step there."""
-        return self.treatment.examines and not self.is_joining
+        return self.scale_and_clip.examines and not self.is_joining
 
     def arm(self, weight: float, calls: int, *, counted: bool) -> None:
         """Before the last backward pass of a window, which gradients may leave in.
@@ -223,7 +223,7 @@ class Exchange:
     def _run(self, present: bool) -> Arrived:
         window, mode = self.window, self.mode
         if self.examines:
-            self.treatment.examine(self._names, mode.parameters)
+            self.scale_and_clip.examine(self._names, mode.parameters)
         words = self._words(
             window.weight,
             window.calls,
@@ -250,7 +250,7 @@ class Exchange:
             given = totals[:3] if on_cpu else arrived.control[:3].unbind()
             divisor = window.divisor(*given)
             seeded = 1.0 if plain else self.scale or 1.0
-            self.treatment.average(mode, divisor / seeded, self._optimizer.param_groups)
+            self.scale_and_clip.average(mode, divisor / seeded, self._optimizer.param_groups)
             if on_cpu and not plain:
                 self.scale = float(divisor)
         mode.hide_unused(frozenset() if self.is_empty else arrived.used())

@@ -60,7 +60,7 @@ class Joining:
         Every rank of the block is either in this call or in a closing backward.
         """
         exchange = self._exchange
-        window, treatment = exchange.window, exchange.treatment
+        window, scale_and_clip = exchange.window, exchange.scale_and_clip
         leftover = window.calls > 0 and not window.exchanged
         exchange.agree_on_scale(0.0, counted=None)
         if not leftover:
@@ -71,14 +71,14 @@ class Joining:
         if leftover:
             self._replica.step()
         elif num_taking_part:
-            treatment.follow()  # the others' scale moves with this step, and so must ours
+            scale_and_clip.follow()  # the others' scale moves with this step, and so must ours
         window.clear()
-        treatment.forget()
+        scale_and_clip.forget()
         return num_taking_part
 
     def _share_scale(self, root: int) -> None:
         """Collective: take the loss scale of a rank that has made all steps."""
-        scaler, world = self._exchange.treatment.scaler, self._replica.world
+        scaler, world = self._exchange.scale_and_clip.scaler, self._replica.world
         if scaler is not None:
             mine = scaler.state_dict() if world.rank == root else None
             scaler.load_state_dict(world.comm.bcast(mine, root=root))

@@ -241,19 +241,19 @@ class PlainLoop:
     def _begin_pass(self) -> None:
         """`loss.backward()` has added its first gradient; called once or more in one pass."""
         exchange = self._exchange
-        window, treatment = exchange.window, exchange.treatment
+        window, scale_and_clip = exchange.window, exchange.scale_and_clip
         check_plain(
             window,
-            scales=treatment.scaler is not None,
+            scales=scale_and_clip.scaler is not None,
             watched=not self._passes.is_open,
         )
-        self._precision.settle()
+        self._precision.recover()
         self._end_failed_step()
         if self._passes.is_open:
             return
         if window.exchanged and not exchange.is_seen():  # somebody's zero_grad()
             exchange.reset_window()
-        treatment.admit(exchanged=window.exchanged)
+        scale_and_clip.admit(exchanged=window.exchanged)
         if window.exchanged:
             exchange.finite.finding = None  # of a window that is over
         if window.exchanged and not window.stepped:

@@ -12,7 +12,7 @@ from hpctrain.precision import (
     LossScaling,
     Precision,
     PrecisionName,
-    Treatment,
+    ScaleAndClip,
     check_choice,
     check_parameters,
     excluded_from_clipping,
@@ -57,7 +57,7 @@ def choose_precision(
         def spread(norms: Tensor) -> object:
             return engine.broadcast_(norms, 0, what="norms of the gradients")
 
-    treatment = Treatment(
+    scale_and_clip = ScaleAndClip(
         world,
         named_parameters(model, optimizer)[1][0].device,
         scaling=scaling or LossScaling() if scales else None,
@@ -65,7 +65,7 @@ def choose_precision(
         clip_value=clip_value,
         spread=spread,
     )
-    return Precision(Casting(precision, world.device.type), treatment, model, optimizer)
+    return Precision(Casting(precision, world.device.type), scale_and_clip, model, optimizer)
 
 
 def check_trained(

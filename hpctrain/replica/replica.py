@@ -69,7 +69,7 @@ class Replica:
         self.averages_statistics = False
         """Whether somebody averages BatchNorm's statistics before they are used."""
         self._precision = precision
-        self._treatment = precision.treatment
+        self._scale_and_clip = precision.scale_and_clip
         self._exchange = Exchange(
             world,
             model,
@@ -77,7 +77,7 @@ class Replica:
             engine,
             mode,
             accumulate=accumulate,
-            treatment=precision.treatment,
+            scale_and_clip=precision.scale_and_clip,
             rebuild=rebuild,
             stops_at_nonfinite=stops_at_nonfinite,
         )
@@ -105,11 +105,11 @@ class Replica:
         Clipping by norm and loss scaling compute it in any case. The same on every rank: where
         ranks share memory it is a collective.
         """
-        return self._treatment.measures_norm
+        return self._scale_and_clip.measures_norm
 
     @measures_norm.setter
     def measures_norm(self, measured: bool) -> None:
-        self._treatment.measures_norm = measured
+        self._scale_and_clip.measures_norm = measured
 
     @property
     def num_samples(self) -> int | None:
@@ -133,7 +133,7 @@ class Replica:
         return self._forward(arguments, named)
 
     def _forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self._precision.settle()
+        self._precision.recover()
         exchange = self._exchange
         if not self._window.calls and exchange.is_outgrown():
             exchange.rebuild(broadcast=True)
@@ -179,7 +179,7 @@ class Replica:
         self, loss: Tensor, num_samples: int | None, retain_graph: bool | None, create_graph: bool
     ) -> None:
         exchange, window = self._exchange, self._window
-        self._precision.settle()
+        self._precision.recover()
         self._plain.stop()  # its hooks cost a call for each parameter, and are not needed here
         if num_samples is None and self.world.shares.is_uneven:
             self._plain.say_once(
@@ -191,7 +191,7 @@ class Replica:
             exchange.reset_window()
         self._turn.admit()
         weight = window.admit(num_samples)
-        self._treatment.admit(exchanged=window.exchanged)
+        self._scale_and_clip.admit(exchanged=window.exchanged)
         if weight > 0:
             check_loss(loss)
         exchange.check_gradients()
@@ -222,7 +222,7 @@ class Replica:
         self, loss: Tensor, weight: float, retain_graph: bool | None, create_graph: bool
     ) -> None:
         share = weight / (self._exchange.scale or 1.0)
-        seed = self._treatment.seed(loss, share)
+        seed = self._scale_and_clip.seed(loss, share)
         try:
             with own_pass():
                 torch.autograd.backward(
@@ -286,7 +286,7 @@ class Replica:
             label_of(self.optimizer),
             accumulate=self._window.accumulate,
             no_sync=self._plain.no_sync,
-            treats=self._treatment.owns_step,
+            treats=self._scale_and_clip.owns_step,
         )
         first: Tensor | None = None
 
@@ -379,7 +379,7 @@ class Replica:
         exchange.note_seen()
         exchange.num_steps += 1
         if not exchange.is_joining:  # not all ranks step there, so not all could raise
-            self._treatment.check_collapse(done, number=exchange.num_steps)
+            self._scale_and_clip.check_collapse(done, number=exchange.num_steps)
         return Step(due=True, note="stepped", learning_rates=rates, done=done)
 
     def begin_batch(self, *, last: bool) -> None:
@@ -487,7 +487,7 @@ class Replica:
 
     @stops_at_nonfinite.setter
     def stops_at_nonfinite(self, stops: bool) -> None:
-        self._exchange.finite.watches = stops and self._treatment.scaler is None
+        self._exchange.finite.watches = stops and self._scale_and_clip.scaler is None
 
     def counters(self) -> dict[str, Any]:
         """What a replica has counted and learned beside the optimizer's state, as plain data.
@@ -510,7 +510,7 @@ class Replica:
     @property
     def num_skipped(self) -> int:
         """Steps that an overflow made all ranks skip. Waits for a GPU."""
-        scaler = self._treatment.scaler
+        scaler = self._scale_and_clip.scaler
         return 0 if scaler is None else scaler.num_skipped
 
     def autocast(self) -> AbstractContextManager[Any]:

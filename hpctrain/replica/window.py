@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
-from hpctrain.precision import Treated
+from hpctrain.precision import UpdateResult
 
 __all__ = ["Step", "Turn", "Window"]
 
@@ -201,7 +201,7 @@ class Step:
     """Of each parameter group, for this step."""
     loss: Tensor | None = field(default=None, repr=False)
     """Of `learn()`: this rank's loss, without its graph; None after `step()`."""
-    done: Treated = field(default=Treated(), repr=False)
+    done: UpdateResult = field(default=UpdateResult(), repr=False)
     """The same as it is on the device; the properties below read it."""
 
     @property

@@ -316,7 +316,7 @@ def test_a_lone_skip_ends_no_run_when_the_count_is_old(world, engines):
     optimizer = OPTIMIZERS["adamw"](model)
     replica = distribute(world, engines, model, optimizer, precision="fp16", scaling=SCALING)
     train_together(world, replica, steps=range(3))
-    scaler = replica._treatment.scaler
+    scaler = replica._scale_and_clip.scaler
     scaler._watch.num_in_a_row = SCALING.max_skips - 1  # as a GPU tells it, some steps late
     told = train_together(world, replica, steps=range(3, 6))
     assert [skipped for skipped, *_ in told] == [True, True, False]

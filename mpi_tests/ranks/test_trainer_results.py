@@ -98,12 +98,12 @@ def test_a_plateau_steps_after_evaluations_and_goes_on_after_a_stop(
 
 def test_rates_and_norms_are_in_every_line(world, engines, shared, monkeypatch):
     """The norm is that of the averaged gradients, and only steps that are logged compute it."""
-    from hpctrain.precision.gradients import Treatment
+    from hpctrain.precision.gradients import ScaleAndClip
 
     computed = []
-    note = Treatment._note_norm
+    note = ScaleAndClip._note_norm
     monkeypatch.setattr(
-        Treatment, "_note_norm", lambda *words: (computed.append(1), note(*words))[1]
+        ScaleAndClip, "_note_norm", lambda *words: (computed.append(1), note(*words))[1]
     )
     x, y = data(24)
     torch.manual_seed(5)

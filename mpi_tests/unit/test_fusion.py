@@ -75,13 +75,13 @@ def test_gradients_are_views_and_strays_come_back():
     flat = next(iter(arena.flats.values()))
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-    assert sorted(arena.unsettled()) == ["b", "w"]
-    arena.settle()
-    assert arena.unsettled() == []
+    assert sorted(arena.uncollected()) == ["b", "w"]
+    arena.collect()
+    assert arena.uncollected() == []
     model.zero_grad()  # sets gradients to None
     model(torch.ones(1, 3)).sum().backward()
     assert not arena.is_attached()
-    arena.settle()
+    arena.collect()
     assert arena.is_attached()
     assert model.weight.grad.tolist() == [[1.0] * 3] * 2
     arena.close()
@@ -99,7 +99,7 @@ def test_flags_are_read_only_for_what_could_have_been_used(frozen, taken, needs_
     arena = Arena("abc", list(model.parameters()), bucket_bytes=None)
     arena.attach()
     sum(model[i](torch.ones(1, 2)).sum() for i in range(3 - taken, 3)).backward()
-    arena.settle()
+    arena.collect()
     arena.arm(lambda message, text: Arrived(), [1.0] * CONTROL_WORDS, overlap=False)
     used = arena.finish().used()
     assert used == (frozenset(range(3 - taken, 3)) if needs_flags else None)

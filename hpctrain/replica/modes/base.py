@@ -25,10 +25,10 @@ class Hooks(Protocol):
     def hook(self) -> None:
         """Before a pass of ours: hook what can have a gradient now."""
 
-    def unsettled(self) -> list[str]:
-        """Parameters that a pass has used since the last `settle`, by name, each once."""
+    def uncollected(self) -> list[str]:
+        """Parameters that a pass has used since the last `collect`, by name, each once."""
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """After a pass of ours, or when all is forgotten."""
 
 
@@ -65,19 +65,19 @@ class BackwardWatch:
 
     def end(self) -> None:
         """After a backward pass of ours."""
-        self.hooks.settle()
+        self.hooks.collect()
         self._seen = None if self._closing else self._fingerprint()
         self._closing = False
 
     def forget(self) -> None:
         """Gradients were dropped, or taken as they are."""
-        self.hooks.settle()
+        self.hooks.collect()
         self._seen = None
         self._closing = False
 
     def foreign(self) -> list[str]:
         """Parameters that a backward pass of somebody else's has written to, by name."""
-        return self.hooks.unsettled()
+        return self.hooks.uncollected()
 
     def edited(self) -> bool:
         """Whether somebody has written to gradients since the pass before."""

@@ -156,7 +156,7 @@ class HorovodMode(Mode):
         return totals
 
     def _prepare(self, control: ControlWords) -> None:
-        """Collective the first time: settle what gradients are divided by before they leave."""
+        """Collective the first time: decide what gradients are divided by before they leave."""
         if self._adasum:
             self._wire.divisor = control[0] or 1.0  # each rank's own mean
             return
@@ -264,11 +264,11 @@ class _Notes:
     def hook(self) -> None:
         """All are hooked from the beginning, frozen ones too."""
 
-    def unsettled(self) -> list[str]:
-        """Parameters that a pass has used since the last `settle`, by name."""
+    def uncollected(self) -> list[str]:
+        """Parameters that a pass has used since the last `collect`, by name."""
         return [self._names[index] for index in self._ready]
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """After a backward pass of ours."""
         self.used.update(self._ready)
         self._ready.clear()

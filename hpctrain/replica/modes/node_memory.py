@@ -233,7 +233,7 @@ def _cut_slice(group: NodeGroup, buffer: GradientBuffer) -> Iterator[_Run]:
 
 
 class NodeNorms:
-    """What a treatment does to the sums of a node.
+    """What scaling and clipping do to the sums of a node.
 
     A rank reads and writes its own slice alone, so nobody has to wait between the two; partial
     sums of squares meet in shared memory.
