@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
     from hpctrain.saver import Saver
-    from hpctrain.train.trainer import Trainer
+    from hpctrain.train import Trainer
     from hpctrain.world import World, agree
 
 __version__ = "0.1.0"
@@ -129,7 +129,7 @@ __getattr__ = lazy(
         ".precision": ("LossScaling",),
         ".replica": ("Replica", "distribute"),
         ".saver": ("Saver",),
-        ".train.trainer": ("Trainer",),
+        ".train": ("Trainer",),
         ".world": ("World", "agree"),
     },
 )

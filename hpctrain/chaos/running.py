@@ -18,7 +18,7 @@ from hpctrain.chaos.scenarios import Scenario, patterns
 from hpctrain.checkpoint import Entry
 from hpctrain.errors import CheckpointError, LaunchError
 from hpctrain.faults import FaultKind, Injection
-from hpctrain.train.config import Config, load_config, to_toml
+from hpctrain.train import Config, load_config, to_toml
 
 __all__ = [
     "EVERY_STEPS",

@@ -142,7 +142,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def _remark_on_better(run: Path, path: Path, metric: str | None) -> None:
     """Say that an evaluation was better than all checkpoints that are kept, where that is known."""
-    from hpctrain.train.directory import read_summary
+    from hpctrain.train import read_summary
 
     monitor = (read_summary(run) or {}).get("monitor", {})
     (entry,) = checkpoints_of(path)

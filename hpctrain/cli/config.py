@@ -42,16 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print what was asked for."""
-    from hpctrain.train.config import explaining, load_config, schema, to_toml
+    from hpctrain.train import (
+        explain,
+        json_schema,
+        list_keys,
+        load_config,
+        markdown,
+        template,
+        to_toml,
+    )
 
     if args.action == "schema":
-        print(json.dumps(schema.json_schema(), indent=2))
+        print(json.dumps(json_schema(), indent=2))
     elif args.action == "template":
-        print(explaining.template(), end="")
+        print(template(), end="")
     elif args.action == "show":
         print(to_toml(load_config(args.path, args.settings)), end="")
     elif args.markdown:
-        print(explaining.markdown(), end="")
+        print(markdown(), end="")
     else:
-        print(explaining.explain(args.key) if args.key else explaining.list_keys())
+        print(explain(args.key) if args.key else list_keys())
     return 0

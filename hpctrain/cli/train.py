@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Plan, start the ranks, or be one."""
-    from hpctrain.train.config import load_config
+    from hpctrain.train import load_config
     from hpctrain.world import detect
 
     variables = set_variables(args.env)
@@ -102,8 +102,7 @@ def main(args: argparse.Namespace) -> int:
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"-n {args.ranks} is not possible; start at least 1 rank")
     if args.dry_run:
-        from hpctrain.train.measuring import plan_ahead
-        from hpctrain.train.references import search_beside
+        from hpctrain.train import plan_ahead, search_beside
 
         search_beside(args.config)
         num_ranks = args.ranks or (launch.size if started else 1)

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Follow the run."""
-    from hpctrain.train.watching import follow, show_once
+    from hpctrain.train import follow, show_once
 
     if args.once:
         return show_once(args.directory, as_json=args.json)

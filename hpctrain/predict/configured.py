@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.engines import AUTO, capabilities_of
 from hpctrain.errors import ConfigError
-from hpctrain.train.config import Config, load_config
+from hpctrain.train import Config, load_config
 
 if TYPE_CHECKING:
     from hpctrain.predict.profile import Profile
@@ -72,10 +72,15 @@ def measure_configured(path: Path, batch: int, *, repeats: int = 20) -> Profile:
     from hpctrain.connection import init
     from hpctrain.data import Loader
     from hpctrain.predict.profiling import Subject, measure_profile
-    from hpctrain.train.building import build_data, build_models, build_optimizer
-    from hpctrain.train.computing import compute
-    from hpctrain.train.measuring import count_samples
-    from hpctrain.train.references import find_loss, search_beside
+    from hpctrain.train import (
+        build_data,
+        build_models,
+        build_optimizer,
+        compute,
+        count_samples,
+        find_loss,
+        search_beside,
+    )
 
     config: Config = load_config(path, [])
     search_beside(path)
@@ -109,8 +114,7 @@ def measure_configured(path: Path, batch: int, *, repeats: int = 20) -> Profile:
 
 def state_copies_of(path: Path) -> float:
     """What the configuration's optimizer holds, in sizes of the weights."""
-    from hpctrain.train.measuring import plan_ahead
-    from hpctrain.train.references import search_beside
+    from hpctrain.train import plan_ahead, search_beside
 
     search_beside(path)
     folder = path.resolve().parent

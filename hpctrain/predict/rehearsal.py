@@ -17,7 +17,7 @@ from hpctrain.predict.costs import RankLayout
 from hpctrain.predict.machine import Machine
 from hpctrain.predict.model import Range
 from hpctrain.tables import count_of, number_of, positive
-from hpctrain.train.memory import Memory
+from hpctrain.train import Memory
 
 __all__ = [
     "Files",

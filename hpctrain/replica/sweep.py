@@ -1,7 +1,7 @@
 """The step times that a sweep (`hpctrain bench`) asks a script for.
 
 A timer observes one replica, told what begins and ends; a script that no sweep has started has no
-timer. All of a step's time belongs to some phase here, as a sweep needs it; `hpctrain.train.timing`
+timer. All of a step's time belongs to some phase here, as a sweep needs it; the trainer's timer
 adds up what was observed, since a training also evaluates, saves and logs between its steps.
 
 | phase | from | to |

@@ -1,18 +1,37 @@
-"""What a model makes of a batch: its outputs and the loss, by a function or by the model itself."""
+"""What a model makes of a batch: outputs and loss; a step of it; an evaluation over all ranks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from hpctrain import metrics as exact
+from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
+from hpctrain.optim import EMA, SyncBatchNorm, average_batchnorm
+from hpctrain.world import agree
 
-__all__ = ["Computed", "arrange", "compute", "prediction_of", "split_batch"]
+if TYPE_CHECKING:
+    from hpctrain.replica import Replica
+    from hpctrain.train.trainer import Trainer
+    from hpctrain.world import World
+
+__all__ = [
+    "Computed",
+    "arrange",
+    "compute",
+    "evaluate",
+    "prediction_of",
+    "split_batch",
+    "supervised",
+]
+
 
 _LABELS = "labels"
 """What transformers call what is wanted, wherever it stands in a batch."""
@@ -162,3 +181,104 @@ def _takes(model: nn.Module, names: Collection[Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def supervised(trainer: Trainer, batch: Any) -> Tensor | None:
+    """Collective: one step of a model on a batch, with the trainer's loss or the model's own."""
+    prepare = arrange if trainer.has_stepped else _on_first(trainer, arrange)
+    inputs, named, target, loss = prepare(batch, trainer.replica.model, trainer.loss)
+    step = trainer.replica.learn(
+        loss if trainer.has_stepped else _on_first(trainer, loss, last=True),
+        *inputs,
+        target,
+        num_samples=trainer.loader.num_samples,
+        **named,
+    )
+    trainer.advance(next(iter(trainer.replicas)), step)
+    return step.loss
+
+
+def _on_first(
+    trainer: Trainer, call: Callable[..., Any], *, last: bool = False
+) -> Callable[..., Any]:
+    """The same call on the first batch of a job, which shows whether model, data and loss fit.
+
+    Collective where it fails on some rank, and where it is the last one: all ranks refuse together.
+    """
+
+    def checked(*arguments: Any) -> Any:
+        made, trouble = None, None
+        try:
+            made = call(*arguments)
+        except ConfigError as error:
+            trouble = str(error)
+        if last or trouble is not None:
+            with trainer.refusing():
+                agree(trainer.world.comm, trouble, error=ConfigError)
+        return made
+
+    return checked
+
+
+def evaluate(
+    replica: Replica,
+    loader: Loader,
+    loss: Callable[..., Tensor] | None,
+    metrics: Mapping[str, Callable[..., Tensor]],
+    *,
+    ema: EMA | None = None,
+    averaged: bool = True,
+) -> dict[str, float]:
+    """Collective: the mean loss and metrics over the samples of all ranks; all must match.
+
+    Every sample counts once, whatever the number of ranks; sums are exact, rounded once.
+
+    Args:
+        replica: The model.
+        loader: The data.
+        loss: The mean over a batch of what the model returns and what is wanted; None: the model
+            returns its loss itself.
+        metrics: One value a sample of what the model returns and what is wanted.
+        ema: The average of the model's weights, where there is one.
+        averaged: Whether it is the average that is evaluated, or the last weights.
+
+    Raises:
+        ConfigError: on all ranks, when there are no samples.
+    """
+    world, model = replica.world, replica.model
+    sums = {name: exact.Mean() for name in ("loss", *metrics)}
+    if world.size > 1 and any(_has_own_statistics(layer) for layer in model.modules()):
+        _average_statistics(world, model, ema)  # all ranks must evaluate one and the same model
+    swapped = ema.swapped_in() if ema is not None and averaged else nullcontext()
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), swapped:
+            for batch in loader:
+                if loader.num_samples == 0:
+                    continue
+                made = compute(replica, model, batch, loss)
+                sums["loss"].update(made.loss, loader.num_samples)
+                for name, metric in metrics.items():
+                    sums[name].update(metric(made.out, made.wanted))
+    finally:
+        model.train(was_training)
+    return {name: total.value(world) for name, total in sums.items()}
+
+
+def _average_statistics(world: World, model: nn.Module, ema: EMA | None) -> None:
+    """Collective: average the statistics of BatchNorm over ranks, and their averages over steps."""
+    average_batchnorm(world, model)
+    if ema is not None:
+        with ema.swapped_in():
+            average_batchnorm(world, model)
+            for name, buffer in model.named_buffers():
+                if name in ema.averages:
+                    ema.averages[name].copy_(buffer)
+
+
+def _has_own_statistics(layer: nn.Module) -> bool:
+    """Whether it is a BatchNorm that each rank feeds with its own batches."""
+    batchnorms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    shared = isinstance(layer, SyncBatchNorm)
+    return isinstance(layer, batchnorms) and not shared and layer.running_mean is not None

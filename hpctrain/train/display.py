@@ -1,15 +1,141 @@
-"""What rank 0 shows while it trains: a live line on a terminal, plain lines in a batch log."""
+"""How far a run is, in words: for rank 0's terminal or log, and for `hpctrain watch`."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hpctrain.train.showing import Standing, Ticker, status_line
-from hpctrain.world import World
+from hpctrain.errors import ConfigError
+from hpctrain.exit_codes import REQUEUE
+from hpctrain.train.directory import holder_of, is_held, read_summary
+from hpctrain.train.journal import METRICS_NAME, read_lines
 
-__all__ = ["Display", "make_display"]
+if TYPE_CHECKING:
+    from hpctrain.world import World
+
+__all__ = [
+    "Display",
+    "Look",
+    "Standing",
+    "Ticker",
+    "duration",
+    "ending_line",
+    "evaluation_line",
+    "follow",
+    "look",
+    "make_display",
+    "show_once",
+    "status_line",
+]
+
+
+_FIRST_S = 5.0
+_LONGEST_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """Where a run is."""
+
+    step: int
+    epoch: int
+    num_steps: int | None = None
+    num_epochs: int | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    samples_per_s: float | None = None
+    step_s: float | None = None
+    """Of this job, on average."""
+    left_s: float | None = None
+    """Time left in the allocation."""
+    slowest: tuple[int, float] | None = None
+    """The slowest rank, and how many times as long as the median its steps take."""
+
+    @property
+    def eta_s(self) -> float | None:
+        """How long the rest will take."""
+        if self.num_steps is None or self.step_s is None:
+            return None
+        return max(0, self.num_steps - self.step) * self.step_s
+
+
+def status_line(standing: Standing) -> str:
+    """The line that a log or a terminal shows."""
+    parts = [
+        f"epoch {standing.epoch}" + (f"/{standing.num_epochs}" if standing.num_epochs else ""),
+        f"step {standing.step}" + (f"/{standing.num_steps}" if standing.num_steps else ""),
+    ]
+    if standing.loss is not None:
+        parts.append(f"loss {standing.loss:.4g}")
+    if standing.learning_rate is not None:
+        parts.append(f"lr {standing.learning_rate:.3g}")
+    if standing.gradient_norm is not None:
+        parts.append(f"gradient norm {standing.gradient_norm:.3g}")
+    if standing.samples_per_s is not None:
+        parts.append(f"{standing.samples_per_s:,.0f} samples/s")
+    if standing.eta_s is not None:
+        parts.append(f"ETA {duration(standing.eta_s)}")
+    if standing.left_s is not None:
+        parts.append(f"{duration(standing.left_s)} left in the allocation")
+    if standing.slowest is not None:
+        parts.append(f"slowest rank {standing.slowest[0]} ({standing.slowest[1]:.2f}x)")
+    return ", ".join(parts)
+
+
+def evaluation_line(line: Mapping[str, Any]) -> str:
+    """What an evaluation measured."""
+    fixed = ("kind", "step", "epoch", "time_s", "wall", "seq", "best", "seconds")
+    numbers = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} not finite"
+        for name, value in line.items()
+        if name not in fixed
+    )
+    best = " (best so far)" if line.get("best") else ""
+    return f"evaluation at step {line['step']}: {numbers}{best}"
+
+
+def ending_line(summary: Mapping[str, Any]) -> str:
+    """How a run ended: its steps and its time over all jobs, and those of a job that resumed it."""
+    steps, job_steps = int(summary["steps"]), int(summary["job_steps"])
+    text = f"{summary['state']} after {steps} steps in {duration(float(summary['seconds']))}"
+    if steps != job_steps:
+        text += f", of which {job_steps} in this job's {duration(float(summary['job_seconds']))}"
+    return text
+
+
+class Ticker:
+    """When a plain log says something: soon at first, then ever more rarely, up to every 600 s."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._first = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether to say something now; then it counts as said."""
+        if self._last is None:
+            self._first = self._last = now_s
+            return True
+        wait = min(_LONGEST_S, max(_FIRST_S, (now_s - self._first) / 10))
+        if now_s - self._last < wait:
+            return False
+        self._last = now_s
+        return True
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `42s`, `3m20s`, `5h07m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 class Display(Protocol):
@@ -96,3 +222,130 @@ def make_display(world: World, kind: str) -> Display:
     if kind == "live" or (kind == "auto" and (columns is not None or sys.stdout.isatty())):
         return Live(columns)
     return Plain()
+
+
+_CODES = {"finished": 0, "stopped": REQUEUE, "failed": 1}
+
+
+class Look:
+    """What the files of a run say at one moment.
+
+    Args:
+        directory: The run directory.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise ConfigError(f"{directory} is no run directory; name the one of a training")
+        self.lines = list(read_lines(directory / METRICS_NAME))
+        self.summary = read_summary(directory)
+        if self.summary is None and not self.lines and holder_of(directory) is None:
+            raise ConfigError(f"{directory} has no run in it: no summary, no metrics, no lock")
+        self.state = self._state(directory)
+
+    def _state(self, directory: Path) -> str:
+        """`running`, `finished`, `stopped`, `failed`, or `lost`: killed without a last word."""
+        said = str((self.summary or {}).get("state", "running"))
+        if is_held(directory):
+            return "running"
+        return said if said != "running" else "lost"
+
+    @property
+    def standing(self) -> Standing | None:
+        """How far the last step line was; None before the first."""
+        steps = [line for line in self.lines if line.get("kind") == "step"]
+        if not steps:
+            return None
+        last, summary = steps[-1], self.summary or {}
+        slowest = last.get("slowest_rank")
+        return Standing(
+            step=int(last["step"]),
+            epoch=int(last["epoch"]) + 1,
+            num_steps=summary.get("num_steps"),
+            loss=last.get("loss"),
+            learning_rate=last.get("lr"),
+            gradient_norm=last.get("grad_norm"),
+            samples_per_s=last.get("samples_per_s"),
+            step_s=last.get("step_s"),
+            slowest=None if slowest is None else (int(slowest), float(last["slowest_ratio"])),
+        )
+
+    def describe(self) -> str:
+        """One line, or two."""
+        standing, summary = self.standing, self.summary or {}
+        text = self.state if standing is None else f"{self.state}: {status_line(standing)}"
+        evaluations = [line for line in self.lines if line.get("kind") == "eval"]
+        if evaluations:
+            text += "\n" + evaluation_line(evaluations[-1])
+        if self.state == "failed" and summary.get("failure"):
+            text += f"\n{summary['failure']}"
+        if self.state == "lost":
+            text += "\nthe job ended without a last word; see logs/, and start it again to go on"
+        return text
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        last = self.lines[-1] if self.lines else None
+        return {"state": self.state, "summary": self.summary, "last": last}
+
+
+def look(directory: Path) -> Look:
+    """Read the files of a run."""
+    return Look(directory)
+
+
+def show_once(directory: Path, *, as_json: bool) -> int:
+    """Print where a run stands."""
+    seen = look(directory)
+    print(json.dumps(seen.as_json(), indent=1) if as_json else seen.describe())
+    return 0
+
+
+def follow(
+    directory: Path,
+    *,
+    every_s: float = 2.0,
+    pause: Callable[[float], None] = time.sleep,
+) -> int:
+    """Print what comes, until the run ends.
+
+    Args:
+        directory: The run directory.
+        every_s: How often to look.
+        pause: What waits between two looks.
+
+    Returns:
+        The exit code that says how it ended.
+    """
+    if not every_s > 0:
+        raise ConfigError(f"--every {every_s} must be above 0")
+    shown: str | None = None
+    told = 0
+    while True:
+        seen = look(directory)
+        for line in seen.lines[told:]:
+            said = _remark(line)
+            if said:
+                print(said, flush=True)
+        told = len(seen.lines)
+        standing = seen.standing
+        now = status_line(standing) if standing is not None else "no step yet"
+        if now != shown:
+            print(now, flush=True)
+            shown = now
+        if seen.state != "running":
+            print(seen.describe().splitlines()[0], flush=True)
+            sys.stdout.flush()
+            return _CODES.get(seen.state, 1)
+        pause(every_s)
+
+
+def _remark(line: Mapping[str, Any]) -> str | None:
+    if line.get("kind") == "eval":
+        return evaluation_line(line)
+    if line.get("kind") == "event":
+        return f"{line.get('event')} at step {line.get('step')}"
+    return None

@@ -25,14 +25,13 @@ from hpctrain.train.building import (
     build_schedule,
     compile_model,
     find_functions,
+    search_beside,
 )
+from hpctrain.train.checkpoints import describe_changes, falls_until, saved_config
 from hpctrain.train.config import Config, load_config, to_toml
-from hpctrain.train.continuing import describe_changes, falls_until, saved_config
-from hpctrain.train.directory import RunDirectory
-from hpctrain.train.lock import is_held
-from hpctrain.train.monitor import Monitor
-from hpctrain.train.references import search_beside
-from hpctrain.train.timing import time_steps
+from hpctrain.train.directory import RunDirectory, is_held
+from hpctrain.train.figures import time_steps
+from hpctrain.train.progress import Monitor
 from hpctrain.train.trainer import Trainer
 from hpctrain.world import AgreedExit, World, agree
 

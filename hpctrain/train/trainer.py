@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -15,25 +15,22 @@ from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.exit_codes import REQUEUE
 from hpctrain.optim import EMA
 from hpctrain.replica import Replica, Step
+from hpctrain.saver import Restored, Saver
 from hpctrain.train.arguments import check_arguments, count_batches
+from hpctrain.train.checkpoints import make_saver
+from hpctrain.train.computing import evaluate, supervised
 from hpctrain.train.config import Checkpoint, Faults, Logging
-from hpctrain.train.evaluation import evaluate
-from hpctrain.train.figures import Interval, describe_steps
-from hpctrain.train.guarding import Guard
-from hpctrain.train.monitor import Monitor
-from hpctrain.train.progress import Progress
-from hpctrain.train.recording import Recorder, open_directory
-from hpctrain.train.saving import make_saver
-from hpctrain.train.schedules import MetricSchedules
-from hpctrain.train.state import RunState
-from hpctrain.train.stepping import supervised
-from hpctrain.train.summary import make_summary
-from hpctrain.train.timing import StepTimer
-from hpctrain.train.used import cpu_seconds, measure_use
+from hpctrain.train.figures import (
+    Guard,
+    Interval,
+    StepTimer,
+    cpu_seconds,
+    describe_steps,
+    measure_use,
+)
+from hpctrain.train.progress import MetricSchedules, Monitor, Progress, RunState
+from hpctrain.train.recording import Recorder, make_summary, open_directory
 from hpctrain.world import World, exit_code_of
-
-if TYPE_CHECKING:
-    from hpctrain.saver import Restored, Saver
 
 __all__ = ["EVENTS", "Trainer"]
 
@@ -78,7 +75,7 @@ class Trainer:
         checkpoint: How checkpoints are made, in the run directory; None makes none.
         faults: Signals and failures that checkpoints are made for.
         logging: What is written and shown.
-        timer: From `hpctrain.train.timing.time_steps`, to split the time of steps.
+        timer: From `hpctrain.train.time_steps`, to split the time of steps.
         config: The resolved configuration as TOML, kept in the run directory.
 
     Raises:

@@ -15,7 +15,7 @@ import hpctrain as hpc
 from hpctrain.train.config import Checkpoint
 from hpctrain.train.directory import read_summary
 from hpctrain.train.journal import read_lines
-from hpctrain.train.monitor import Monitor
+from hpctrain.train.progress import Monitor
 from mpi_tests.ranks.trainer_kit import QUIET, bits, data, held_out, make, same
 
 

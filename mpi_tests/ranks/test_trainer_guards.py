@@ -10,10 +10,10 @@ from torch.nn.functional import mse_loss
 
 import hpctrain as hpc
 from hpctrain.train.config import Checkpoint, Faults, Logging
+from hpctrain.train.directory import Lock
+from hpctrain.train.figures import time_steps
 from hpctrain.train.journal import read_lines
-from hpctrain.train.lock import Lock
-from hpctrain.train.monitor import Monitor
-from hpctrain.train.timing import time_steps
+from hpctrain.train.progress import Monitor
 from mpi_tests.ranks.trainer_kit import QUIET, data, held_out, make
 
 

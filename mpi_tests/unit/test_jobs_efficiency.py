@@ -16,7 +16,7 @@ from hpctrain.cli import main
 from hpctrain.programs import Answer
 from hpctrain.submit.efficiency import advise_request, find_summaries, read_used
 from hpctrain.submit.ledger import Ledger, SubmittedJob
-from hpctrain.train.used import RankUse, add_up, cpu_seconds, memory_limit
+from hpctrain.train.figures import RankUse, add_up, cpu_seconds, memory_limit
 
 SLURM = find_system("slurm")
 GIB = 1 << 30

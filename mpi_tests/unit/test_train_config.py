@@ -19,8 +19,7 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.tables import write_value
 from hpctrain.train.config import SECTIONS, all_keys, build_config, parse_config, to_toml
-from hpctrain.train.config.explaining import explain, list_keys, markdown, template
-from hpctrain.train.config.schema import json_schema
+from hpctrain.train.config.explaining import explain, json_schema, list_keys, markdown, template
 
 SMALLEST = """
 [model]
@@ -352,7 +351,7 @@ def test_the_verb(tmp_path, capsys):
 
 def test_configurations_are_read_without_torch_and_mpi():
     code = (
-        "import sys; from hpctrain.train import config; import hpctrain.train.watching;"
+        "import sys; from hpctrain.train import config; import hpctrain.train.display;"
         "print({'torch', 'mpi4py', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.checkpoint import write_checkpoint
+from hpctrain.train.checkpoints import describe_changes, falls_until, saved_config
 from hpctrain.train.config import parse_config, to_toml
-from hpctrain.train.continuing import describe_changes, falls_until, saved_config
 
 CONFIG = """
 [model]

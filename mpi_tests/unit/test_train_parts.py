@@ -19,18 +19,22 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.faults.allocation import ask_job
 from hpctrain.programs import Answer
+from hpctrain.train.building import call, find_function, find_loss, find_metric, find_optimizer
 from hpctrain.train.config import parse_config
-from hpctrain.train.directory import RunDirectory
-from hpctrain.train.display import Live
+from hpctrain.train.directory import Lock, RunDirectory, holder_of, is_alive
+from hpctrain.train.display import (
+    Live,
+    Standing,
+    Ticker,
+    duration,
+    ending_line,
+    follow,
+    status_line,
+)
 from hpctrain.train.figures import summarise
 from hpctrain.train.journal import Journal, read_lines
-from hpctrain.train.lock import Lock, holder_of, is_alive
-from hpctrain.train.measuring import count_samples, plan_ahead
-from hpctrain.train.monitor import Monitor
-from hpctrain.train.progress import Progress
-from hpctrain.train.references import call, find_function, find_loss, find_metric, find_optimizer
-from hpctrain.train.showing import Standing, Ticker, duration, ending_line, status_line
-from hpctrain.train.watching import follow
+from hpctrain.train.plan import count_samples, plan_ahead
+from hpctrain.train.progress import Monitor, Progress
 
 CONFIG = """
 [model]

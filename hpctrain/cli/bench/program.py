@@ -55,7 +55,7 @@ def subject_of(args: argparse.Namespace) -> BenchProgram:
 
 def _configured(args: argparse.Namespace, path: Path, words: Sequence[str]) -> BenchProgram:
     """A configuration: the sweep sets its batch, engine and varied keys; nothing is saved."""
-    from hpctrain.train.config import load_config
+    from hpctrain.train import load_config
 
     sets = [word for word in words if word != "--set"]
     if len(words) != 2 * len(sets) or list(words[::2]) != ["--set"] * len(sets):

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from hpctrain.train.config.parts import Averages, Data, Model, Optimizer, Schedule, Training
-from hpctrain.train.config.reading import build_config, load_config, parse_config
-from hpctrain.train.config.root import SECTIONS, Config, all_keys, to_toml
+from hpctrain.train.config.file import (
+    SECTIONS,
+    Config,
+    all_keys,
+    build_config,
+    load_config,
+    parse_config,
+    to_toml,
+)
 from hpctrain.train.config.running import Checkpoint, EngineChoice, Faults, Logging, Precision
+from hpctrain.train.config.sections import Averages, Data, Model, Optimizer, Schedule, Training
 
 __all__ = [
     "SECTIONS",

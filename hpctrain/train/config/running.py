@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 
 from hpctrain.engines import AUTO, engine_names
 from hpctrain.tables import key
-from hpctrain.train.config.parts import MONITOR
-from hpctrain.train.config.section import Section
+from hpctrain.train.config.sections import MONITOR, Section
 
 __all__ = ["Checkpoint", "EngineChoice", "Faults", "Logging", "Precision"]
 

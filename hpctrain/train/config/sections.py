@@ -6,10 +6,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from hpctrain.tables import key, table
-from hpctrain.train.config.section import Section
+from hpctrain.errors import ConfigError
+from hpctrain.tables import key, keys_of, mistake, table, trouble_with
 
-__all__ = ["Averages", "Data", "Model", "Optimizer", "Schedule", "Training"]
+__all__ = ["Averages", "Data", "Model", "Optimizer", "Schedule", "Section", "Training"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A table of a configuration: typed keys, and what does not go together."""
+
+    title: ClassVar[str] = ""
+    """Its name in the file."""
+
+    def __post_init__(self) -> None:
+        """Refuse wrong kinds, numbers out of range and impossible combinations, all at once."""
+        wrong = []
+        for each in keys_of(type(self)):
+            value = getattr(self, each.name)
+            trouble = trouble_with(each, value)
+            if trouble is not None:
+                wrong.append(mistake(f"{self.title}.{each.name}", value, trouble))
+        wrong += [] if wrong else list(self.conflicts())
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+    def conflicts(self) -> Iterator[str]:
+        """What does not go together, each with what to do."""
+        return iter(())
+
 
 REFERENCE = (r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", "MODULE:FUNCTION")
 NAME_OR_REFERENCE = (rf"[A-Za-z_]\w*|{REFERENCE[0]}", "a name or MODULE:FUNCTION")

@@ -1,22 +1,66 @@
-"""Whether a run may go on with a configuration that was changed since its last checkpoint.
+"""The trainer's checkpoints: how they are saved, and whether a changed configuration may resume.
 
 What a checkpoint holds wins over the file: a learning rate that was changed in it would be written
-down in config.toml and never used. So a change of what cannot take effect is refused by its key.
+down in config.toml and never used. So a change that cannot take effect is refused by its key.
 Everything else is this job's, as the file says it now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import list_checkpoints
+from hpctrain.checkpoint import Keep, list_checkpoints
 from hpctrain.checkpoint.unflattening import unflatten
+from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
-from hpctrain.train.config import Config, Schedule, parse_config
+from hpctrain.replica import Replica
+from hpctrain.saver import Saver
+from hpctrain.train.config import Checkpoint, Config, Faults, Schedule, parse_config
+from hpctrain.world import World
 
-__all__ = ["describe_changes", "falls_until", "saved_config"]
+__all__ = ["describe_changes", "falls_until", "make_saver", "saved_config"]
+
+
+def make_saver(
+    world: World,
+    directory: Path,
+    replicas: Mapping[str, Replica],
+    loader: Loader,
+    named: Mapping[str, Any],
+    *,
+    checkpoint: Checkpoint,
+    faults: Faults,
+    note: Mapping[str, Any],
+) -> Saver:
+    """Collective: a saver with the options of a configuration; all arguments must match.
+
+    A single replica is `model` in checkpoints; several have their names, so that none is taken for
+    another when their order changes.
+    """
+    alone = len(replicas) == 1
+    return Saver(
+        world,
+        directory,
+        *(replicas.values() if alone else ()),
+        loader,
+        named=dict(named) | ({} if alone else dict(replicas)),
+        keep=Keep(
+            last=checkpoint.keep_last,
+            best=checkpoint.keep_best,
+            best_count=checkpoint.keep_best_count,
+            every_hours=checkpoint.keep_every_hours,
+        ),
+        every_s=None if checkpoint.every_steps is not None else checkpoint.every_s,
+        every_steps=checkpoint.every_steps,
+        signals=faults.signals,
+        mtbf_hours=faults.mtbf_hours,
+        asynchronous=checkpoint.asynchronous,
+        timeout_s=world.watching.timeout_s,
+        note=dict(note),
+    )
+
 
 _OPTIMIZER = ("name", "lr", "weight_decay", "exclude_norms", "args")
 _FALLING = ("cosine", "polynomial")
