@@ -7,7 +7,6 @@ shapes, plain values and the first bytes of every tensor are compared, in one me
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -19,7 +18,7 @@ from torch import Tensor
 from hpctrain.checkpoint.tree import Flat
 from hpctrain.errors import CheckpointError, TimedOutError
 from hpctrain.pieces import Region, trouble_with_cover
-from hpctrain.world import World, roll_call
+from hpctrain.world import World, poll, roll_call
 
 __all__ = [
     "NO_MARKS",
@@ -69,14 +68,9 @@ def largest_of_all(world: World, mine: np.ndarray, what: str, *, timeout_s: floa
         request = world.comm.Iallreduce(mine, found, op=MPI.MAX)
         # Where there is a watchdog, it speaks first: it can tell what the missing ranks do.
         limit_s = timeout_s if world.watching.watchdog is None else 2 * timeout_s + _MARGIN_S
-        deadline = time.monotonic() + limit_s
-        nap = 0.0
-        while not request.Test():
-            if time.monotonic() > deadline:
-                roll_call(world.comm, what, timeout_s=1.0)  # names those who are missing
-                raise TimedOutError(f"{what}: the ranks did not meet within {limit_s:g} s")
-            time.sleep(nap)
-            nap = min(nap * 2 + 1e-5, _LONGEST_NAP_S)
+        if not poll(request.Test, timeout_s=limit_s, spin_s=0.0, longest_nap_s=_LONGEST_NAP_S):
+            roll_call(world.comm, what, timeout_s=1.0)  # names those who are missing
+            raise TimedOutError(f"timed out after {limit_s:g} s waiting for all ranks at: {what}")
     return found
 
 

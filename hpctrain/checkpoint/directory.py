@@ -33,6 +33,7 @@ from hpctrain.checkpoint.format import (
     trash_name,
 )
 from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.world import poll
 
 __all__ = [
     "Entry",
@@ -252,12 +253,12 @@ in_writing: set[Path] = set()
 
 def await_own_writing(directory: Path, timeout_s: float) -> Path | None:
     """Wait for what other stores of this process still write there; returns what did not end."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left = next((path for path in list(in_writing) if path.parent == directory), None)
-        if left is None or time.monotonic() > deadline:
-            return left
-        time.sleep(_NAP_S)
+
+    def unfinished() -> Path | None:
+        return next((path for path in list(in_writing) if path.parent == directory), None)
+
+    poll(lambda: unfinished() is None, timeout_s=timeout_s, longest_nap_s=_NAP_S)
+    return unfinished()
 
 
 def describe_owner(job_id: str | None) -> dict[str, object]:

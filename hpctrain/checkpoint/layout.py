@@ -6,11 +6,11 @@ small files are made at once; so a few ranks of each node write, and none for li
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hpctrain.balance import largest_first
 from hpctrain.pieces import Region
 
 __all__ = [
@@ -189,12 +189,10 @@ def divide(
     segments = [segment for item in ordered for segment in _cut(item, share)]
     segments.sort(key=lambda segment: (-segment.num_bytes, segment.name, segment.start))
     parts = [list(given) for given in assigned] or [[] for _ in range(num_parts)]
-    loads = [(sum(s.num_bytes for s in given), part) for part, given in enumerate(parts)]
-    heapq.heapify(loads)
-    for segment in segments:  # the largest first, each to the writer that has least
-        load, part = heapq.heappop(loads)
-        heapq.heappush(loads, (load + segment.num_bytes, part))
-        parts[part].append(segment)
+    already = [sum(segment.num_bytes for segment in given) for given in parts]
+    shares = largest_first([segment.num_bytes for segment in segments], num_parts, already)
+    for part, indices in enumerate(shares):
+        parts[part] += [segments[index] for index in indices]
     for in_part in parts:
         in_part.sort(key=_place_in_file)
     return parts

@@ -8,12 +8,10 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hpctrain.checkpoint.agreeing import (
     NO_MARKS,
@@ -68,6 +66,7 @@ from hpctrain.checkpoint.writing import (
 )
 from hpctrain.errors import CheckpointError
 from hpctrain.world import World, agree, note_checkpoint
+from hpctrain.world import finish as finish_messages
 
 __all__ = ["Prepared", "Saving", "Settings", "begin", "draft_manifest", "prepare"]
 
@@ -242,7 +241,7 @@ def _begin(
         raise CheckpointError("nothing was copied")  # not reached: a rank said why
     if prepared.flat.pieces:
         with world.watching.announce("sending pieces to their writers", timeout_s=timeout_s):
-            moves.make(world)
+            moves.make(world, timeout_s=timeout_s)
     return saving
 
 
@@ -332,7 +331,7 @@ class Moves:
     """Pieces that travel to a rank that writes them, because no rank that holds them writes."""
 
     def __init__(self) -> None:
-        self._outgoing: list[tuple[int, np.ndarray]] = []
+        self._outgoing: list[tuple[int, memoryview]] = []
         self._sources: dict[Source, int] = {}
         self._incoming: list[tuple[int, memoryview]] = []
 
@@ -353,7 +352,7 @@ class Moves:
                 if segment.region is None or sources[segment.source] == writer:
                     continue
                 if sources[segment.source] == rank:
-                    data = bytes_of(held[segment.name, segment.region]).numpy()
+                    data = bytes_of(held[segment.name, segment.region]).numpy().data
                     moves._outgoing.append((writer, data))
                 elif writer == rank:
                     moves._sources[segment.source] = sources[segment.source]
@@ -367,19 +366,29 @@ class Moves:
                 room = data[base + start : base + start + segment.num_bytes]
                 self._incoming.append((self._sources[segment.source], room))
 
-    def make(self, world: World) -> None:
-        """Collective: send and receive. Both sides go through the parts in one order."""
+    def make(self, world: World, *, timeout_s: float) -> None:
+        """Collective: send and receive. Both sides go through the parts in one order.
+
+        Raises:
+            TimedOutError: a message did not come in time.
+        """
         requests = [
-            world.comm.Irecv(room[start : start + _MESSAGE_BYTES], source=source, tag=_PIECE_TAG)
+            world.comm.Irecv(message, source=source, tag=_PIECE_TAG)
             for source, room in self._incoming
-            for start in range(0, len(room), _MESSAGE_BYTES)
+            for message in _messages(room)
         ]
-        for target, data in self._outgoing:
-            for start in range(0, len(data), _MESSAGE_BYTES):
-                message = data[start : start + _MESSAGE_BYTES]
-                world.comm.Send(message, dest=target, tag=_PIECE_TAG)
-        for request in requests:
-            request.Wait()
+        requests += [
+            world.comm.Isend(message, dest=target, tag=_PIECE_TAG)
+            for target, data in self._outgoing
+            for message in _messages(data)
+        ]
+        finish_messages(requests, "pieces of a checkpoint", timeout_s=timeout_s)
+
+
+def _messages(data: memoryview) -> Iterator[memoryview]:
+    """Bytes in messages that MPI can count."""
+    for start in range(0, len(data), _MESSAGE_BYTES):
+        yield data[start : start + _MESSAGE_BYTES]
 
 
 @functools.lru_cache(maxsize=4)
