@@ -26,13 +26,11 @@ from hpctrain.faults import (
     time_left_s,
 )
 from hpctrain.log import format_seconds
-from hpctrain.saver import randomness
-from hpctrain.saver.batches import Batches
-from hpctrain.saver.parts import Parts
-from hpctrain.saver.timing import SaveClock, settle_timing
+from hpctrain.saver.parts import Parts, capture_randomness, restore_randomness
+from hpctrain.saver.timing import SaveClock, check_timing
 from hpctrain.world import AgreedExit, World, agree, roll_call
 
-__all__ = ["EVENTS", "Restored", "Saver"]
+__all__ = ["EVENTS", "Batches", "Restored", "Saver"]
 
 EVENTS = ("restored", "saved", "stopping")
 
@@ -47,6 +45,32 @@ class Restored:
     note: Mapping[str, Any]
     num_ranks: int
     """Of the run that wrote it. With as many ranks now, the run goes on bit for bit."""
+
+
+class Batches(Iterator[Batch]):
+    """An iterator over batches, with a length where that is known, as progress bars ask for.
+
+    Args:
+        batches: The batches.
+        length: How many there are from the first to the last; None: nobody knows.
+    """
+
+    def __init__(self, batches: Iterator[Batch], length: int | None) -> None:
+        self._batches, self._length = batches, length
+
+    def __next__(self) -> Batch:
+        """Collective: the next batch; what was handed out before is done."""
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """Batches of the whole loop, those included that were handed out.
+
+        Raises:
+            TypeError: the data are a stream, which does not say how long it is.
+        """
+        if self._length is None:
+            raise TypeError("a stream does not say how long it is")
+        return self._length
 
 
 class Saver:
@@ -103,7 +127,7 @@ class Saver:
         trouble = None if timeout_s > 0 else f"timeout_s={timeout_s:g} must be more than 0"
         try:
             self._parts = Parts(parts, named or {})
-            self._timing = settle_timing(every_s, every_steps, mtbf_hours, lead_s)
+            self._timing = check_timing(every_s, every_steps, mtbf_hours, lead_s)
             kind = store_class(store)
             self._preemption = Preemption(signals) if signals else None
         except ConfigError as error:
@@ -211,7 +235,7 @@ class Saver:
         agree(self.world.comm, whole, error=CheckpointError)
         self._step = self._saved_step = loaded.step
         if own is not None:
-            randomness.restore(own["random"], self.world.device)
+            restore_randomness(own["random"], self.world.device)
         else:
             position = self._parts.num_samples
             self.world.streams.bind_own(loaded.step if position is None else position)
@@ -404,7 +428,7 @@ class Saver:
         began = time.monotonic()
         roll_call(self.world.comm, "saving a run")  # parts may wait longer than the saver
         common, own = self._parts.capture(self.world)
-        own["random"] = randomness.capture(self.world.device)
+        own["random"] = capture_randomness(self.world.device)
         self._store.save(
             common,
             step=self._step,
