@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["replacing", "sync_directory", "sync_file", "write_atomically"]
 
 
 @contextmanager
-def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
+def replacing(path: Path, *, sync: bool = False, replace: bool = True) -> Iterator[Path]:
     """A path to write to, which becomes `path` at the end of the block.
 
     The draft is on the same file system, so that the rename is one move. If the block raises, the
@@ -26,6 +26,7 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
         path: The file to make or to replace.
         sync: Have the content on the disk before the rename, so that it also survives a crash of
             the machine. Costs a write to the disk.
+        replace: Whether it may take the place of another; False: the first one stays.
 
     Raises:
         OSError: the file cannot be written.
@@ -35,23 +36,30 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
         yield draft
         if sync:
             sync_file(draft)
-        draft.replace(path)
+        if replace:
+            draft.replace(path)
+        else:
+            with suppress(FileExistsError):
+                os.link(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+def write_atomically(
+    path: Path, content: str | bytes, *, sync: bool = False, replace: bool = True
+) -> None:
     """Write a small file in one move.
 
     Args:
         path: The file to make or to replace.
         content: Text is written as UTF-8.
         sync: Have the content on the disk first, as in `replacing`.
+        replace: Whether it may take the place of another; False: the first one stays.
 
     Raises:
         OSError: the file cannot be written.
     """
-    with replacing(path, sync=sync) as draft:
+    with replacing(path, sync=sync, replace=replace) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
