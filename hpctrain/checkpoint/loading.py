@@ -14,7 +14,7 @@ from hpctrain.checkpoint.directory import list_checkpoints, quick_check
 from hpctrain.checkpoint.format import Manifest
 from hpctrain.checkpoint.parts import Tree
 from hpctrain.checkpoint.reading import Assembly, read_parts, read_tree
-from hpctrain.checkpoint.tree import Ask, Flat, Wanted, flatten, unflatten
+from hpctrain.checkpoint.tree import Flat, PieceRequest, Wanted, flatten, unflatten
 from hpctrain.errors import CheckpointError
 from hpctrain.pieces import Region
 from hpctrain.tensor_names import plain_keys, plain_name
@@ -77,7 +77,7 @@ def want(tree: Tree, like: Mapping[str, Flat | Cut]) -> tuple[Any, list[Wanted]]
         CheckpointError: a piece lies outside of its tensor.
     """
     cuts = {key: _cut_like(each) if isinstance(each, Flat) else each for key, each in like.items()}
-    found: dict[str, list[Ask | None]] = {}
+    found: dict[str, list[PieceRequest | None]] = {}
 
     def choose(node: Any, path: tuple[str, ...]) -> Any:
         name = node["name"]
@@ -111,20 +111,20 @@ def _cut_like(flat: Flat) -> Cut:
     return cut
 
 
-def _ask(name: str, place: str, shape: _Shape, cut: Cut) -> Ask | None:
+def _ask(name: str, place: str, shape: _Shape, cut: Cut) -> PieceRequest | None:
     wanted = cut(place, shape)
     if wanted is None:
         return None
     if isinstance(wanted, range):
         is_inside = 0 <= wanted.start <= wanted.stop <= Region.whole(shape).num_elements
-        ask = Ask(name, wanted.start, (len(wanted),), shape)
+        ask = PieceRequest(name, wanted.start, (len(wanted),), shape)
         is_inside = is_inside and wanted.step == 1
     else:
         ends = zip(wanted.offset, wanted.shape, shape, strict=False)
         is_inside = len(wanted.offset) == len(wanted.shape) == len(shape) and all(
             0 <= a <= a + n <= m for a, n, m in ends
         )
-        ask = Ask(name, wanted.offset, wanted.shape, shape)
+        ask = PieceRequest(name, wanted.offset, wanted.shape, shape)
     if not is_inside:
         raise CheckpointError(f"{wanted} of {name} was asked for, which has the shape {shape}")
     return ask

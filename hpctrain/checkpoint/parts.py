@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.layout import Item, Segment, Source, divide
+from hpctrain.checkpoint.layout import Item, Source, TensorSlice, divide
 from hpctrain.checkpoint.tree import (
     Flat,
     Wanted,
@@ -32,8 +32,8 @@ from hpctrain.errors import CheckpointError
 from hpctrain.pieces import Region
 
 __all__ = [
+    "FileRange",
     "Image",
-    "Place",
     "Staging",
     "TensorSpec",
     "Tree",
@@ -52,7 +52,7 @@ _ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileRange:
     """Bytes of a block: which part, where behind its header, how many, and from which byte on."""
 
     part: int
@@ -67,7 +67,7 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int, ...]
-    places: Mapping[Region, tuple[Place, ...]]
+    places: Mapping[Region, tuple[FileRange, ...]]
     """By block: where its bytes are. A tensor that every rank had is one block."""
 
     @property
@@ -101,7 +101,7 @@ def describe(flat: Flat) -> Tree:
     return Tree(flat.skeleton, specs)
 
 
-def render_tree(state: Tree, parts: Sequence[Sequence[Segment]]) -> str:
+def render_tree(state: Tree, parts: Sequence[Sequence[TensorSlice]]) -> str:
     """As text; `parts` are the segments of each part, which follow each other without gaps."""
     whole: dict[str, list[list[int]]] = {name: [] for name in state.tensors}
     blocks: dict[str, list[dict[str, Any]]] = {}
@@ -149,13 +149,13 @@ def parse_tree(text: bytes, path: object) -> Tree:
         raise CheckpointError(f"{path} is no tree of a checkpoint ({error!r})") from error
 
 
-def _parse_places(spec: Mapping[str, Any]) -> dict[Region, tuple[Place, ...]]:
+def _parse_places(spec: Mapping[str, Any]) -> dict[Region, tuple[FileRange, ...]]:
     blocks = spec.get("pieces")
     if blocks is None:
         blocks = [{**Region.whole(spec["shape"])._asdict(), "places": spec["places"]}]
     return {
         Region(tuple(block["offset"]), tuple(block["shape"])): tuple(
-            Place(*map(int, place)) for place in block["places"]
+            FileRange(*map(int, place)) for place in block["places"]
         )
         for block in blocks
     }
@@ -220,7 +220,7 @@ def own_key(rank: int) -> str:
     return f"own/{rank}"
 
 
-def lay_out(segments: Sequence[Segment], flat: Flat, own: Mapping[int, bytes]) -> Image:
+def lay_out(segments: Sequence[TensorSlice], flat: Flat, own: Mapping[int, bytes]) -> Image:
     """Where everything goes: segments in their order, then what ranks alone know. Pure."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     kinds = flat.kinds
@@ -267,7 +267,7 @@ class Staging:
     def fill(
         self,
         image: Image,
-        segments: Sequence[Segment],
+        segments: Sequence[TensorSlice],
         tensors: Mapping[Source, Tensor],
         own: Mapping[int, bytes],
     ) -> memoryview:
@@ -324,7 +324,7 @@ def _huge_pages(num_bytes: int) -> Tensor:
 def bytes_of(tensor: Tensor) -> Tensor:
     """A copy of a tensor's bytes on the CPU, in row-major order."""
     data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-    segment = Segment(
+    segment = TensorSlice(
         name="", start=0, stop=tensor.numel(), element_bytes=tensor.element_size(), is_whole=True
     )
     _copy(tensor, segment, data)
@@ -333,7 +333,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return data
 
 
-def _copy(tensor: Tensor, segment: Segment, room: Tensor) -> None:
+def _copy(tensor: Tensor, segment: TensorSlice, room: Tensor) -> None:
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # As bytes: some dtypes can be stored and viewed, but not copied.
         flat = tensor.reshape(-1)

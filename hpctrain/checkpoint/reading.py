@@ -29,7 +29,7 @@ from hpctrain.checkpoint.format import (
     read_checked,
 )
 from hpctrain.checkpoint.layout import choose_ranks
-from hpctrain.checkpoint.parts import Place, TensorSpec, Tree, parse_tree, unpack
+from hpctrain.checkpoint.parts import FileRange, TensorSpec, Tree, parse_tree, unpack
 from hpctrain.checkpoint.tree import Wanted, named_dtype, unflatten
 from hpctrain.errors import CheckpointError
 from hpctrain.pieces import Region
@@ -141,7 +141,7 @@ class Assembly:
         if own_rank is not None and manifest.own is not None and own_rank < len(manifest.own):
             part, start, num_bytes = manifest.own[own_rank]
             self._own = np.empty(num_bytes, np.uint8)
-            self._add_span(Place(part, start, num_bytes, 0), 0, num_bytes, _Room(self._own), 0)
+            self._add_span(FileRange(part, start, num_bytes, 0), 0, num_bytes, _Room(self._own), 0)
         for spans in self._spans:
             spans.sort(key=lambda span: span.start)
         # One stored block may be wanted several times: ends need not come in order.
@@ -177,7 +177,7 @@ class Assembly:
     def _add_stored(
         self,
         stored: Region,
-        places: Iterable[Place],
+        places: Iterable[FileRange],
         rooms: Iterable[tuple[Region, np.ndarray]],
         item_bytes: int,
     ) -> None:
@@ -201,7 +201,7 @@ class Assembly:
                 self._add_span(place, 0, stored.num_elements * item_bytes, scattered, 0)
 
     def _add_span(
-        self, place: Place, low: int, high: int, room: _Room | _Scattered, base: int
+        self, place: FileRange, low: int, high: int, room: _Room | _Scattered, base: int
     ) -> None:
         """Those bytes of a place that are wanted: from `low` to `high` of the stored block."""
         parts = self._manifest.parts
@@ -243,7 +243,7 @@ class Assembly:
         return None if self._own is None else unpack(self._own.data)
 
 
-def _check_places(name: str, stored: Region, places: Iterable[Place], item_bytes: int) -> None:
+def _check_places(name: str, stored: Region, places: Iterable[FileRange], item_bytes: int) -> None:
     done, num_bytes = 0, stored.num_elements * item_bytes
     for place in places:
         if place.at != done:

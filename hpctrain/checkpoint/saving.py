@@ -39,8 +39,8 @@ from hpctrain.checkpoint.format import (
 )
 from hpctrain.checkpoint.layout import (
     Item,
-    Segment,
     Source,
+    TensorSlice,
     assign,
     choose_ranks,
     divide,
@@ -340,7 +340,7 @@ class Moves:
         cls,
         rank: int,
         flat: Flat,
-        parts: Sequence[Sequence[Segment]],
+        parts: Sequence[Sequence[TensorSlice]],
         writers: Sequence[int],
         sources: Mapping[Source, int],
     ) -> Moves:
@@ -358,7 +358,7 @@ class Moves:
                     moves._sources[segment.source] = sources[segment.source]
         return moves
 
-    def receive_into(self, data: memoryview, image: Image, segments: Sequence[Segment]) -> None:
+    def receive_into(self, data: memoryview, image: Image, segments: Sequence[TensorSlice]) -> None:
         """Say where in this rank's file the pieces go that it receives."""
         base = len(image.header)
         for segment, start in zip(segments, image.starts, strict=True):
@@ -392,7 +392,7 @@ def _messages(data: memoryview) -> Iterator[memoryview]:
 
 
 @functools.lru_cache(maxsize=4)
-def _divide(items: tuple[Item, ...], num_parts: int) -> tuple[tuple[Segment, ...], ...]:
+def _divide(items: tuple[Item, ...], num_parts: int) -> tuple[tuple[TensorSlice, ...], ...]:
     return tuple(tuple(segments) for segments in divide(items, num_parts))
 
 

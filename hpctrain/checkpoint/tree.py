@@ -27,8 +27,8 @@ from hpctrain.pieces import Piece, Region, regions_of_run
 
 __all__ = [
     "MOST_DEPTH",
-    "Ask",
     "Flat",
+    "PieceRequest",
     "Wanted",
     "dtype_name",
     "flatten",
@@ -394,7 +394,7 @@ def _hint() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PieceRequest:
     """A piece of a stored tensor that this rank wants."""
 
     name: str
@@ -414,7 +414,7 @@ class Ask:
         return (Region(self.offset, self.shape),)
 
 
-Wanted = str | Ask
+Wanted = str | PieceRequest
 """A whole tensor by its name, or a piece of one."""
 
 
