@@ -386,7 +386,7 @@ class Neighbours:
         self._newest = 0
 
     def look(self) -> None:
-        """Everything that is there now may be gone on from."""
+        """Everything that is there now may be resumed from."""
         for path in complete_in(self._directory):
             self._add(path.name)
 
@@ -395,29 +395,29 @@ class Neighbours:
         self._add(checkpoint_name(number, step))
 
     def find_other_writer(self) -> str | None:
-        """Who else has saved here since, in words with a cure; None: nobody."""
+        """Who else has saved here since, and what to do about it; None: nobody."""
         for path in complete_in(self._directory):
             if path.name not in self._known and (number_of(path) or 0) >= self._newest:
-                return self._tell(path)
+                return self._describe(path)
         return None
 
     def find_running_writer(self) -> str | None:
         """Which other process of this host wrote the newest checkpoint and still runs, or None."""
         newest = max(complete_in(self._directory), key=lambda p: number_of(p) or 0, default=None)
-        return self._tell(newest) if newest is not None and is_alive_elsewhere(newest) else None
+        return self._describe(newest) if newest is not None and is_alive_elsewhere(newest) else None
 
     def _add(self, name: str) -> None:
         self._known.add(name)
         self._newest = max(self._newest, number_of(name) or 0)
 
-    def _tell(self, path: Path) -> str:
+    def _describe(self, path: Path) -> str:
         owner = owner_of(path)
         by = "somebody else"
         if owner is not None:
             job = f", job {owner['job']}" if owner["job"] else ""
             by = f"process {owner['process']} on {owner['host']}{job}"
         return (
-            f"{path} was saved by {by}, which saves into the same directory: each would go on from "
-            "the other's checkpoints and remove them; end one of the jobs, give each its own "
+            f"{path} was saved by {by}, which saves into the same directory: each would resume "
+            "from the other's checkpoints and remove them; end one of the jobs, give each its own "
             "directory, or several replicas of one job to one Saver"
         )

@@ -157,7 +157,7 @@ def _write(folder: Path, number: int, prepared: Prepared) -> Path:
     image = lay_out(segments, prepared.flat, {})
     data = Staging().fill(image, segments, prepared.flat.sources, {})
     records = Records()
-    records.tell(write_own_part(folder, 0, 1, data, data_start=len(image.header), own={}))
+    records.add(write_own_part(folder, 0, 1, data, data_start=len(image.header), own={}))
     draft = draft_manifest(prepared, number, num_ranks=1)
     tree = render_tree(describe(prepared.flat), [segments])
     return finish(draft, folder, (0,), tree, records, deadline=time.monotonic())

@@ -234,7 +234,7 @@ def _begin(
         saving, moves = _copy(world, settings, prepared, folder, number, staging, holdings)
     except (MemoryError, RuntimeError, OSError) as error:
         trouble = f"the state could not be copied ({type(error).__name__}: {error})"
-    # Nobody goes on before all have copied: state may lie in memory that ranks share.
+    # Nobody continues before all have copied: state may lie in memory that ranks share.
     same = same_on_all(world, [saving is None], "copying a state", timeout_s=timeout_s)
     if saving is None or not same[0]:
         agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
@@ -313,7 +313,7 @@ def _copy(
             )
             saving.written.append(record)
             if records is not None:
-                records.tell(record)
+                records.add(record)
                 tree = render_tree(described, parts)
                 finish(draft, folder, writers, tree, records, deadline=deadline)
                 note_checkpoint(world.launch, settings.directory, prepared.step)

@@ -60,7 +60,7 @@ class Store:
             keep: Which checkpoints stay; None: the last three.
             writers_per_node: How many ranks of each node write; None: as many as the size of the
                 state deserves, at most four.
-            asynchronous: Let a thread write while training goes on; False: every save waits.
+            asynchronous: Let a thread write during training; False: every save waits.
             timeout_s: How long a save may take until it counts as failed.
             late_s: How long a rank may be late for a save or a load before the job ends and names
                 it; None: as long as a save may take.
@@ -195,7 +195,7 @@ class Store:
             The newest checkpoint that this store has saved.
 
         Raises:
-            CheckpointError: on all ranks: it has failed. The next save begins anew.
+            CheckpointError: on all ranks: it has failed. The next save starts afresh.
         """
         saving = self._saving
         if saving is None:
@@ -218,9 +218,9 @@ class Store:
         if saving.records is not None and saving.task is not None:
             for why, written in told:
                 for record in written:
-                    saving.records.tell(record)
+                    saving.records.add(record)
                 if why is not None:
-                    saving.records.give_up(why)
+                    saving.records.fail(why)
             # A little longer than its own deadline: it knows whom it waits for.
             with patience(self.timeout_s + _GRACE_S):
                 trouble = saving.task.outcome(self.timeout_s + _MARGIN_S)

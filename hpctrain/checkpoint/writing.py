@@ -93,7 +93,7 @@ class WriteTask:
 
     def _too_slow(self, elapsed_s: float, timeout_s: float) -> str:
         return (
-            f"{self.what} has been going on for {elapsed_s:.0f} s and {timeout_s:g} s are allowed; "
+            f"{self.what} has taken {elapsed_s:.0f} s and {timeout_s:g} s are allowed; "
             "the disk is too slow, or does not answer"
         )
 
@@ -175,13 +175,13 @@ class Records:
         self.failure: str | None = None
         self.changed = threading.Condition()
 
-    def tell(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         """A part is on disk."""
         with self.changed:
             self.parts[record.part] = record
             self.changed.notify_all()
 
-    def give_up(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         """A part will never come."""
         with self.changed:
             self.failure = self.failure or why
@@ -324,10 +324,10 @@ def _look(folder: Path, part: int, records: Records) -> None:
     try:
         told = json.loads((folder / record_name(part)).read_text())
         own = {int(rank): (int(a), int(b)) for rank, (a, b) in told["own"].items()}
-        records.tell(Record(part=part, file=parse_file(told["file"]), own=own))
+        records.add(Record(part=part, file=parse_file(told["file"]), own=own))
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            records.give_up((folder / failure_name(part)).read_text())
+            records.fail((folder / failure_name(part)).read_text())
 
 
 def _cure(folder: Path, error: OSError) -> str:

@@ -31,7 +31,7 @@ __all__ = ["Parts", "Sharded", "Stateful", "capture_randomness", "restore_random
 
 _OF_REPLICA = ("model", "optimizer", "counters")
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
-"""What schedules change while a run goes on; what the rate began with is in `initial_lr` then."""
+"""What schedules change during a run; what the rate began with is in `initial_lr` then."""
 _RECIPE = "rate_ratio"
 """In groups whose rate is a recipe's: it compares itself, and the optimizer's own means nothing."""
 
@@ -41,11 +41,11 @@ class Stateful(Protocol):
     """Anything that can be saved: schedules, averages, a user's own counters."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Everything that is needed to go on."""
+        """Everything that is needed to resume."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Go on from what `state_dict` gave."""
+        """Resume from what `state_dict` gave."""
         ...
 
 
@@ -248,8 +248,8 @@ def _trouble_with_optimizer(saved: str, optimizer: torch.optim.Optimizer) -> str
     if saved == own:
         return None
     return (
-        f"it has the state of {saved}, and this run's optimizer is {own}; go on with {saved}, or "
-        "begin a run in another directory"
+        f"it has the state of {saved}, and this run's optimizer is {own}; keep {saved}, or "
+        "start a run in another directory"
     )
 
 
@@ -303,7 +303,7 @@ def _find_own(world: World, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _take_from_first(world: World, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Collective: rank 0's values of what differs, for whoever goes on on other ranks."""
+    """Collective: rank 0's values of what differs, for another number of ranks."""
     if not own:
         return {}
     told: dict[str, Any] = world.comm.bcast(_on_cpu(own) if world.rank == 0 else None, root=0)

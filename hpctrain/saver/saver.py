@@ -37,14 +37,14 @@ EVENTS = ("restored", "saved", "stopping")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     step: int
     path: str
     metrics: Mapping[str, float]
     note: Mapping[str, Any]
     num_ranks: int
-    """Of the run that wrote it. With as many ranks now, the run goes on bit for bit."""
+    """Of the run that wrote it. With as many ranks now, the run resumes bit for bit."""
 
 
 class Batches(Iterator[Batch]):
@@ -74,7 +74,7 @@ class Batches(Iterator[Batch]):
 
 
 class Saver:
-    """Collective: saves a run and goes on with it; every rank makes it with the same arguments.
+    """Collective: saves a run and resumes it; every rank makes it with the same arguments.
 
     Each turn of `for batch in saver.resume()` is a step boundary. There all ranks learn the same
     things at the same step: that one of them got a signal, that a checkpoint is due, that the
@@ -93,7 +93,7 @@ class Saver:
         lead_s: Time that stays unused at the end of the walltime, besides that of the last save.
         signals: Those that ask the run to stop; none leaves all signals alone.
         writers_per_node: Ranks of each node that write; None decides.
-        asynchronous: Go on training while the checkpoint is written.
+        asynchronous: Train while the checkpoint is written.
         note: Plain data for the manifest, such as the configuration.
         timeout_s: How long a rank may be late, at a boundary, for a save or for a load, before the
             job ends and names it.
@@ -215,8 +215,8 @@ class Saver:
             num_ranks=(loaded.note or {})["num_ranks"],
         )
         if self.world.rank == 0:
-            log.notice(f"going on from step {restored.step} of {restored.path}")
-        self._tell("restored", restored)
+            log.notice(f"resuming from step {restored.step} of {restored.path}")
+        self._notify("restored", restored)
         return restored
 
     def _take(self, loaded: Loaded) -> None:
@@ -226,7 +226,7 @@ class Saver:
         if trouble is None:
             changes = self._parts.changed_options(loaded.state)
             if changes and self.world.rank == 0:
-                log.warn(f"the checkpoint's options go on: {', '.join(changes)}")
+                log.warn(f"the checkpoint's options are kept: {', '.join(changes)}")
             try:
                 self._parts.restore(loaded.state, own)
             except (KeyError, ValueError, RuntimeError) as error:
@@ -276,7 +276,7 @@ class Saver:
             log.notice(
                 f"nothing is left to do: {done}, at step {self._step} of "
                 f"{self._store.directory}; raise num_epochs to train on, or give another "
-                "directory to begin anew"
+                "directory to start over"
             )
         while loader.epoch < num_epochs:
             epoch = loader.epoch
@@ -444,7 +444,7 @@ class Saver:
         self._clock.began(began, self._at)
         self._clock.look(self._at, is_saving=self._store.is_saving)
         self._name_stragglers()
-        self._tell("saved", self._step)
+        self._notify("saved", self._step)
 
     def _name_stragglers(self) -> None:
         """Collective: say which ranks hold the others up, when that changes."""
@@ -471,15 +471,15 @@ class Saver:
             self.save(metrics, wait=True)
         self._store.wait()
         if self.world.rank == 0:
-            log.notice(f"{why}; saved step {self._step}: run this job again to go on")
-        self._tell("stopping", why)
+            log.notice(f"{why}; saved step {self._step}: run this job again to resume")
+        self._notify("stopping", why)
         raise AgreedExit(REQUEUE)
 
     def describe(self) -> str:
         """What was measured and what is done about it, in plain words."""
         return self._governor.describe(self._agreed.left_s)
 
-    def _tell(self, event: str, said: object) -> None:
+    def _notify(self, event: str, said: object) -> None:
         for function in self._listeners[event]:
             function(said)
 

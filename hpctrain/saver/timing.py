@@ -51,7 +51,7 @@ class SaveClock:
         self._under_way: tuple[float, float] | None = None
 
     def began(self, began_s: float, now_s: float) -> None:
-        """A save was begun; the training goes on from now."""
+        """A save was begun; training continues now."""
         self._under_way = (began_s, now_s - began_s)
 
     def look(self, now_s: float, *, is_saving: bool) -> None:

@@ -60,7 +60,7 @@ def test_what_is_saved_is_loaded(world, directory, per_node):
     for step in (3, 4):
         given = state if step == 3 else other
         store.save(given, step=step, own=own_of(world), note={"n": step}, metrics={"loss": 0.5})
-        given["model"]["layer.0"].fill_(step)  # training goes on
+        given["model"]["layer.0"].fill_(step)  # training continues
         store.poll()
     path = store.wait()
     assert store.failed is None

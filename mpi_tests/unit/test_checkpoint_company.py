@@ -24,7 +24,7 @@ def test_a_checkpoint_that_somebody_else_has_made_since(tmp_path):
     assert str(path) in told
     assert f"process {describe_owner(None)['process']} on" in told
     assert "give each its own directory" in told
-    second.look()  # it goes on from there
+    second.look()  # it resumes from there
     assert second.find_other_writer() is None
 
 

@@ -146,7 +146,7 @@ def unfinished(tmp_path):
 def test_parts_that_never_come_are_named(tmp_path):
     (draft, folder), records = unfinished(tmp_path), Records()
     writers = (0, 2, 3)
-    records.tell(Record(part=0, file=FileSpec(name="a", num_bytes=0, blocks=()), own={}))
+    records.add(Record(part=0, file=FileSpec(name="a", num_bytes=0, blocks=()), own={}))
     with pytest.raises(CheckpointError, match="parts of rank 2-3 were not on disk in time"):
         finish(draft, folder, writers, "{}", records, deadline=time.monotonic() + 0.05)
     (folder / "part-00001.failed").write_text("rank 2 has no room")
@@ -166,7 +166,7 @@ def test_a_disk_that_does_not_answer():
     background = Background()
     background.start(task)
     assert task.trouble(30) is None
-    assert "writing x has been going on" in task.outcome(0.01)
+    assert "writing x has taken" in task.outcome(0.01)
     assert "0 s are allowed" in task.trouble(0)
     answer.set()
     assert task.outcome(30) is None
