@@ -10,7 +10,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -18,6 +17,7 @@ from hpctrain.checkpoint import directory as own
 from hpctrain.checkpoint.directory import Entry, choose_best
 from hpctrain.checkpoint.format import step_of
 from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.plugins import find_plugins, load_plugin
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.loading import Loaded
@@ -117,19 +117,18 @@ def store_class(name: str) -> Any:
     """
     if name == _OWN:
         return import_module("hpctrain.checkpoint.store").Store
-    others = {point.name: point for point in entry_points(group=GROUP)}
+    others = find_plugins(GROUP, own=(_OWN,))
     if name not in others:
-        known = ", ".join([_OWN, *sorted(others)])
+        known = ", ".join([_OWN, *others])
         raise ConfigError(
             f"store={name!r} is none of the checkpoint stores that are installed: {known}"
         )
-    return others[name].load()
+    return load_plugin(others[name], f"checkpoint store {name!r}")
 
 
 def _others() -> Iterator[Any]:
-    for point in entry_points(group=GROUP):
-        if point.name != _OWN:
-            yield point.load()
+    for name in find_plugins(GROUP, own=(_OWN,)):
+        yield store_class(name)
 
 
 def list_checkpoints(directory: Path) -> list[Entry]:
