@@ -17,7 +17,7 @@ from torch import Tensor
 import hpctrain as hpc
 from benchmarks.step_subjects import Distributed
 from hpctrain.bench import Measurable
-from hpctrain.checkpoint.flattening import flatten
+from hpctrain.checkpoint import flatten
 from hpctrain.world import World
 
 __all__ = ["make"]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpctrain.atomic import write_atomically
 from hpctrain.batch_systems import Ask, ask_program, find_system, find_template
 from hpctrain.bench.local import summarize_log
 from hpctrain.bench.sweep import Folder, Measured, Sweep
@@ -181,6 +182,4 @@ def _read_jobs(folder: Folder) -> list[dict[str, Any]]:
 
 def _write_jobs(folder: Folder, rows: Sequence[Mapping[str, Any]]) -> None:
     path = folder.path / "jobs.json"
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(list(rows), indent=1), encoding="utf-8")
-    fresh.replace(path)
+    write_atomically(path, json.dumps(list(rows), indent=1))

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.atomic import write_atomically
 from hpctrain.bench.results import cpu_name, machine_id
 from hpctrain.errors import ConfigError, InstallError
 from hpctrain.install import held
@@ -128,9 +129,7 @@ class LayoutBook:
             ):
                 others = [each for each in self.read() if _place(each) != _place(layout)]
                 rows = [asdict(each) for each in [*others, layout][-_KEPT:]]
-                fresh = self.path.with_suffix(f".{os.getpid()}.new")
-                fresh.write_text(json.dumps({"version": 1, "layouts": rows}, indent=1), "utf-8")
-                fresh.replace(self.path)
+                write_atomically(self.path, json.dumps({"version": 1, "layouts": rows}, indent=1))
         except (OSError, InstallError) as error:
             raise ConfigError(f"{self.path} cannot be written: {error}") from error
 

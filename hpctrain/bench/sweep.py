@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hpctrain.atomic import write_atomically
 from hpctrain.errors import ConfigError
 from hpctrain.submit import fill_words, grid_points
 
@@ -403,9 +403,7 @@ class Folder:
     def write(self, key: str, measured: Measured) -> None:
         """Keep a launch; complete or not at all."""
         path = self.path / "measured" / f"{key}.json"
-        fresh = path.with_suffix(f".{os.getpid()}.new")
-        fresh.write_text(json.dumps(asdict(measured)), encoding="utf-8")
-        fresh.replace(path)
+        write_atomically(path, json.dumps(asdict(measured)))
 
     def forget(self, key: str) -> None:
         """Forget how a launch failed, because it is tried again."""

@@ -230,7 +230,7 @@ class Chain:
             before=last,
         )
         if last:
-            words.append(f"going on from step {last} ")
+            words.append(f"resuming from step {last} ")
         came = injection is None or disturbed is not None
         return self._judge(
             scenario, attempt, code, seconds, words, [] if came else [f"step {step} never came"]

@@ -92,7 +92,7 @@ SCENARIOS: dict[str, Scenario] = {
             done="newest checkpoint cut in half",
             expected="refused by name, the one before used",
             code=REQUEUE,
-            words=("{bad}", "going on from step {before} "),
+            words=("{bad}", "resuming from step {before} "),
         ),
         Scenario(
             name="byte",
@@ -100,7 +100,7 @@ SCENARIOS: dict[str, Scenario] = {
             done="a byte of the newest checkpoint changed",
             expected="refused by name, the one before used",
             code=REQUEUE,
-            words=("{bad}", "going on from step {before} "),
+            words=("{bad}", "resuming from step {before} "),
         ),
         Scenario(
             name="pause",

@@ -11,34 +11,45 @@ from typing import TYPE_CHECKING
 from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.alone import write_checkpoint
-    from hpctrain.checkpoint.catalog import Entry
-    from hpctrain.checkpoint.comparing import Cut, differences
-    from hpctrain.checkpoint.exporting import export, import_torch
-    from hpctrain.checkpoint.finding import find_checkpoint, load_weights
-    from hpctrain.checkpoint.retention import Keep
-    from hpctrain.checkpoint.store import Loaded, Store
+    from hpctrain.checkpoint.directory import Entry, Keep
+    from hpctrain.checkpoint.layout import Item, choose_ranks, divide
+    from hpctrain.checkpoint.loading import Cut, Loaded, differences
+    from hpctrain.checkpoint.offline import (
+        export,
+        import_torch,
+        load_weights,
+        read_checkpoint,
+        write_checkpoint,
+    )
+    from hpctrain.checkpoint.store import Store
     from hpctrain.checkpoint.stores import (
         CheckpointStore,
+        checkpoints_of,
+        find_checkpoint,
         list_checkpoints,
-        read_checkpoint,
         store_class,
         verify,
     )
+    from hpctrain.checkpoint.tree import flatten
     from hpctrain.pieces import Piece, Region
 
 __all__ = [
     "CheckpointStore",
     "Cut",
     "Entry",
+    "Item",
     "Keep",
     "Loaded",
     "Piece",
     "Region",
     "Store",
+    "checkpoints_of",
+    "choose_ranks",
     "differences",
+    "divide",
     "export",
     "find_checkpoint",
+    "flatten",
     "import_torch",
     "list_checkpoints",
     "load_weights",
@@ -51,20 +62,26 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        ".alone": ("write_checkpoint",),
-        ".catalog": ("Entry",),
-        ".comparing": ("Cut", "differences"),
-        ".exporting": ("export", "import_torch"),
-        ".finding": ("find_checkpoint", "load_weights"),
-        ".retention": ("Keep",),
-        ".store": ("Loaded", "Store"),
+        ".directory": ("Entry", "Keep"),
+        ".layout": ("Item", "choose_ranks", "divide"),
+        ".loading": ("Cut", "Loaded", "differences"),
+        ".offline": (
+            "export",
+            "import_torch",
+            "load_weights",
+            "read_checkpoint",
+            "write_checkpoint",
+        ),
+        ".store": ("Store",),
         ".stores": (
             "CheckpointStore",
+            "checkpoints_of",
+            "find_checkpoint",
             "list_checkpoints",
-            "read_checkpoint",
             "store_class",
             "verify",
         ),
+        ".tree": ("flatten",),
         "hpctrain.pieces": ("Piece", "Region"),
     },
 )

@@ -6,11 +6,11 @@ small files are made at once; so a few ranks of each node write, and none for li
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hpctrain.balance import largest_first
 from hpctrain.pieces import Region
 
 __all__ = [
@@ -18,8 +18,8 @@ __all__ = [
     "MOST_PARTS",
     "MOST_PER_NODE",
     "Item",
-    "Segment",
     "Source",
+    "TensorSlice",
     "assign",
     "choose_ranks",
     "divide",
@@ -52,7 +52,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
+class TensorSlice:
     """Elements of a tensor, counted as if it were flat, that one writer writes."""
 
     name: str
@@ -128,7 +128,7 @@ def assign(
     element_bytes: Mapping[str, int],
     node_of: Sequence[int],
     writers: Sequence[int],
-) -> tuple[list[list[Segment]], dict[Source, int]]:
+) -> tuple[list[list[TensorSlice]], dict[Source, int]]:
     """Who writes each block of the tensors that are in pieces, once.
 
     A writer that holds a block writes it; where none does, one of a holder's node gets it sent.
@@ -146,12 +146,12 @@ def assign(
     on_node: dict[int, list[int]] = {}
     for part, rank in enumerate(writers):
         on_node.setdefault(node_of[rank], []).append(part)
-    parts_of: list[list[Segment]] = [[] for _ in writers]
+    parts_of: list[list[TensorSlice]] = [[] for _ in writers]
     sources: dict[Source, int] = {}
     loads = [0] * len(writers)
     for key in sorted(holders, key=lambda key: (-key[1].num_elements, key)):
         name, region = key
-        segment = Segment(
+        segment = TensorSlice(
             name=name,
             start=0,
             stop=region.num_elements,
@@ -172,8 +172,8 @@ def assign(
 
 
 def divide(
-    items: Iterable[Item], num_parts: int, assigned: Sequence[Sequence[Segment]] = ()
-) -> list[list[Segment]]:
+    items: Iterable[Item], num_parts: int, assigned: Sequence[Sequence[TensorSlice]] = ()
+) -> list[list[TensorSlice]]:
     """Share tensors among writers so that all have about equally many bytes.
 
     Tensors are kept whole, except those that are larger than a writer's share. In each part wide
@@ -189,26 +189,24 @@ def divide(
     segments = [segment for item in ordered for segment in _cut(item, share)]
     segments.sort(key=lambda segment: (-segment.num_bytes, segment.name, segment.start))
     parts = [list(given) for given in assigned] or [[] for _ in range(num_parts)]
-    loads = [(sum(s.num_bytes for s in given), part) for part, given in enumerate(parts)]
-    heapq.heapify(loads)
-    for segment in segments:  # the largest first, each to the writer that has least
-        load, part = heapq.heappop(loads)
-        heapq.heappush(loads, (load + segment.num_bytes, part))
-        parts[part].append(segment)
+    already = [sum(segment.num_bytes for segment in given) for given in parts]
+    shares = largest_first([segment.num_bytes for segment in segments], num_parts, already)
+    for part, indices in enumerate(shares):
+        parts[part] += [segments[index] for index in indices]
     for in_part in parts:
         in_part.sort(key=_place_in_file)
     return parts
 
 
-def _place_in_file(segment: Segment) -> tuple[object, ...]:
+def _place_in_file(segment: TensorSlice) -> tuple[object, ...]:
     return -segment.element_bytes, segment.name, segment.region or (), segment.start
 
 
-def _cut(item: Item, share: int) -> list[Segment]:
+def _cut(item: Item, share: int) -> list[TensorSlice]:
     count = 1 if item.num_bytes <= share else math.ceil(item.num_bytes / share)
     bounds = [item.num_elements * i // count for i in range(count + 1)]
     return [
-        Segment(
+        TensorSlice(
             name=item.name,
             start=bounds[i],
             stop=bounds[i + 1],

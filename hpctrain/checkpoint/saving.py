@@ -1,4 +1,4 @@
-"""One save, on all ranks: who writes what, the copy, and the errand of the writing thread."""
+"""One save, on all ranks: what each brings, who writes what, the copy, and the thread's task."""
 
 from __future__ import annotations
 
@@ -8,39 +8,119 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from hpctrain.checkpoint.alike import NOTHING, mark_of, refuse_differences
-from hpctrain.checkpoint.background import Errand
-from hpctrain.checkpoint.catalog import next_number
-from hpctrain.checkpoint.company import Company
-from hpctrain.checkpoint.finishing import OWNER, Outline, Record, Records, finish, write_own_part
-from hpctrain.checkpoint.flattening import Flat
-from hpctrain.checkpoint.holding import Holdings
+from hpctrain.checkpoint.agreeing import (
+    NO_MARKS,
+    Holdings,
+    marks_of,
+    refuse_differences,
+    same_on_all,
+)
+from hpctrain.checkpoint.directory import (
+    Keep,
+    Neighbours,
+    describe_owner,
+    in_writing,
+    next_number,
+    retain,
+    sweep,
+)
+from hpctrain.checkpoint.format import (
+    OWNER,
+    TREE,
+    FileSpec,
+    Manifest,
+    checkpoint_name,
+    partial_name,
+)
 from hpctrain.checkpoint.layout import (
     Item,
-    Segment,
     Source,
+    TensorSlice,
     assign,
     choose_ranks,
     divide,
     writer_of,
 )
-from hpctrain.checkpoint.meeting import meet
-from hpctrain.checkpoint.naming import checkpoint_name, partial_name
-from hpctrain.checkpoint.part import Image, Staging, bytes_of, lay_out
-from hpctrain.checkpoint.preparing import Prepared, versions
-from hpctrain.checkpoint.removing import describe_owner, in_writing, retain, sweep
-from hpctrain.checkpoint.retention import Keep
-from hpctrain.checkpoint.tree_file import describe, items_of, render_tree
+from hpctrain.checkpoint.parts import (
+    Image,
+    Staging,
+    bytes_of,
+    describe,
+    items_of,
+    lay_out,
+    pack,
+    render_tree,
+)
+from hpctrain.checkpoint.tree import Flat, flatten
+from hpctrain.checkpoint.writing import (
+    Record,
+    Records,
+    WriteTask,
+    finish,
+    write_own_part,
+)
 from hpctrain.errors import CheckpointError
 from hpctrain.world import World, agree, note_checkpoint
+from hpctrain.world import finish as finish_messages
 
-__all__ = ["Saving", "Settings", "begin"]
+__all__ = ["Prepared", "Saving", "Settings", "begin", "draft_manifest", "prepare"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What a rank brings to a save."""
+
+    flat: Flat
+    own: bytes | None
+    step: int
+    note: Any
+    metrics: Mapping[str, float]
+
+
+def prepare(
+    state: object,
+    *,
+    step: int,
+    own: object | None,
+    note: object,
+    metrics: Mapping[str, float] | None,
+) -> Prepared:
+    """Take apart what is to be saved. No communication.
+
+    Raises:
+        CheckpointError: something of it cannot be stored; the place is named.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step={step!r} must be a whole number of at least 0")
+    noted = flatten(note)
+    if noted.tensors or noted.pieces:
+        raise CheckpointError("a note holds no tensors or arrays; put them into the state")
+    try:
+        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"metrics={metrics!r} must be numbers by name") from error
+    return Prepared(
+        flat=flatten(state),
+        own=None if own is None else pack(own),
+        step=step,
+        note=noted.skeleton,
+        metrics=numbers,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Of what has written a checkpoint, for people."""
+    import torch
+
+    from hpctrain import __version__
+
+    return {"hpctrain": __version__, "torch": str(torch.__version__)}
+
 
 _TAG = 7412
 _PIECE_TAG = 7413
@@ -75,7 +155,7 @@ class Saving:
 
     path: Path
     step: int
-    errand: Errand | None
+    task: WriteTask | None
     """None: this rank writes nothing."""
     records: Records | None
     """Rank 0 alone: what it knows of all parts."""
@@ -89,7 +169,7 @@ def begin(
     prepared: Prepared | None,
     trouble: str | None,
     staging: Staging,
-    company: Company,
+    neighbours: Neighbours,
     holdings: Holdings,
 ) -> Saving:
     """Collective: copy this rank's part; the state's places, shapes and values must match.
@@ -100,18 +180,18 @@ def begin(
         prepared: What this rank brings, or None if it has trouble.
         trouble: What is wrong on this rank.
         staging: Where this rank's part is copied to.
-        company: Rank 0's: who saves into this directory.
+        neighbours: Rank 0's: who saves into this directory.
         holdings: Who holds which pieces.
 
     Returns:
-        The save, whose errand is still to be started.
+        The save, whose task is still to be started.
 
     Raises:
         CheckpointError: on all ranks, nothing is saved.
     """
     opened: tuple[Path, int] | None = None
     if world.rank == 0 and prepared is not None:
-        opened, trouble = _open(world, settings.directory, prepared.step, company)
+        opened, trouble = _open(world, settings.directory, prepared.step, neighbours)
     try:
         return _begin(world, settings, prepared, trouble, opened, staging, holdings)
     except CheckpointError:
@@ -132,16 +212,18 @@ def _begin(
 ) -> Saving:
     """Collective: compare what the ranks bring, and copy."""
     timeout_s = settings.timeout_s
-    mark = NOTHING if prepared is None or trouble is not None else mark_of(prepared)
+    marks = None
+    if prepared is not None and trouble is None:
+        marks = marks_of(prepared.flat, step=prepared.step, has_own=prepared.own is not None)
     changed = prepared is not None and holdings.has_changed(prepared.flat)
-    numbers = [mark is NOTHING, changed, *mark.numbers]
-    same = meet(world, numbers, "saving a checkpoint", timeout_s=timeout_s)
+    numbers = [marks is None, changed, *(marks or NO_MARKS)]
+    same = same_on_all(world, numbers, "saving a checkpoint", timeout_s=timeout_s)
     any_changed = changed or not same.pop(1)
-    if prepared is None or mark is NOTHING or not same[0]:
+    if prepared is None or marks is None or not same[0]:
         agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
         raise CheckpointError("nothing was prepared to be saved")  # not reached: a rank said why
     if not all(same):
-        refuse_differences(world, prepared.flat, mark)
+        refuse_differences(world, prepared.flat, marks)
     if prepared.flat.pieces:
         if any_changed:
             holdings.ask(world, prepared.flat)
@@ -152,30 +234,30 @@ def _begin(
         saving, moves = _copy(world, settings, prepared, folder, number, staging, holdings)
     except (MemoryError, RuntimeError, OSError) as error:
         trouble = f"the state could not be copied ({type(error).__name__}: {error})"
-    # Nobody goes on before all have copied: state may lie in memory that ranks share.
-    same = meet(world, [saving is None], "copying a state", timeout_s=timeout_s)
+    # Nobody continues before all have copied: state may lie in memory that ranks share.
+    same = same_on_all(world, [saving is None], "copying a state", timeout_s=timeout_s)
     if saving is None or not same[0]:
         agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
         raise CheckpointError("nothing was copied")  # not reached: a rank said why
     if prepared.flat.pieces:
         with world.watching.announce("sending pieces to their writers", timeout_s=timeout_s):
-            moves.make(world)
+            moves.make(world, timeout_s=timeout_s)
     return saving
 
 
 def _open(
-    world: World, directory: Path, step: int, company: Company
+    world: World, directory: Path, step: int, neighbours: Neighbours
 ) -> tuple[tuple[Path, int] | None, str | None]:
     """Rank 0's part: a directory for what is not complete yet."""
     try:
-        stranger = company.find_stranger()
-        if stranger is not None:
-            return None, stranger
+        other = neighbours.find_other_writer()
+        if other is not None:
+            return None, other
         number = next_number(directory)
         folder = directory / partial_name(number, step, secrets.token_hex(8))
         folder.mkdir()
         in_writing.add(folder)
-        company.wrote(number, step)
+        neighbours.wrote(number, step)
         (folder / OWNER).write_text(json.dumps(describe_owner(world.launch.job_id)))
     except (OSError, CheckpointError) as error:
         return None, f"{directory} cannot be written to ({error}); make room, or save elsewhere"
@@ -211,7 +293,7 @@ def _copy(
         own = _gather_own(world, prepared.own, node_of, writers)
     path = settings.directory / checkpoint_name(number, prepared.step)
     records = Records() if world.rank == 0 else None
-    saving = Saving(path=path, step=prepared.step, errand=None, records=records, written=[])
+    saving = Saving(path=path, step=prepared.step, task=None, records=records, written=[])
     if world.rank not in writers:
         return saving, moves
     part = writers.index(world.rank)
@@ -219,7 +301,7 @@ def _copy(
     data = staging.fill(image, parts[part], flat.sources, own)
     moves.receive_into(data, image, parts[part])
     places = {rank: (image.own_starts[rank], len(own[rank])) for rank in own}
-    outline = _outline(world, settings, prepared, folder, number, writers)
+    draft = draft_manifest(prepared, number, num_ranks=world.size)
     described = describe(flat)
     deadline = time.monotonic() + settings.timeout_s
 
@@ -231,8 +313,9 @@ def _copy(
             )
             saving.written.append(record)
             if records is not None:
-                records.tell(record)
-                finish(outline, render_tree(described, parts), records, deadline=deadline)
+                records.add(record)
+                tree = render_tree(described, parts)
+                finish(draft, folder, writers, tree, records, deadline=deadline)
                 note_checkpoint(world.launch, settings.directory, prepared.step)
         finally:
             in_writing.discard(folder)
@@ -240,7 +323,7 @@ def _copy(
             retain(settings.directory, settings.keep)
             sweep(settings.directory, describe_owner(world.launch.job_id))
 
-    saving.errand = Errand(write, f"writing {path}")
+    saving.task = WriteTask(write, f"writing {path}")
     return saving, moves
 
 
@@ -248,7 +331,7 @@ class Moves:
     """Pieces that travel to a rank that writes them, because no rank that holds them writes."""
 
     def __init__(self) -> None:
-        self._outgoing: list[tuple[int, np.ndarray]] = []
+        self._outgoing: list[tuple[int, memoryview]] = []
         self._sources: dict[Source, int] = {}
         self._incoming: list[tuple[int, memoryview]] = []
 
@@ -257,7 +340,7 @@ class Moves:
         cls,
         rank: int,
         flat: Flat,
-        parts: Sequence[Sequence[Segment]],
+        parts: Sequence[Sequence[TensorSlice]],
         writers: Sequence[int],
         sources: Mapping[Source, int],
     ) -> Moves:
@@ -269,13 +352,13 @@ class Moves:
                 if segment.region is None or sources[segment.source] == writer:
                     continue
                 if sources[segment.source] == rank:
-                    data = bytes_of(held[segment.name, segment.region]).numpy()
+                    data = bytes_of(held[segment.name, segment.region]).numpy().data
                     moves._outgoing.append((writer, data))
                 elif writer == rank:
                     moves._sources[segment.source] = sources[segment.source]
         return moves
 
-    def receive_into(self, data: memoryview, image: Image, segments: Sequence[Segment]) -> None:
+    def receive_into(self, data: memoryview, image: Image, segments: Sequence[TensorSlice]) -> None:
         """Say where in this rank's file the pieces go that it receives."""
         base = len(image.header)
         for segment, start in zip(segments, image.starts, strict=True):
@@ -283,43 +366,47 @@ class Moves:
                 room = data[base + start : base + start + segment.num_bytes]
                 self._incoming.append((self._sources[segment.source], room))
 
-    def make(self, world: World) -> None:
-        """Collective: send and receive. Both sides go through the parts in one order."""
+    def make(self, world: World, *, timeout_s: float) -> None:
+        """Collective: send and receive. Both sides go through the parts in one order.
+
+        Raises:
+            TimedOutError: a message did not come in time.
+        """
         requests = [
-            world.comm.Irecv(room[start : start + _MESSAGE_BYTES], source=source, tag=_PIECE_TAG)
+            world.comm.Irecv(message, source=source, tag=_PIECE_TAG)
             for source, room in self._incoming
-            for start in range(0, len(room), _MESSAGE_BYTES)
+            for message in _messages(room)
         ]
-        for target, data in self._outgoing:
-            for start in range(0, len(data), _MESSAGE_BYTES):
-                message = data[start : start + _MESSAGE_BYTES]
-                world.comm.Send(message, dest=target, tag=_PIECE_TAG)
-        for request in requests:
-            request.Wait()
+        requests += [
+            world.comm.Isend(message, dest=target, tag=_PIECE_TAG)
+            for target, data in self._outgoing
+            for message in _messages(data)
+        ]
+        finish_messages(requests, "pieces of a checkpoint", timeout_s=timeout_s)
+
+
+def _messages(data: memoryview) -> Iterator[memoryview]:
+    """Bytes in messages that MPI can count."""
+    for start in range(0, len(data), _MESSAGE_BYTES):
+        yield data[start : start + _MESSAGE_BYTES]
 
 
 @functools.lru_cache(maxsize=4)
-def _divide(items: tuple[Item, ...], num_parts: int) -> tuple[tuple[Segment, ...], ...]:
+def _divide(items: tuple[Item, ...], num_parts: int) -> tuple[tuple[TensorSlice, ...], ...]:
     return tuple(tuple(segments) for segments in divide(items, num_parts))
 
 
-def _outline(
-    world: World,
-    settings: Settings,
-    prepared: Prepared,
-    folder: Path,
-    number: int,
-    writers: tuple[int, ...],
-) -> Outline:
-    return Outline(
-        directory=settings.directory,
-        folder=folder,
+def draft_manifest(prepared: Prepared, number: int, *, num_ranks: int) -> Manifest:
+    """What is known of a checkpoint before its files are written."""
+    return Manifest(
         number=number,
         step=prepared.step,
-        writers=writers,
-        num_ranks=world.size,
-        has_own=prepared.own is not None,
-        versions=versions(),
+        saved_at=0.0,
+        num_ranks=num_ranks,
+        versions=_versions(),
+        tree=FileSpec(name=TREE, num_bytes=0, blocks=()),
+        parts=(),
+        own=None if prepared.own is None else (),
         metrics=prepared.metrics,
         note=prepared.note,
         version=2 if prepared.flat.pieces else 1,

@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import log
-from hpctrain.checkpoint.alone import read_checkpoint
-from hpctrain.checkpoint.background import Background
-from hpctrain.checkpoint.catalog import Entry, list_checkpoints
-from hpctrain.checkpoint.company import Company
-from hpctrain.checkpoint.finishing import Record
-from hpctrain.checkpoint.holding import Holdings
+from hpctrain.checkpoint.agreeing import Holdings
+from hpctrain.checkpoint.directory import (
+    Entry,
+    Keep,
+    Neighbours,
+    await_own_writing,
+    describe_owner,
+    list_checkpoints,
+    sweep,
+    verify,
+)
 from hpctrain.checkpoint.loading import Loaded, load
-from hpctrain.checkpoint.part import Staging
-from hpctrain.checkpoint.preparing import prepare
-from hpctrain.checkpoint.removing import await_own_writing, describe_owner, sweep
-from hpctrain.checkpoint.retention import Keep
-from hpctrain.checkpoint.saving import Saving, Settings, begin
-from hpctrain.checkpoint.verifying import verify
+from hpctrain.checkpoint.offline import read_state
+from hpctrain.checkpoint.parts import Staging
+from hpctrain.checkpoint.saving import Saving, Settings, begin, prepare
+from hpctrain.checkpoint.writing import Background, Record
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.world import World, agree, parse_cpus, roll_call
 
@@ -57,7 +60,7 @@ class Store:
             keep: Which checkpoints stay; None: the last three.
             writers_per_node: How many ranks of each node write; None: as many as the size of the
                 state deserves, at most four.
-            asynchronous: Let a thread write while training goes on; False: every save waits.
+            asynchronous: Let a thread write during training; False: every save waits.
             timeout_s: How long a save may take until it counts as failed.
             late_s: How long a rank may be late for a save or a load before the job ends and names
                 it; None: as long as a save may take.
@@ -77,7 +80,7 @@ class Store:
             timeout_s=timeout_s,
             late_s=timeout_s if late_s is None else late_s,
         )
-        self._company = Company(self.directory)
+        self._neighbours = Neighbours(self.directory)
         mistake = self._settings.mistake()
         with self._waiting() if mistake is None else nullcontext():
             agree(world.comm, mistake, error=ConfigError)
@@ -87,7 +90,7 @@ class Store:
         self._last: Path | None = None
         self._staging = Staging()
         self._holdings = Holdings()
-        self._polite, self._hurried = self._make_threads()
+        self._background, self._foreground = self._make_threads()
         self._is_closed = self._is_claimed = False
         world.at_exit(self.close)
 
@@ -153,27 +156,27 @@ class Store:
             prepared,
             trouble,
             self._staging,
-            self._company,
+            self._neighbours,
             self._holdings,
         )
         self._saving = saving
-        in_a_hurry = wait or not self._asynchronous
-        if saving.errand is not None:
-            (self._hurried if in_a_hurry else self._polite).start(saving.errand)
-        if in_a_hurry:
+        at_once = wait or not self._asynchronous
+        if saving.task is not None:
+            (self._foreground if at_once else self._background).start(saving.task)
+        if at_once:
             self.wait()
 
     @property
     def is_saving(self) -> bool:
         """Whether this rank is writing; on rank 0, whether the checkpoint is not complete yet."""
-        errand = self._saving.errand if self._saving else None
-        return errand is not None and errand.is_running
+        task = self._saving.task if self._saving else None
+        return task is not None and task.is_running
 
     @property
     def failed(self) -> str | None:
         """What has gone wrong on this rank with the save that was begun last, or None."""
-        errand = self._saving.errand if self._saving else None
-        return None if errand is None else errand.trouble(self.timeout_s)
+        task = self._saving.task if self._saving else None
+        return None if task is None else task.trouble(self.timeout_s)
 
     def poll(self) -> None:
         """Raise if writing has failed on this rank. Cheap; not collective.
@@ -192,7 +195,7 @@ class Store:
             The newest checkpoint that this store has saved.
 
         Raises:
-            CheckpointError: on all ranks: it has failed. The next save begins anew.
+            CheckpointError: on all ranks: it has failed. The next save starts afresh.
         """
         saving = self._saving
         if saving is None:
@@ -212,20 +215,20 @@ class Store:
         told: list[tuple[str | None, list[Record]]] = self._world.comm.allgather(
             (trouble, saving.written if saving.records is None else [])
         )
-        if saving.records is not None and saving.errand is not None:
+        if saving.records is not None and saving.task is not None:
             for why, written in told:
                 for record in written:
-                    saving.records.tell(record)
+                    saving.records.add(record)
                 if why is not None:
-                    saving.records.give_up(why)
+                    saving.records.fail(why)
             # A little longer than its own deadline: it knows whom it waits for.
             with patience(self.timeout_s + _GRACE_S):
-                trouble = saving.errand.outcome(self.timeout_s + _MARGIN_S)
+                trouble = saving.task.outcome(self.timeout_s + _MARGIN_S)
         self._saving = None
-        if saving.errand is not None and saving.errand.is_running:
+        if saving.task is not None and saving.task.is_running:
             # It hangs in the file system and holds its memory: the next save has others.
             self._staging = Staging()
-            self._polite, self._hurried = self._make_threads()
+            self._background, self._foreground = self._make_threads()
         agree(
             self._world.comm,
             trouble,
@@ -258,7 +261,7 @@ class Store:
         """
         self.wait()
         if self._world.rank == 0:
-            self._company.look()
+            self._neighbours.look()
         with self._waiting():
             return load(
                 self._world,
@@ -285,7 +288,7 @@ class Store:
     @staticmethod
     def read(path: Path) -> Any:
         """The state of a checkpoint, checked, on the CPU, pieces put together."""
-        return read_checkpoint(path)
+        return read_state(path)
 
     def claim(self) -> None:
         """Collective: refuse a directory that another job of rank 0's host is saving into.
@@ -298,7 +301,7 @@ class Store:
         if self._is_claimed:
             return
         self._is_claimed = True
-        trouble = self._company.find_neighbour() if self._world.rank == 0 else None
+        trouble = self._neighbours.find_running_writer() if self._world.rank == 0 else None
         with self._waiting():
             agree(self._world.comm, trouble, error=CheckpointError)
 
@@ -310,7 +313,7 @@ class Store:
         try:
             self.wait()
         finally:
-            for thread in (self._polite, self._hurried):
+            for thread in (self._background, self._foreground):
                 thread.close(timeout_s=_GRACE_S)
 
     def _waiting(self) -> AbstractContextManager[None]:
@@ -319,9 +322,9 @@ class Store:
 
     def _await_own(self, saving: Saving) -> str | None:
         """Wait for this rank's part; rank 0 also has the end to wait for, later."""
-        if saving.errand is None or saving.records is not None:
+        if saving.task is None or saving.records is not None:
             return None
-        return saving.errand.outcome(self.timeout_s)
+        return saving.task.outcome(self.timeout_s)
 
     def _difference(self) -> str | None:
         """Collective: how the settings differ from rank 0's, or None."""
@@ -340,7 +343,7 @@ class Store:
             with self._world.watching.patience(self.timeout_s + _GRACE_S):
                 unfinished = await_own_writing(self.directory, self.timeout_s)
             swept = sweep(self.directory, describe_owner(self._world.launch.job_id))
-            self._company.look()
+            self._neighbours.look()
         except OSError as error:
             return f"{self.directory} cannot be written to ({error.strerror})"
         if unfinished is not None:
@@ -356,4 +359,4 @@ class Store:
         """For saves beside training, and for those that training waits for."""
         here = [info for info in self._world.ranks if info.node_rank == self._world.node_rank]
         cpus = [cpu for info in here for cpu in parse_cpus(info.cpus)]
-        return Background(cpus), Background(cpus, is_polite=False)
+        return Background(cpus), Background(cpus, low_priority=False)

@@ -7,16 +7,17 @@ that is a `CheckpointStore`.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from hpctrain.checkpoint import catalog, verifying
-from hpctrain.checkpoint.catalog import Entry
-from hpctrain.checkpoint.naming import step_of
-from hpctrain.errors import ConfigError
+from hpctrain.checkpoint import directory as own
+from hpctrain.checkpoint.directory import Entry, choose_best
+from hpctrain.checkpoint.format import step_of
+from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.plugins import find_plugins, load_plugin
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.loading import Loaded
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
 __all__ = [
     "GROUP",
     "CheckpointStore",
+    "checkpoints_of",
+    "find_checkpoint",
     "is_checkpoint",
     "list_checkpoints",
-    "read_checkpoint",
     "store_class",
+    "store_of",
     "verify",
 ]
 
@@ -114,19 +117,18 @@ def store_class(name: str) -> Any:
     """
     if name == _OWN:
         return import_module("hpctrain.checkpoint.store").Store
-    others = {point.name: point for point in entry_points(group=GROUP)}
+    others = find_plugins(GROUP, own=(_OWN,))
     if name not in others:
-        known = ", ".join([_OWN, *sorted(others)])
+        known = ", ".join([_OWN, *others])
         raise ConfigError(
             f"store={name!r} is none of the checkpoint stores that are installed: {known}"
         )
-    return others[name].load()
+    return load_plugin(others[name], f"checkpoint store {name!r}")
 
 
 def _others() -> Iterator[Any]:
-    for point in entry_points(group=GROUP):
-        if point.name != _OWN:
-            yield point.load()
+    for name in find_plugins(GROUP, own=(_OWN,)):
+        yield store_class(name)
 
 
 def list_checkpoints(directory: Path) -> list[Entry]:
@@ -137,7 +139,7 @@ def list_checkpoints(directory: Path) -> list[Entry]:
     Raises:
         CheckpointError: the directory is there and cannot be read.
     """
-    found = catalog.list_checkpoints(directory)
+    found = own.list_checkpoints(directory)
     for store in _others():
         found += store.entries(directory)
     return sorted(found, key=lambda entry: (entry.number, entry.step))
@@ -145,28 +147,16 @@ def list_checkpoints(directory: Path) -> list[Entry]:
 
 def verify(path: Path) -> list[str]:
     """Read a whole checkpoint and compare all checksums; what is wrong, in words."""
-    store = _store_of(path)
-    return verifying.verify(path) if store is None else cast("list[str]", store.verify(path))
-
-
-def read_checkpoint(path: Path) -> Any:
-    """Read the state of a checkpoint, checked, on the CPU; pieces are put together.
-
-    Raises:
-        CheckpointError: it is none, or it is damaged.
-    """
-    store = _store_of(path)
-    if store is not None:
-        return store.read(path)
-    return import_module("hpctrain.checkpoint.alone").read_checkpoint(path)
+    store = store_of(path)
+    return own.verify(path) if store is None else cast("list[str]", store.verify(path))
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is one checkpoint by its name, complete or damaged."""
-    return step_of(path) is not None or _store_of(path.absolute()) is not None
+    return step_of(path) is not None or store_of(path.absolute()) is not None
 
 
-def _store_of(path: Path) -> Any | None:
+def store_of(path: Path) -> Any | None:
     """The store that wrote a checkpoint; None: this package's own."""
     if step_of(path) is not None:
         return None
@@ -174,3 +164,83 @@ def _store_of(path: Path) -> Any | None:
         if any(entry.path == path for entry in store.entries(path.parent)):
             return store
     return None
+
+
+def checkpoints_of(path: Path) -> list[Entry]:
+    """The checkpoints of a directory, of a run directory, or the one that the path is.
+
+    Raises:
+        CheckpointError: there is none, or several folders have some.
+    """
+    if is_checkpoint(path):
+        path = path.absolute()
+        found = [entry for entry in list_checkpoints(path.parent) if entry.path == path]
+        return found or _none(path)
+    entries = list_checkpoints(path)
+    if entries or not path.is_dir():
+        return entries or _none(path)
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    inside = {folder: found for folder in folders if (found := list_checkpoints(folder))}
+    if len(inside) > 1:
+        raise CheckpointError(
+            f"{path} has checkpoints in {', '.join(folder.name for folder in inside)}; name one"
+        )
+    return next(iter(inside.values()), None) or _none(path)
+
+
+def _none(path: Path) -> list[Entry]:
+    raise CheckpointError(
+        f"{path} holds no checkpoint; give a run directory, the directory that has been saved to, "
+        "or one of the checkpoint-... directories in it"
+    )
+
+
+def find_checkpoint(path: str | Path, *, best: bool | str = False) -> Path:
+    """The newest complete checkpoint, or the best one that is kept. No MPI.
+
+    Args:
+        path: A run directory, a directory of checkpoints, or one checkpoint.
+        best: The best by a metric that was saved with checkpoints: `min:loss`, `max:accuracy`; True
+            takes what the run itself calls better (`checkpoint.keep_best`, else `train.monitor`).
+
+    Raises:
+        CheckpointError: there is none, or none with that metric.
+        ConfigError: the run does not say what is better.
+    """
+    entries = [entry for entry in checkpoints_of(Path(path)) if entry.trouble is None]
+    if not entries:
+        raise CheckpointError(f"{path} holds no complete checkpoint")
+    if best is False:
+        return entries[-1].path
+    metric = _own_metric(entries, path) if best is True else best
+    order = choose_best(entries, metric)
+    if not order:
+        raise CheckpointError(
+            f"no checkpoint of {path} was saved with {metric.partition(':')[2]}; {_known(entries)}"
+        )
+    return next(entry.path for entry in entries if entry.number == order[0])
+
+
+def _own_metric(entries: Sequence[Entry], path: str | Path) -> str:
+    """What the configuration of a run calls better."""
+    note = entries[-1].note
+    user = note.get("user") if isinstance(note, dict) else None
+    text = user.get("config") if isinstance(user, dict) else None
+    try:
+        config = tomllib.loads(text or "")
+    except tomllib.TOMLDecodeError:
+        config = {}
+    own = config.get("checkpoint", {}).get("keep_best") or config.get("train", {}).get("monitor")
+    if not isinstance(own, str):
+        raise ConfigError(
+            f"{path} does not say which metric is better; name it, as in min:loss (--metric; in "
+            f"Python best='min:loss'); {_known(entries)}"
+        )
+    return own
+
+
+def _known(entries: Sequence[Entry]) -> str:
+    names = dict.fromkeys(name for entry in entries for name in entry.metrics)
+    if not names:
+        return "its checkpoints were saved without metrics"
+    return f"there are {', '.join(names)}"

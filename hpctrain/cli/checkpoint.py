@@ -9,8 +9,7 @@ import math
 from pathlib import Path
 
 from hpctrain import log
-from hpctrain.checkpoint.catalog import Entry
-from hpctrain.checkpoint.finding import checkpoints_of, find_checkpoint
+from hpctrain.checkpoint import Entry, checkpoints_of, find_checkpoint, verify
 from hpctrain.errors import ConfigError
 
 __all__ = ["add_arguments", "main"]
@@ -100,7 +99,7 @@ def _list(args: argparse.Namespace) -> int:
                 "-" if manifest is None else _when(manifest.saved_at),
                 "-" if manifest is None else manifest.num_ranks,
                 "-" if manifest is None else f"{manifest.num_bytes / 2**20:.1f}",
-                "" if manifest is None else _metrics(entry),
+                _metrics(entry),
                 entry.trouble or "complete",
             )
         )
@@ -110,8 +109,6 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from hpctrain.checkpoint.verifying import verify
-
     found = {str(entry.path): verify(entry.path) for entry in checkpoints_of(args.path)}
     broken = {path: texts for path, texts in found.items() if texts}
     if args.json:
@@ -125,7 +122,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from hpctrain.checkpoint.exporting import export
+    from hpctrain.checkpoint import export
 
     if args.metric is not None and not args.best:
         raise ConfigError(f"--metric {args.metric} belongs to --best")
@@ -146,7 +143,7 @@ def _remark_on_better(run: Path, path: Path, metric: str | None) -> None:
 
     monitor = (read_summary(run) or {}).get("monitor", {})
     (entry,) = checkpoints_of(path)
-    found = None if entry.manifest is None else entry.manifest.metrics.get(monitor.get("name", ""))
+    found = entry.metrics.get(monitor.get("name", ""))
     other = metric is not None and metric.partition(":")[2] != monitor.get("name")
     if found is not None and monitor["best"] not in (None, found) and not other:
         log.notice(
@@ -163,8 +160,7 @@ def _measured(path: Path) -> str:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from hpctrain.checkpoint.alone import write_checkpoint
-    from hpctrain.checkpoint.exporting import import_torch
+    from hpctrain.checkpoint import import_torch, write_checkpoint
 
     state = {args.key: import_torch(args.file)}
     note = {"imported_from": args.file.name}
@@ -196,8 +192,7 @@ def _describe(entry: Entry) -> dict[str, object]:
 
 
 def _metrics(entry: Entry) -> str:
-    metrics = entry.manifest.metrics if entry.manifest else {}
-    return " ".join(f"{name}={value:.6g}" for name, value in metrics.items())
+    return " ".join(f"{name}={value:.6g}" for name, value in entry.metrics.items())
 
 
 def _when(seconds: float) -> str:

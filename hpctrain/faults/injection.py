@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from hpctrain.atomic import write_atomically
 from hpctrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,9 +91,7 @@ class Injection:
 
     @staticmethod
     def _say(mark: Path) -> None:
-        draft = mark.with_name(f".{mark.name}")
-        draft.write_text(str(os.getpid()))
-        draft.replace(mark)
+        write_atomically(mark, str(os.getpid()))
 
     def _hold(self) -> None:
         mark, end = Path(self.mark or ""), time.monotonic() + _HOLD_S

@@ -6,7 +6,8 @@ stays unseen in the loss for long; here it ends the job with the parameter, the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hpctrain.errors import ConfigError, DriftError
 from hpctrain.faults.watchdog import Watchdog, start
 from hpctrain.log import format_ranges
+from hpctrain.pieces import Piece
 from hpctrain.world import World, agree
 
 if TYPE_CHECKING:
@@ -95,22 +97,25 @@ class OddTensor:
     """Whether most ranks have one version, so that the others are the odd ones."""
 
 
-def find_odd(name: str, digests: Sequence[Hashable]) -> OddTensor:
+def find_odd(name: str, digests: Sequence[Hashable | None]) -> OddTensor:
     """Find the ranks whose digest is not what most ranks have.
 
     Args:
         name: Of the tensor.
-        digests: Of all ranks, in rank order.
+        digests: Of all ranks, in rank order; None: it does not hold that piece.
     """
     groups: dict[Hashable, list[int]] = {}
+    num_held = 0
     for rank, one in enumerate(digests):
-        groups.setdefault(one, []).append(rank)
+        if one is not None:
+            groups.setdefault(one, []).append(rank)
+            num_held += 1
     usual, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
     return OddTensor(
         name=name,
         reference=usual[0],
         ranks=tuple(sorted(rank for ranks in others for rank in ranks)),
-        majority=2 * len(usual) > len(digests),
+        majority=2 * len(usual) > num_held,
     )
 
 
@@ -212,9 +217,34 @@ def watched_names(model: nn.Module, exclude: Sequence[str] = ()) -> tuple[str, .
     )
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+_State = Mapping[str, Tensor | Piece]
+
+
+def _tensors(model: nn.Module | _State) -> Iterator[tuple[str, Tensor]]:
+    """All tensors by name; of pieces each block, named after where it lies in the whole."""
+    if isinstance(model, nn.Module):
+        yield from model.named_parameters()
+        yield from model.named_buffers()
+        return
+    for name, value in model.items():
+        if isinstance(value, Piece):
+            yield from ((f"{name}{region}", tensor) for region, tensor in value.held())
+        else:
+            yield name, value
+
+
+def _in_state(world: World, state: _State, exclude: Sequence[str]) -> tuple[str, ...]:
+    """Collective: the whole tensors of a state, and the blocks that several ranks hold."""
+    kept = {
+        name: value
+        for name, value in state.items()
+        if not any(fnmatchcase(name, pattern) for pattern in exclude)
+    }
+    pieces = {name: value for name, value in kept.items() if isinstance(value, Piece)}
+    blocks = [name for name, _ in _tensors(pieces)]
+    held = Counter(name for told in world.comm.allgather(blocks) for name in told)
+    shared = sorted(name for name, count in held.items() if count > 1)
+    return (*(name for name in kept if name not in pieces), *shared)
 
 
 class Sentinel:
@@ -222,7 +252,8 @@ class Sentinel:
 
     Args:
         world: The ranks. One rank alone compares nothing.
-        model: Whose weights should be the same on all ranks.
+        model: Whose weights should be the same on all ranks; or tensors by name, and pieces of
+            them where the state is sharded: blocks that several ranks hold are compared.
         every: Steps between comparisons.
         exclude: Names that may differ, as patterns of a shell.
         watchdog: Whose logs to use for the comparison; None: those of the world.
@@ -235,7 +266,7 @@ class Sentinel:
     def __init__(
         self,
         world: World,
-        model: nn.Module,
+        model: nn.Module | Mapping[str, Tensor | Piece],
         *,
         every: int = 100,
         exclude: Sequence[str] = (),
@@ -245,7 +276,7 @@ class Sentinel:
         self._world = world
         self._model = model
         self.every = every
-        self.names = watched_names(model, exclude)
+        self.names = watched_names(model, exclude) if isinstance(model, nn.Module) else ()
         self._num_steps = 0
         self._comm: Comm | None = None
         self._own: Watchdog | None = None
@@ -256,11 +287,16 @@ class Sentinel:
             return
         agree(world.comm, trouble, error=ConfigError, timeout_s=timeout_s)
         with world.watching.allow(timeout_s):
+            if not isinstance(model, nn.Module):
+                self.names = _in_state(world, model, exclude)
             theirs = world.comm.bcast((self.names, every), root=0)
         differs = None if theirs == (self.names, every) else "its model, or every, is not rank 0's"
         agree(world.comm, differs, error=ConfigError, timeout_s=timeout_s)
         if watchdog is None:
             watchdog = self._own = start(world, timeout_s=timeout_s)
+        here = {name for name, _ in _tensors(model)}
+        is_piece = not isinstance(model, nn.Module)
+        self._elsewhere = [is_piece and name not in here for name in self.names]
         self._watch = watchdog.among(range(world.size), timeout_s=timeout_s)
         self._comm = world.comm.Dup()
         world.at_exit(self.close)
@@ -270,7 +306,7 @@ class Sentinel:
             return f"every={self.every!r} must be a whole number of steps, at least 1"
         if isinstance(exclude, str):
             return f"exclude={exclude!r} is one text; give a list of patterns"
-        if not self.names:
+        if isinstance(self._model, nn.Module) and not self.names:
             return f"nothing is left to compare: the model has no weights but {list(exclude)}"
         return None
 
@@ -322,13 +358,19 @@ class Sentinel:
 
         # Largest, and by the complement smallest: they are equal where all ranks are.
         both = np.concatenate([mine, ~mine])
+        both[np.tile(np.repeat(self._elsewhere, 2), 2)] = np.iinfo(np.int64).min  # not held here
         comm.Allreduce(MPI.IN_PLACE, both, op=MPI.MAX)
         largest, smallest = both[: len(mine)], ~both[len(mine) :]
         indices = sorted({int(i) // 2 for i in np.nonzero(largest != smallest)[0]})
         if not indices:
             return
         shown = indices[:_MOST_COMPARED]
-        told = comm.allgather([(int(mine[2 * i]), int(mine[2 * i + 1])) for i in shown])
+        told = comm.allgather(
+            [
+                None if self._elsewhere[i] else (int(mine[2 * i]), int(mine[2 * i + 1]))
+                for i in shown
+            ]
+        )
         odd = [find_odd(self.names[i], [row[n] for row in told]) for n, i in enumerate(shown)]
         details = comm.allgather(self._look(comm, odd[0], self._tensors()[shown[0]]))
         hosts = [info.host for info in self._world.ranks]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import ceil
 
-from hpctrain.checkpoint.layout import Item, choose_ranks, divide
+from hpctrain.checkpoint import Item, choose_ranks, divide
 from hpctrain.data import Batching, Seat, cyclic
 from hpctrain.log import format_bytes
 from hpctrain.predict.costs import RankLayout

@@ -16,7 +16,6 @@ adds up what was observed, since a training also evaluates, saves and logs betwe
 from __future__ import annotations
 
 import json
-import os
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpctrain.atomic import write_atomically
 from hpctrain.optim import label_of
 from hpctrain.world import PHASES, roll_call
 
@@ -280,10 +280,7 @@ class SweepTimer:
             "is_fused": any(group.get("fused") for group in replica.optimizer.param_groups),
             "replica": replica.describe_mode(),
         }
-        path = Path(self._asked.report)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-        fresh.write_text(json.dumps(report), encoding="utf-8")
-        fresh.replace(path)
+        write_atomically(Path(self._asked.report), json.dumps(report))
 
 
 def _peak_memory(device: torch.device) -> int:

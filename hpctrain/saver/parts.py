@@ -1,24 +1,39 @@
-"""What a run consists of, under names: replicas, the loader, and whatever else has a state."""
+"""What a run consists of, under names, and its state: replicas, the loader, and what else has one.
+
+Three things are not as simple as a `state_dict`. Buffers that each rank has its own of (BatchNorm's
+running statistics without syncing) are each rank's own in a checkpoint, and so is what another part
+(an average of the weights) keeps under their names. torch loads the state of any optimizer into any
+other, and the checkpoint's options win without a word: so the kind is compared, and changed options
+are named. And the random generators of a rank are plain data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import random
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.checkpoint import Region
 from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
+from hpctrain.optim import label_of
 from hpctrain.replica import Replica
-from hpctrain.saver import optimizers, statistics
 from hpctrain.tensor_names import are_plain, fit_keys, plain_keys
 from hpctrain.world import World
 
-__all__ = ["Parts", "Sharded", "Stateful"]
+__all__ = ["Parts", "Sharded", "Stateful", "capture_randomness", "restore_randomness"]
 
 _OF_REPLICA = ("model", "optimizer", "counters")
+_SCHEDULED = frozenset({"lr", "momentum", "betas"})
+"""What schedules change during a run; what the rate began with is in `initial_lr` then."""
+_RECIPE = "rate_ratio"
+"""In groups whose rate is a recipe's: it compares itself, and the optimizer's own means nothing."""
 
 
 @runtime_checkable
@@ -26,11 +41,11 @@ class Stateful(Protocol):
     """Anything that can be saved: schedules, averages, a user's own counters."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Everything that is needed to go on."""
+        """Everything that is needed to resume."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Go on from what `state_dict` gave."""
+        """Resume from what `state_dict` gave."""
         ...
 
 
@@ -146,21 +161,21 @@ class Parts:
             model = plain_keys(replica.model.state_dict())
             named = plain_keys(dict(replica.model.named_buffers()))
             buffers = {key: model[key] for key in named if isinstance(model.get(key), Tensor)}
-            own[_key(name, "model")] = mine = statistics.find_own(world, buffers)
+            own[_key(name, "model")] = mine = _find_own(world, buffers)
             differing |= set(mine)
-            model |= statistics.take_from_first(world, mine)
+            model |= _take_from_first(world, mine)
             common[_key(name, "model")] = model
             optimizer = replica.state_dict()
             del optimizer["model"]  # it is above, with rank 0's statistics
             common[_key(name, "optimizer")] = optimizer
-            kind = optimizers.identify(replica.optimizer)
+            kind = label_of(replica.optimizer)
             common[_key(name, "counters")] = replica.counters() | {"optimizer": kind}
         for name, other in self.others.items():
             state = other.state_dict()
             if isinstance(other, Module) and not are_plain(state):
                 state = plain_keys(state)
-            own[name] = mine = statistics.pick(state, differing)
-            common[name] = statistics.replace(state, statistics.take_from_first(world, mine))
+            own[name] = mine = pick(state, differing)
+            common[name] = replace(state, _take_from_first(world, mine))
         if self.loader is not None:
             common["loader"] = self.loader.state_dict()
         return common, own
@@ -179,7 +194,7 @@ class Parts:
         """Why a checkpoint is that of another optimizer, or None."""
         for name, replica in self.replicas.items():
             kind = common[_key(name, "counters")]["optimizer"]
-            trouble = optimizers.trouble_with(kind, replica.optimizer)
+            trouble = _trouble_with_optimizer(kind, replica.optimizer)
             if trouble is not None:
                 return trouble
         return None
@@ -189,9 +204,7 @@ class Parts:
         return [
             change
             for name, replica in self.replicas.items()
-            for change in optimizers.changed_options(
-                common[_key(name, "optimizer")], replica.optimizer
-            )
+            for change in _changed_options(common[_key(name, "optimizer")], replica.optimizer)
         ]
 
     def restore(self, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
@@ -204,7 +217,7 @@ class Parts:
                 _load_buffers(replica, own[_key(name, "model")])
         for name, other in self.others.items():
             mine = {} if own is None else own[name]
-            state = statistics.replace(common[name], mine)
+            state = replace(common[name], mine)
             if isinstance(other, Module):
                 _load_model(other, state)
             else:
@@ -227,3 +240,128 @@ def _load_buffers(replica: Replica, saved: Mapping[str, Tensor]) -> None:
     buffers = plain_keys(dict(replica.model.named_buffers()))
     for key, value in plain_keys(saved).items():
         buffers[key].copy_(value)
+
+
+def _trouble_with_optimizer(saved: str, optimizer: torch.optim.Optimizer) -> str | None:
+    """Why a state cannot be this optimizer's, or None."""
+    own = label_of(optimizer)
+    if saved == own:
+        return None
+    return (
+        f"it has the state of {saved}, and this run's optimizer is {own}; keep {saved}, or "
+        "start a run in another directory"
+    )
+
+
+def _changed_options(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Options of groups that the script sets otherwise than the checkpoint, in words.
+
+    Args:
+        saved: The optimizer's state in the checkpoint.
+        optimizer: As the script has made it.
+    """
+    changes = []
+    for index, (was, now) in enumerate(
+        zip(saved["param_groups"], optimizer.param_groups, strict=False)
+    ):
+        for key in sorted((was.keys() & now.keys()) - _moving(was, now)):
+            if not _same(was[key], now[key]):
+                where = f" of group {index}" if len(optimizer.param_groups) > 1 else ""
+                changes.append(f"{key}{where} {was[key]!r} (the script says {now[key]!r})")
+    return changes
+
+
+def _moving(was: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset[str]:
+    """Options whose value says nothing, besides the list of parameters."""
+    if _RECIPE in was or _RECIPE in now:
+        return _SCHEDULED | {"params", "initial_lr"}
+    scheduled = "initial_lr" in was or "initial_lr" in now
+    return (_SCHEDULED if scheduled else frozenset()) | {"params"}
+
+
+def _same(was: object, now: object) -> bool:
+    if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(was), torch.as_tensor(now)))
+    return was == now
+
+
+def _find_own(world: World, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Collective: the buffers whose bits differ between ranks; all ranks must have the same names.
+
+    Buffers are small beside parameters, and this is done once per checkpoint: each rank's digest
+    of each of them travels.
+    """
+    if world.size == 1 or not buffers:
+        return {}
+    digests = world.comm.allgather([_digest(tensor) for tensor in buffers.values()])
+    columns = zip(*digests, strict=True)
+    return {
+        name: buffers[name]
+        for name, column in zip(buffers, columns, strict=True)
+        if len(set(column)) > 1
+    }
+
+
+def _take_from_first(world: World, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Collective: rank 0's values of what differs, for another number of ranks."""
+    if not own:
+        return {}
+    told: dict[str, Any] = world.comm.bcast(_on_cpu(own) if world.rank == 0 else None, root=0)
+    return told
+
+
+def _on_cpu(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _on_cpu(value) if isinstance(value, Mapping) else value.detach().cpu()
+        for key, value in tree.items()
+    }
+
+
+def pick(tree: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The tensors of nested mappings that are called so, in mappings of the same form."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            inside = pick(value, names)
+            if inside:
+                found[key] = inside
+        elif isinstance(value, Tensor) and key in names:
+            found[key] = value
+    return found
+
+
+def replace(tree: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree with the tensors of another one, of the form that `pick` gives, in their places."""
+    return {
+        key: replace(value, others[key])
+        if key in others and isinstance(value, Mapping)
+        else others.get(key, value)
+        for key, value in tree.items()
+    }
+
+
+def _digest(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+
+
+def capture_randomness(device: torch.device) -> dict[str, Any]:
+    """The state of Python's, numpy's and torch's global generators, and of this rank's device."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, keys, position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["device"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_randomness(state: dict[str, Any], device: torch.device) -> None:
+    """Set the generators as they were captured; a device's only where both runs have one."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "device" in state:
+        torch.cuda.set_rng_state(state["device"], device)

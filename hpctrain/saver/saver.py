@@ -26,31 +26,55 @@ from hpctrain.faults import (
     time_left_s,
 )
 from hpctrain.log import format_seconds
-from hpctrain.saver import randomness
-from hpctrain.saver.batches import Batches
-from hpctrain.saver.parts import Parts
-from hpctrain.saver.timing import SaveClock, settle_timing
+from hpctrain.saver.parts import Parts, capture_randomness, restore_randomness
+from hpctrain.saver.timing import SaveClock, check_timing
 from hpctrain.world import AgreedExit, World, agree, roll_call
 
-__all__ = ["EVENTS", "Restored", "Saver"]
+__all__ = ["EVENTS", "Batches", "Restored", "Saver"]
 
 EVENTS = ("restored", "saved", "stopping")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     step: int
     path: str
     metrics: Mapping[str, float]
     note: Mapping[str, Any]
     num_ranks: int
-    """Of the run that wrote it. With as many ranks now, the run goes on bit for bit."""
+    """Of the run that wrote it. With as many ranks now, the run resumes bit for bit."""
+
+
+class Batches(Iterator[Batch]):
+    """An iterator over batches, with a length where that is known, as progress bars ask for.
+
+    Args:
+        batches: The batches.
+        length: How many there are from the first to the last; None: nobody knows.
+    """
+
+    def __init__(self, batches: Iterator[Batch], length: int | None) -> None:
+        self._batches, self._length = batches, length
+
+    def __next__(self) -> Batch:
+        """Collective: the next batch; what was handed out before is done."""
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """Batches of the whole loop, those included that were handed out.
+
+        Raises:
+            TypeError: the data are a stream, which does not say how long it is.
+        """
+        if self._length is None:
+            raise TypeError("a stream does not say how long it is")
+        return self._length
 
 
 class Saver:
-    """Collective: saves a run and goes on with it; every rank makes it with the same arguments.
+    """Collective: saves a run and resumes it; every rank makes it with the same arguments.
 
     Each turn of `for batch in saver.resume()` is a step boundary. There all ranks learn the same
     things at the same step: that one of them got a signal, that a checkpoint is due, that the
@@ -69,7 +93,7 @@ class Saver:
         lead_s: Time that stays unused at the end of the walltime, besides that of the last save.
         signals: Those that ask the run to stop; none leaves all signals alone.
         writers_per_node: Ranks of each node that write; None decides.
-        asynchronous: Go on training while the checkpoint is written.
+        asynchronous: Train while the checkpoint is written.
         note: Plain data for the manifest, such as the configuration.
         timeout_s: How long a rank may be late, at a boundary, for a save or for a load, before the
             job ends and names it.
@@ -103,7 +127,7 @@ class Saver:
         trouble = None if timeout_s > 0 else f"timeout_s={timeout_s:g} must be more than 0"
         try:
             self._parts = Parts(parts, named or {})
-            self._timing = settle_timing(every_s, every_steps, mtbf_hours, lead_s)
+            self._timing = check_timing(every_s, every_steps, mtbf_hours, lead_s)
             kind = store_class(store)
             self._preemption = Preemption(signals) if signals else None
         except ConfigError as error:
@@ -191,8 +215,8 @@ class Saver:
             num_ranks=(loaded.note or {})["num_ranks"],
         )
         if self.world.rank == 0:
-            log.notice(f"going on from step {restored.step} of {restored.path}")
-        self._tell("restored", restored)
+            log.notice(f"resuming from step {restored.step} of {restored.path}")
+        self._notify("restored", restored)
         return restored
 
     def _take(self, loaded: Loaded) -> None:
@@ -202,7 +226,7 @@ class Saver:
         if trouble is None:
             changes = self._parts.changed_options(loaded.state)
             if changes and self.world.rank == 0:
-                log.warn(f"the checkpoint's options go on: {', '.join(changes)}")
+                log.warn(f"the checkpoint's options are kept: {', '.join(changes)}")
             try:
                 self._parts.restore(loaded.state, own)
             except (KeyError, ValueError, RuntimeError) as error:
@@ -211,7 +235,7 @@ class Saver:
         agree(self.world.comm, whole, error=CheckpointError)
         self._step = self._saved_step = loaded.step
         if own is not None:
-            randomness.restore(own["random"], self.world.device)
+            restore_randomness(own["random"], self.world.device)
         else:
             position = self._parts.num_samples
             self.world.streams.bind_own(loaded.step if position is None else position)
@@ -252,7 +276,7 @@ class Saver:
             log.notice(
                 f"nothing is left to do: {done}, at step {self._step} of "
                 f"{self._store.directory}; raise num_epochs to train on, or give another "
-                "directory to begin anew"
+                "directory to start over"
             )
         while loader.epoch < num_epochs:
             epoch = loader.epoch
@@ -404,7 +428,7 @@ class Saver:
         began = time.monotonic()
         roll_call(self.world.comm, "saving a run")  # parts may wait longer than the saver
         common, own = self._parts.capture(self.world)
-        own["random"] = randomness.capture(self.world.device)
+        own["random"] = capture_randomness(self.world.device)
         self._store.save(
             common,
             step=self._step,
@@ -420,7 +444,7 @@ class Saver:
         self._clock.began(began, self._at)
         self._clock.look(self._at, is_saving=self._store.is_saving)
         self._name_stragglers()
-        self._tell("saved", self._step)
+        self._notify("saved", self._step)
 
     def _name_stragglers(self) -> None:
         """Collective: say which ranks hold the others up, when that changes."""
@@ -447,15 +471,15 @@ class Saver:
             self.save(metrics, wait=True)
         self._store.wait()
         if self.world.rank == 0:
-            log.notice(f"{why}; saved step {self._step}: run this job again to go on")
-        self._tell("stopping", why)
+            log.notice(f"{why}; saved step {self._step}: run this job again to resume")
+        self._notify("stopping", why)
         raise AgreedExit(REQUEUE)
 
     def describe(self) -> str:
         """What was measured and what is done about it, in plain words."""
         return self._governor.describe(self._agreed.left_s)
 
-    def _tell(self, event: str, said: object) -> None:
+    def _notify(self, event: str, said: object) -> None:
         for function in self._listeners[event]:
             function(said)
 

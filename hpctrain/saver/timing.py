@@ -8,7 +8,7 @@ from typing import Literal
 from hpctrain.errors import ConfigError
 from hpctrain.faults import Governor, Pace
 
-__all__ = ["SaveClock", "Timing", "settle_timing"]
+__all__ = ["SaveClock", "Timing", "check_timing"]
 
 _FIRST_AFTER_S = 60.0
 """The first save comes early: until one was made, nobody knows what it costs."""
@@ -51,7 +51,7 @@ class SaveClock:
         self._under_way: tuple[float, float] | None = None
 
     def began(self, began_s: float, now_s: float) -> None:
-        """A save was begun; the training goes on from now."""
+        """A save was begun; training continues now."""
         self._under_way = (began_s, now_s - began_s)
 
     def look(self, now_s: float, *, is_saving: bool) -> None:
@@ -62,7 +62,7 @@ class SaveClock:
             self._under_way = None
 
 
-def settle_timing(
+def check_timing(
     every_s: float | Literal["auto"] | None,
     every_steps: int | None,
     mtbf_hours: float,

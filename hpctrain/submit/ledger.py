@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain import log
+from hpctrain.atomic import write_atomically
 from hpctrain.batch_systems import find_system
 from hpctrain.errors import ConfigError, InstallError, JobError
 from hpctrain.install import held
@@ -74,9 +75,7 @@ class Ledger:
             with held(self.path.with_suffix(".lock"), what="record a job", wait_s=_LOCK_WAIT_S):
                 rows = [*self._table(), entry][-_KEPT:]
                 table = {"version": 1, "jobs": [dataclasses.asdict(row) for row in rows]}
-                fresh = self.path.with_suffix(f".{os.getpid()}.new")
-                fresh.write_text(json.dumps(table, indent=1), encoding="utf-8")
-                fresh.replace(self.path)
+                write_atomically(self.path, json.dumps(table, indent=1))
         except (OSError, InstallError, JobError) as error:
             where = self._put_aside(entry)
             kept = (

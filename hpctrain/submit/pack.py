@@ -13,6 +13,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpctrain.atomic import replacing
 from hpctrain.errors import ConfigError
 
 __all__ = ["outside_paths", "pack_environment", "relocatable"]
@@ -41,20 +42,19 @@ def pack_environment(prefix: Path, archive: Path) -> int:
         raise ConfigError(f"{prefix} is not a virtual environment (no pyvenv.cfg){hint}")
     if archive.suffix not in _MODES:
         raise ConfigError(f"{archive} must end in .tar, .tar.gz or .tar.xz")
-    fresh = archive.with_name(f".{archive.name}.{os.getpid()}")
     count = 0
     try:
-        with tarfile.open(fresh, _MODES[archive.suffix]) as out:  # type: ignore[call-overload]
+        with (
+            replacing(archive) as draft,
+            tarfile.open(draft, _MODES[archive.suffix]) as out,  # type: ignore[call-overload]
+        ):
             for path in _walk(prefix):
-                if path.absolute() in (archive.absolute(), fresh.absolute()):
+                if path.absolute() in (archive.absolute(), draft.absolute()):
                     continue
                 _add(out, prefix, path)
                 count += 1
-        fresh.replace(archive)
     except OSError as error:
         raise ConfigError(f"{archive} cannot be written: {error}") from error
-    finally:
-        fresh.unlink(missing_ok=True)
     return count
 
 

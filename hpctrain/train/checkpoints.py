@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import Keep, list_checkpoints
-from hpctrain.checkpoint.unflattening import unflatten
 from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.replica import Replica
@@ -79,7 +78,7 @@ def saved_config(checkpoints: Path) -> tuple[Path, Config] | None:
     for entry in reversed(list_checkpoints(checkpoints)):
         if entry.manifest is None or entry.trouble is not None:
             continue
-        note = unflatten(entry.manifest.note, {})
+        note = entry.note
         text = note.get("user", {}).get("config") if isinstance(note, dict) else None
         if text is None:
             return None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hpctrain import __version__
+from hpctrain.atomic import write_atomically
 from hpctrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -142,12 +143,7 @@ def describe_environment(world: World) -> dict[str, Any]:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a small file at once: it is the old one or the new one, never half of it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w") as file:
-        file.write(text if text.endswith("\n") else text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    write_atomically(path, text if text.endswith("\n") else text + "\n", sync=True)
 
 
 LOCK_NAME = "run.lock"

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from hpctrain.atomic import write_atomically
 from hpctrain.world.launcher import Launch
 
 __all__ = ["note_checkpoint", "note_exit", "note_failed_hosts"]
@@ -51,12 +52,5 @@ def _leave(launch: Launch, name: str, text: str, *, replace: bool = True) -> Non
     if launch.notes_dir is None:
         return
     path = Path(launch.notes_dir) / name
-    draft = path.with_name(f".{name}.{os.uname().nodename}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        draft.write_text(text, encoding="utf-8")
-        if replace:
-            draft.replace(path)
-        else:
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-            draft.unlink()
+        write_atomically(path, text, replace=replace)

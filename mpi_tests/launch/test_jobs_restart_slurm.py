@@ -133,7 +133,7 @@ def test_a_killed_rank_costs_a_few_steps_and_its_node_is_left_out(desk: Desk) ->
     assert f"the restart keeps away from {host}" in log
     assert desk.slurm.job(job)["ExcNodeList"] == host
     assert host not in log.rpartition("hpctrain job: nodes: ")[2].splitlines()[0]
-    assert "going on from step" in log
+    assert "resuming from step" in log
     assert left_in_memory(desk, [host for _, host in ranks.values()]) == [], log
     assert not list((desk.folder / "logs").glob(".restarts-*"))
 
@@ -197,7 +197,7 @@ def test_a_lost_node_is_noticed_left_out_and_the_job_runs_again(desk: Desk) -> N
         desk.wait_for(job, f"finished at step {STEPS}", 1)
         (row,) = desk.ended(job)
         assert (row["state"], row["exit_code"]) == ("COMPLETED", 0), desk.log(job)
-        assert "going on from step" in desk.log(job)
+        assert "resuming from step" in desk.log(job)
     finally:
         desk.slurm.power_on(host)
     desk.slurm.clear()

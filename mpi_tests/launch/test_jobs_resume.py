@@ -160,7 +160,7 @@ def finished(desk: Desk, name: str, job: str, last: str = f"finished at step {ST
     log = desk.log(job)
     assert (row["state"], row["exit_code"]) == ("COMPLETED", 0), log
     assert row["restarts"] >= 1, log
-    assert "going on from step" in log
+    assert "resuming from step" in log
     check_whole(desk, name)
     return log
 
@@ -198,7 +198,7 @@ def test_a_cancelled_job_has_saved_and_can_be_submitted_again(desk: Desk) -> Non
     again = submit(desk, "cancel")
     desk.wait_for(again, f"finished at step {STEPS}", 1)
     assert desk.ended(again)[0]["state"] == "COMPLETED"
-    assert "going on from step" in desk.log(again)
+    assert "resuming from step" in desk.log(again)
     check_whole(desk, "cancel")
 
 

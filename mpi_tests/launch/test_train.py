@@ -39,7 +39,7 @@ def test_one_file_alone_then_on_two_ranks(folder):
     both = run(*HPCTRAIN, "train", *words, "--set", "train.epochs=3", "-n", "2", cwd=folder,
                timeout_s=120)  # fmt: skip
     assert both.code == 0, both.text
-    assert "going on from step 23" in both.text
+    assert "resuming from step 23" in both.text
     assert re.search(r"finished after 69 steps in \w+, of which 46 in this job's ", both.text)
     assert not re.search(r"\x1b\[", both.out)  # a batch log has no colours
     summary = json.loads((directory / "summary.json").read_text())

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 import hpctrain as hpc
-from hpctrain.checkpoint import Loaded, list_checkpoints, saving
-from hpctrain.checkpoint.alone import read_checkpoint
-from hpctrain.checkpoint.finishing import write_own_part
-from hpctrain.checkpoint.naming import is_leftover
+from hpctrain.checkpoint import Loaded, list_checkpoints, read_checkpoint, saving
+from hpctrain.checkpoint.format import is_leftover
+from hpctrain.checkpoint.writing import write_own_part
 from mpi_tests.checkpoints import bits, damage
 
 
@@ -61,7 +60,7 @@ def test_what_is_saved_is_loaded(world, directory, per_node):
     for step in (3, 4):
         given = state if step == 3 else other
         store.save(given, step=step, own=own_of(world), note={"n": step}, metrics={"loss": 0.5})
-        given["model"]["layer.0"].fill_(step)  # training goes on
+        given["model"]["layer.0"].fill_(step)  # training continues
         store.poll()
     path = store.wait()
     assert store.failed is None
@@ -176,8 +175,8 @@ def test_a_full_disk_is_an_error_on_all_ranks(world, directory, victim):
         with pytest.raises(hpc.CheckpointError, match=f"rank.*{rank}.*could not be written.*large"):
             store.wait()
         store.save(big, step=3)
-        errand = store._saving.errand
-        errand.outcome(30)
+        task = store._saving.task
+        task.outcome(30)
         if world.rank == rank:
             with pytest.raises(hpc.CheckpointError, match="could not be written"):
                 store.poll()

@@ -16,9 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hpctrain as hpc
-from hpctrain.checkpoint import list_checkpoints
-from hpctrain.checkpoint.alone import read_checkpoint
-from hpctrain.checkpoint.exporting import export
+from hpctrain.checkpoint import export, list_checkpoints, read_checkpoint
 from hpctrain.replica.starting import digest
 from hpctrain.world.guard import AgreedExit
 from mpi_tests.ranks.split import tensors_of

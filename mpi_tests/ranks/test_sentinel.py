@@ -11,7 +11,9 @@ from torch import nn
 
 import hpctrain as hpc
 from hpctrain import faults
+from hpctrain.checkpoint import Piece
 from hpctrain.errors import ConfigError, DriftError, NonFiniteError
+from mpi_tests.sharding import by_pairs
 
 ENGINE = "mpi" if MPI.COMM_WORLD.Get_size() > 1 else "local"
 
@@ -121,3 +123,28 @@ def test_a_training_has_equal_weights_and_a_nan_is_named_where_it_began(world):
     assert sentinel.step()  # the NaN has reached no rank's weights
     sentinel.close()
     replica.close()
+
+
+def test_pieces_are_compared_between_the_ranks_that_hold_them(world):
+    """Two ranks hold the same rows; what one rank alone holds has nothing to be compared with."""
+    whole = torch.arange(24.0).view(6, 4)
+    alone = Piece(torch.full((1, 2), float(world.rank)), (world.rank, 0), (world.size, 2))
+    state = {
+        "bias": torch.ones(3),
+        "alone": alone,
+        "rows": by_pairs(whole, world.rank, world.size),
+        "flat": Piece(whole.reshape(-1)[4:9].clone(), 4, (6, 4)),
+    }
+    sentinel = hpc.Sentinel(world, state, every=1)
+    assert sentinel.step()
+    odd = world.size - 1
+    shared = world.size % 2 == 0
+    if world.rank == odd:
+        state["rows" if shared else "flat"].tensor.view(-1)[1] += 1
+    if world.size == 1:
+        assert sentinel.step()
+    else:
+        where = r"rows\[\d:\d, 0:4\]" if shared else r"flat\[1:2, 0:4\]"
+        with pytest.raises(DriftError, match=rf"step 2: {where} of rank {odd} of {world.size}"):
+            sentinel.step()
+    sentinel.close()

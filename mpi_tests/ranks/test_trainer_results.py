@@ -85,7 +85,7 @@ def test_a_plateau_steps_after_evaluations_and_goes_on_after_a_stop(
     capsys.readouterr()
     again, rate_again = trained_on_a_plateau(world, engines, shared / "parts", by=by)
     assert (again, rate_again) == (whole, rate)
-    assert "the checkpoint's options go on" not in capsys.readouterr().err
+    assert "the checkpoint's options are kept" not in capsys.readouterr().err
     rates = [line["lr"] for line in lines_of(shared / "parts")]
     assert rates == [line["lr"] for line in lines_of(shared / by)]
     assert [rates[4 * epoch] for epoch in range(8)] == [

@@ -21,16 +21,24 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hpctrain.checkpoint.alone import read_checkpoint, write_checkpoint
-from hpctrain.checkpoint.background import Background, Errand
-from hpctrain.checkpoint.catalog import list_checkpoints
-from hpctrain.checkpoint.exporting import import_torch
-from hpctrain.checkpoint.finding import find_checkpoint, load_weights
-from hpctrain.checkpoint.finishing import Outline, Record, Records, finish
-from hpctrain.checkpoint.manifest import FileSpec
-from hpctrain.checkpoint.removing import describe_owner, retain, sweep
-from hpctrain.checkpoint.retention import Keep
-from hpctrain.checkpoint.verifying import verify
+from hpctrain.checkpoint import (
+    find_checkpoint,
+    import_torch,
+    load_weights,
+    read_checkpoint,
+    write_checkpoint,
+)
+from hpctrain.checkpoint.directory import (
+    Keep,
+    describe_owner,
+    list_checkpoints,
+    retain,
+    sweep,
+    verify,
+)
+from hpctrain.checkpoint.format import FileSpec
+from hpctrain.checkpoint.saving import draft_manifest, prepare
+from hpctrain.checkpoint.writing import Background, Record, Records, WriteTask, finish
 from hpctrain.cli import main
 from hpctrain.errors import CheckpointError, ConfigError
 from mpi_tests.checkpoints import bits, damage
@@ -128,48 +136,41 @@ def test_retention_never_counts_damaged_ones(tmp_path):
     assert [entry.path for entry in list_checkpoints(tmp_path)] == paths[2:]
 
 
-def outline_of(tmp_path, writers):
+def unfinished(tmp_path):
     folder = tmp_path / ".partial-checkpoint-000001-step-1.0a"
     folder.mkdir()
-    return Outline(
-        directory=tmp_path,
-        folder=folder,
-        number=1,
-        step=1,
-        writers=writers,
-        num_ranks=4,
-        has_own=False,
-        versions={},
-    )
+    prepared = prepare({}, step=1, own=None, note=None, metrics=None)
+    return draft_manifest(prepared, 1, num_ranks=4), folder
 
 
 def test_parts_that_never_come_are_named(tmp_path):
-    outline, records = outline_of(tmp_path, (0, 2, 3)), Records()
-    records.tell(Record(part=0, file=FileSpec(name="a", num_bytes=0, blocks=()), own={}))
+    (draft, folder), records = unfinished(tmp_path), Records()
+    writers = (0, 2, 3)
+    records.add(Record(part=0, file=FileSpec(name="a", num_bytes=0, blocks=()), own={}))
     with pytest.raises(CheckpointError, match="parts of rank 2-3 were not on disk in time"):
-        finish(outline, "{}", records, deadline=time.monotonic() + 0.05)
-    (outline.folder / "part-00001.failed").write_text("rank 2 has no room")
+        finish(draft, folder, writers, "{}", records, deadline=time.monotonic() + 0.05)
+    (folder / "part-00001.failed").write_text("rank 2 has no room")
     with pytest.raises(CheckpointError, match="rank 2 has no room"):
-        finish_again(outline, records)
+        finish_again(draft, folder, writers, records)
     assert list_checkpoints(tmp_path) == []
 
 
-def finish_again(outline, records):
-    (outline.folder / "tree.json").unlink()
-    finish(outline, "{}", records, deadline=time.monotonic() + 30)
+def finish_again(draft, folder, writers, records):
+    (folder / "tree.json").unlink()
+    finish(draft, folder, writers, "{}", records, deadline=time.monotonic() + 30)
 
 
 def test_a_disk_that_does_not_answer():
     answer = threading.Event()
-    errand = Errand(lambda: print(answer.wait(30)), "writing x")
+    task = WriteTask(lambda: print(answer.wait(30)), "writing x")
     background = Background()
-    background.start(errand)
-    assert errand.trouble(30) is None
-    assert "writing x has been going on" in errand.outcome(0.01)
-    assert "0 s are allowed" in errand.trouble(0)
+    background.start(task)
+    assert task.trouble(30) is None
+    assert "writing x has taken" in task.outcome(0.01)
+    assert "0 s are allowed" in task.trouble(0)
     answer.set()
-    assert errand.outcome(30) is None
-    failing = Errand(lambda: 1 // 0, "writing y")
+    assert task.outcome(30) is None
+    failing = WriteTask(lambda: 1 // 0, "writing y")
     background.start(failing)
     assert "writing y failed: ZeroDivisionError" in failing.outcome(30)
     background.close(30)

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.checkpoint.directory import Entry, Keep, choose_removals, is_abandoned
+from hpctrain.checkpoint.format import (
+    FileSpec,
+    Manifest,
+    checkpoint_name,
+    is_leftover,
+    number_of,
+    parse_manifest,
+    partial_name,
+    render_manifest,
+    step_of,
+    trash_name,
+)
 from hpctrain.checkpoint.layout import (
     LEAST_PART_BYTES,
     MOST_PARTS,
@@ -18,17 +32,6 @@ from hpctrain.checkpoint.layout import (
     divide,
     writer_of,
 )
-from hpctrain.checkpoint.manifest import FileSpec, Manifest, parse_manifest, render_manifest
-from hpctrain.checkpoint.naming import (
-    checkpoint_name,
-    is_leftover,
-    number_of,
-    partial_name,
-    step_of,
-    trash_name,
-)
-from hpctrain.checkpoint.removing import is_abandoned
-from hpctrain.checkpoint.retention import Candidate, Keep, choose_removals
 from hpctrain.errors import CheckpointError, ConfigError
 
 counts = st.integers(0, 2**40)
@@ -135,16 +138,27 @@ def test_parts_are_complete_and_balanced(sizes, num_parts):
     assert len(set(keys)) == len(keys)
 
 
+def candidate(*, number, saved_at=0.0, metrics=None, is_valid=True):
+    return Entry(
+        path=Path(checkpoint_name(number, 1)),
+        number=number,
+        step=1,
+        trouble=None if is_valid else "damaged",
+        saved_at=saved_at,
+        metrics=metrics or {},
+    )
+
+
 candidates = st.lists(
     st.builds(
-        Candidate,
+        candidate,
         number=st.integers(1, 10**6),
         saved_at=st.floats(0, 1e6),
         metrics=st.dictionaries(st.just("loss"), st.floats(), max_size=1),
         is_valid=st.booleans(),
     ),
     max_size=20,
-    unique_by=lambda candidate: candidate.number,
+    unique_by=lambda entry: entry.number,
 )
 keeps = st.builds(
     Keep,
@@ -158,7 +172,7 @@ keeps = st.builds(
 @given(candidates, keeps)
 def test_retention_keeps_what_is_promised(found, keep):
     gone = set(choose_removals(found, keep))
-    valid = sorted((c for c in found if c.is_valid), key=lambda c: c.number)
+    valid = sorted((c for c in found if c.trouble is None), key=lambda c: c.number)
     stay = [c for c in valid if c.number not in gone]
     assert stay[-keep.last :] == valid[-keep.last :]
     assert bool(stay) == bool(valid)
@@ -178,12 +192,12 @@ def test_retention_keeps_what_is_promised(found, keep):
 @given(st.lists(st.floats(0.01, 5), min_size=1, max_size=60), st.floats(0.5, 10))
 def test_one_every_so_many_hours_while_the_run_goes_on(gaps, hours):
     keep = Keep(last=1, every_hours=hours)
-    present: list[Candidate] = []
+    present: list[Entry] = []
     now, times = 0.0, []
     for number, gap in enumerate(gaps, 1):
         now += gap
         times.append(now)
-        present.append(Candidate(number=number, saved_at=3600 * now))
+        present.append(candidate(number=number, saved_at=3600 * now))
         gone = set(choose_removals(present, keep))
         present = [c for c in present if c.number not in gone]
     kept = [c.saved_at / 3600 for c in present]

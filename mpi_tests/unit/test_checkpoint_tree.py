@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from hpctrain.checkpoint.alike import first_difference, heads_of
-from hpctrain.checkpoint.comparing import differences, flatten_like, refuse_misfit
-from hpctrain.checkpoint.flattening import flatten
-from hpctrain.checkpoint.tree_file import TensorSpec, Tree, pack, unpack
+from hpctrain.checkpoint.agreeing import first_difference, heads_of
+from hpctrain.checkpoint.loading import differences, flatten_like, refuse_misfit
+from hpctrain.checkpoint.parts import TensorSpec, Tree, pack, unpack
+from hpctrain.checkpoint.tree import flatten
 from hpctrain.errors import CheckpointError
 from mpi_tests.checkpoints import bits
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import Piece, Region, read_checkpoint, verify, write_checkpoint
-from hpctrain.checkpoint.manifest import read_manifest
+from hpctrain.checkpoint.format import read_manifest
 from hpctrain.errors import CheckpointError
 from hpctrain.pieces import regions_of_run, trouble_with_cover
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain import log
 from hpctrain.batch_systems import parse_duration
-from hpctrain.checkpoint.layout import Item
+from hpctrain.checkpoint import Item
 from hpctrain.cli.job.options import site_folders
 from hpctrain.cli.plan.predicting import machine_from, parse_ranks, predict_from, profile_from
 from hpctrain.errors import ConfigError

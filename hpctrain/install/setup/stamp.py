@@ -5,10 +5,11 @@ from __future__ import annotations
 import configparser
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from hpctrain.atomic import write_atomically
 
 __all__ = [
     "Stamp",
@@ -107,9 +108,7 @@ def read(venv: Path) -> Stamp | None:
 
 def write(venv: Path, stamp: Stamp) -> None:
     """Write the stamp at once: it is there completely or not at all."""
-    partial = venv / f"{STAMP_NAME}.{os.getpid()}"
-    partial.write_text(json.dumps(asdict(stamp), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, venv / STAMP_NAME)
+    write_atomically(venv / STAMP_NAME, json.dumps(asdict(stamp), indent=2) + "\n")
 
 
 def remove(venv: Path) -> None:

@@ -1,9 +1,9 @@
-"""A state tree as JSON and named tensors, without loss, or refused with the place. Pure.
+"""A state tree as JSON and named tensors, without loss, or refused with the place; and back. Pure.
 
 JSON's own values stand for themselves. Whatever JSON cannot tell apart is an object with the key
 `$`: tuples, dictionaries with other keys than text, bytes, complex and non-finite numbers, numpy
 values, torch's dtypes and devices, and tensors, which are named and stored elsewhere. Everything
-is matched by its exact type: a subclass would come back as something else.
+is matched by its exact type: a subclass would come back as something else. Reading runs no code.
 """
 
 from __future__ import annotations
@@ -21,12 +21,62 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hpctrain.checkpoint.dtypes import dtype_name
 from hpctrain.checkpoint.layout import Source
 from hpctrain.errors import CheckpointError
-from hpctrain.pieces import Piece, Region
+from hpctrain.pieces import Piece, Region, regions_of_run
 
-__all__ = ["MOST_DEPTH", "Flat", "flatten"]
+__all__ = [
+    "MOST_DEPTH",
+    "Flat",
+    "PieceRequest",
+    "Wanted",
+    "dtype_name",
+    "flatten",
+    "named_dtype",
+    "safetensors_name",
+    "unflatten",
+]
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def safetensors_name(dtype: torch.dtype) -> str | None:
+    """What the format calls a dtype; None: it has no name for it."""
+    return _NAMES.get(dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's own name, such as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        CheckpointError: this torch has none such.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return dtype
+
 
 MOST_DEPTH = 100
 _EXACT_INT = 1 << 53
@@ -76,12 +126,12 @@ def flatten(tree: object) -> Flat:
     Raises:
         CheckpointError: something in it cannot be stored without loss; the place is named.
     """
-    walk = _Walk()
+    walk = _Encoder()
     walk.flat.skeleton = walk.encode(tree, (), "state", 0)
     return walk.flat
 
 
-class _Walk:
+class _Encoder:
     """One walk over a tree."""
 
     def __init__(self) -> None:
@@ -241,23 +291,23 @@ def _encode_key(key: Any, place: str) -> _Json:
     return encoder(key, place)
 
 
-def _as_list(walk: _Walk, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+def _as_list(walk: _Encoder, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
     return walk.items(value, path, place, depth)
 
 
-def _as_tuple(walk: _Walk, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+def _as_tuple(walk: _Encoder, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
     kind = "torch.Size" if type(value) is torch.Size else "tuple"
     return {"$": kind, "items": walk.items(value, path, place, depth)}
 
 
-def _as_dict(walk: _Walk, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+def _as_dict(walk: _Encoder, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
     pairs = walk.pairs(value, path, place, depth)
     if all(type(key) is str for key in value) and "$" not in value:
         return dict(pairs)
     return {"$": "dict", "items": [list(pair) for pair in pairs]}
 
 
-def _as_ordered(walk: _Walk, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
+def _as_ordered(walk: _Encoder, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
     pairs = walk.pairs(value, path, place, depth)
     encoded: dict[str, _Json] = {"$": "OrderedDict", "items": [list(pair) for pair in pairs]}
     extra = dict(vars(value))
@@ -341,3 +391,121 @@ def _hint() -> str:
         "a state consists of dictionaries, lists, tuples, tensors, numpy arrays, numbers, text, "
         "bytes, None and pieces of tensors; convert it, or leave it out"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRequest:
+    """A piece of a stored tensor that this rank wants."""
+
+    name: str
+    offset: tuple[int, ...] | int
+    """As in a `Piece`."""
+    shape: tuple[int, ...]
+    """Of the piece."""
+    whole: tuple[int, ...]
+    """Shape of the stored tensor."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The blocks that it consists of, in the order of its elements."""
+        if isinstance(self.offset, int):
+            stop = self.offset + self.shape[0]
+            return tuple(regions_of_run(self.whole, self.offset, stop))
+        return (Region(self.offset, self.shape),)
+
+
+Wanted = str | PieceRequest
+"""A whole tensor by its name, or a piece of one."""
+
+
+def unflatten(skeleton: _Json, tensors: Mapping[Wanted, Tensor]) -> Any:
+    """Put a tree together; what was one tensor in several places is one again.
+
+    Raises:
+        CheckpointError: the skeleton is not one that `flatten` makes, or a tensor is missing.
+    """
+    try:
+        return _Decoder(tensors).decode(skeleton)
+    except (KeyError, ValueError, TypeError, RuntimeError, struct.error) as error:
+        raise CheckpointError(f"the tree of this checkpoint cannot be read ({error!r})") from error
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[Wanted, Tensor]) -> None:
+        self._tensors = tensors
+        self._made: dict[tuple[Wanted, bool, bool], Tensor] = {}
+        self._pieces: dict[int, Piece] = {}
+
+    def decode(self, value: _Json) -> Any:
+        if type(value) is list:
+            return [self.decode(item) for item in value]
+        if type(value) is not dict:
+            return value
+        if "$" not in value:
+            return {key: self.decode(item) for key, item in value.items()}
+        return _KINDS[value["$"]](self, value)
+
+    def pairs(self, value: _Json) -> list[tuple[Any, Any]]:
+        return [(self.decode(key), self.decode(item)) for key, item in value["items"]]
+
+    def tensor(self, value: _Json) -> Tensor | Piece:
+        wanted: Wanted = value["name"]
+        made = self._made_of(wanted, value)
+        if isinstance(wanted, str):
+            return made
+        if id(made) not in self._pieces:
+            self._pieces[id(made)] = Piece(made, wanted.offset, wanted.whole)
+        return self._pieces[id(made)]
+
+    def _made_of(self, wanted: Wanted, value: _Json) -> Tensor:
+        wants_grad = bool(value.get("requires_grad", False))
+        key = (wanted, bool(value.get("parameter", False)), wants_grad)
+        if key not in self._made:
+            data = self._tensors[wanted]
+            if key[1]:
+                self._made[key] = Parameter(data, requires_grad=wants_grad)
+            else:
+                self._made[key] = data.detach().requires_grad_(True) if wants_grad else data
+        return self._made[key]
+
+    def array(self, value: _Json) -> Any:
+        data = self._tensors[value["name"]]
+        flat = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else np.empty(0, "u1")
+        dtype = np.dtype(value["dtype"])
+        if 0 in value["shape"] or dtype.itemsize == 0:
+            return np.empty(value["shape"], dtype)
+        return flat.view(dtype).reshape(value["shape"])
+
+
+def _ordered(walk: _Decoder, value: _Json) -> OrderedDict[Any, Any]:
+    made: OrderedDict[Any, Any] = OrderedDict(walk.pairs(value))
+    if "metadata" in value:
+        made._metadata = walk.decode(value["metadata"])  # type: ignore[attr-defined]
+    return made
+
+
+def _read_complex(walk: _Decoder, value: _Json) -> complex:
+    return complex(*struct.unpack(">dd", bytes.fromhex(value["hex"])))
+
+
+def _read_numpy(walk: _Decoder, value: _Json) -> Any:
+    dtype = np.dtype(value["dtype"])
+    raw = bytes.fromhex(value["hex"])
+    return np.frombuffer(raw, dtype)[0] if dtype.itemsize else np.zeros(1, dtype)[0]
+
+
+_KINDS: dict[str, Callable[[_Decoder, _Json], Any]] = {
+    "tensor": _Decoder.tensor,
+    "ndarray": _Decoder.array,
+    "tuple": lambda walk, value: tuple(walk.decode(item) for item in value["items"]),
+    "torch.Size": lambda walk, value: torch.Size(value["items"]),
+    "dict": lambda walk, value: dict(walk.pairs(value)),
+    "OrderedDict": _ordered,
+    "int": lambda walk, value: int(value["hex"], 16),
+    "float": lambda walk, value: struct.unpack(">d", bytes.fromhex(value["hex"]))[0],
+    "complex": _read_complex,
+    "bytes": lambda walk, value: base64.b64decode(value["base64"], validate=True),
+    "numpy": _read_numpy,
+    "torch.dtype": lambda walk, value: named_dtype(value["name"]),
+    "torch.device": lambda walk, value: torch.device(value["name"]),
+}
