@@ -1,4 +1,4 @@
-"""What a trainer is given must go together. Pure."""
+"""Checks of the trainer's arguments. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_arguments(
         has_loss: Whether there is a loss.
         has_step: Whether there is a step function.
         measured: What evaluations measure; nothing where there are none.
-        watched: What monitors and schedules look at in evaluations.
+        watched: The results that monitors and schedules follow.
         needs_evaluation: What steps after evaluations, in words; None where nothing does.
         epochs: How often all samples are used.
         steps: Steps of the whole training.
@@ -62,7 +62,7 @@ def check_arguments(
     for name in watched if measured else ():
         if name not in measured:
             raise ConfigError(
-                f"a monitor or schedule looks at {name!r}, and evaluations measure "
+                f"a monitor or schedule follows {name!r}, and evaluations measure "
                 f"{', '.join(measured)}; name one of these, or add the metric"
             )
     if needs_evaluation is not None and not measured:
@@ -89,7 +89,7 @@ def check_arguments(
 
 
 def count_batches(loader: Sized) -> int | None:
-    """Batches of an epoch; None for a stream, which does not say."""
+    """Batches of an epoch; None for a stream of unknown length."""
     try:
         return len(loader)
     except TypeError:
@@ -97,7 +97,7 @@ def count_batches(loader: Sized) -> int | None:
 
 
 def refuse_no_batch(num_batches: int | None) -> None:
-    """Refuse epochs that make no step: a training of so many steps would never end.
+    """Refuse epochs that make no step: training for a number of steps would never end.
 
     Raises:
         ConfigError: there is not one batch.

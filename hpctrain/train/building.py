@@ -68,7 +68,7 @@ def find_function(reference: str, key: str) -> Callable[..., Any]:
         if missing != module_name and not module_name.startswith(f"{missing}."):
             raise  # the user's own module imports something that is not there
         raise ConfigError(
-            f"{key}={reference!r}: there is no module {missing!r}; it is looked for beside the "
+            f"{key}={reference!r}: there is no module {missing!r}; it is searched for beside the "
             "configuration file, in the current folder and in this Python's environment"
         ) from None
     found: Any = module
@@ -79,7 +79,7 @@ def find_function(reference: str, key: str) -> Callable[..., Any]:
             )
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{key}={reference!r} is no function")
+        raise ConfigError(f"{key}={reference!r} is not a function")
     function: Callable[..., Any] = found
     return function
 
@@ -92,7 +92,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], key: str, *
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C: it must say so itself
+    except (TypeError, ValueError):  # written in C, without a signature
         return function(*given, **arguments)
     try:
         signature.bind(*given, **arguments)
@@ -134,11 +134,11 @@ def find_loss(name: str) -> Callable[..., Tensor]:
         return find_function(name, "train.loss")
     if name not in _LOSSES:
         hint = _hint(name, _LOSSES) or f"; choose one of {', '.join(_LOSSES)}"
-        raise ConfigError(f"train.loss={name!r} is no loss of torch.nn.functional{hint}")
+        raise ConfigError(f"train.loss={name!r} is not a loss of torch.nn.functional{hint}")
     loss: Callable[..., Tensor] = getattr(functional, name)
 
-    def of_prediction(out: Any, wanted: Any) -> Tensor:
-        return loss(prediction_of(out), wanted)
+    def of_prediction(out: Any, target: Any) -> Tensor:
+        return loss(prediction_of(out), target)
 
     return of_prediction
 
@@ -147,19 +147,19 @@ def _by_sample(values: Tensor) -> Tensor:
     return values.reshape(len(values), -1).double().mean(1)
 
 
-def accuracy(out: Any, wanted: Tensor) -> Tensor:
-    """1 for every sample whose highest output is the wanted class, 0 for the others."""
-    return _by_sample(prediction_of(out).argmax(1) == wanted)
+def accuracy(out: Any, target: Tensor) -> Tensor:
+    """1 for every sample whose highest output is the target class, 0 for the others."""
+    return _by_sample(prediction_of(out).argmax(1) == target)
 
 
-def mae(out: Any, wanted: Tensor) -> Tensor:
+def mae(out: Any, target: Tensor) -> Tensor:
     """The absolute error of every sample, over all of its values."""
-    return _by_sample((prediction_of(out).double() - wanted.double()).abs())
+    return _by_sample((prediction_of(out).double() - target.double()).abs())
 
 
-def mse(out: Any, wanted: Tensor) -> Tensor:
+def mse(out: Any, target: Tensor) -> Tensor:
     """The squared error of every sample, over all of its values."""
-    return _by_sample((prediction_of(out).double() - wanted.double()).square())
+    return _by_sample((prediction_of(out).double() - target.double()).square())
 
 
 METRICS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -167,7 +167,7 @@ METRICS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "mae": mae,
     "mse": mse,
 }
-"""Metrics by name: one value a sample of what the model returns and what is wanted."""
+"""Metrics by name: one value a sample of what the model returns and the target."""
 
 
 def find_metric(name: str) -> tuple[str, Callable[..., Tensor]]:
@@ -252,8 +252,8 @@ def build_models(config: Config) -> dict[str, torch.nn.Module]:
 def compile_model(model: torch.nn.Module, *, mode: str, backend: str) -> None:
     """Let torch compile what the model does when it is called; its state keeps its names.
 
-    As `model.compile()`, which leaves modules of torch itself (a Sequential) uncompiled: a frame of
-    torch's own is none that torch captures, so the one that calls it is captured here.
+    As `model.compile()`, which leaves modules of torch itself (a Sequential) uncompiled: torch
+    does not capture its own frames, so the one that calls it is captured here.
     """
     module: Any = model  # what follows is torch's own, and untyped
 
@@ -282,7 +282,7 @@ def build_optimizer(
     if prefers_fused and _may_be_fused(function, config.optimizer.args):
         try:
             return _make_optimizer(config, model, function, {"fused": True})
-        except RuntimeError:  # how torch says that it has none for these parameters
+        except RuntimeError:  # torch has none for these parameters
             pass
     return _make_optimizer(config, model, function, {})
 
@@ -333,7 +333,7 @@ def build_schedule(
         return call(find_schedule(chosen.name), arguments, "schedule.args", optimizer)
     if num_steps is None:
         raise ConfigError(
-            'schedule.name="recipe" must know the number of steps, and a stream does not say it; '
+            'schedule.name="recipe" needs the number of steps, which a stream does not have; '
             "give train.steps instead of train.epochs"
         )
     return Recipe(
@@ -359,7 +359,7 @@ def build_data(
 
     Args:
         config: The same on every rank.
-        world: The ranks; None only looks, for a plan.
+        world: The ranks; None opens them for a plan only.
         folder: What relative files are relative to.
         evaluation: The data to evaluate on instead of those to train on; None where there are none.
     """

@@ -74,7 +74,7 @@ def falls_until(config: Config, num_steps: int | None) -> int | None:
 
 
 def saved_config(checkpoints: Path) -> tuple[Path, Config] | None:
-    """The newest checkpoint and its configuration; None where there is none that can be read."""
+    """The newest checkpoint and its configuration; None where none can be read."""
     for entry in reversed(list_checkpoints(checkpoints)):
         if entry.manifest is None or entry.trouble is not None:
             continue
@@ -96,9 +96,9 @@ def describe_changes(
 
     Args:
         saved: The configuration that the checkpoint was saved with.
-        now: The one to go on with.
+        now: The one to resume with.
         saved_end: The step until which the rate was to fall, see `falls_until`.
-        end: The same of the one to go on with.
+        end: The same for the one to resume with.
     """
     held = "it comes with the checkpoint"
     lines = [f"{line}: {held}" for line in _differences(saved, now, "optimizer", _OPTIMIZER)]
@@ -110,7 +110,7 @@ def describe_changes(
         lines += [f"{line}: the best so far was found by the other" for line in metric]
     if (saved.ema.decay is None) != (now.ema.decay is None):
         lines += [
-            f"{line}: an average begins with the run, and goes on with it"
+            f"{line}: an average must cover the whole run"
             for line in _differences(saved, now, "ema", ("decay",))
         ]
     lines += [
@@ -141,7 +141,7 @@ def _rate_changes(saved: Config, now: Config, saved_end: int | None, end: int | 
     goal = _differences(saved, now, "train", ("steps", "epochs")) or ["the number of samples"]
     told = f"{', '.join(goal)}: the rate was to fall until step {saved_end}, and now until {end}"
     if saved.schedule.end == 0:
-        return [f"{told}; at step {saved_end} it is 0, so a longer training begins anew"]
+        return [f"{told}; at step {saved_end} it is 0, so longer training needs a new run"]
     return [
         f"{told}; schedule.decay_steps={saved_end} leaves it as it was, and later steps have the "
         "rate that it ends with"

@@ -34,7 +34,7 @@ __all__ = [
 
 
 _LABELS = "labels"
-"""What transformers call what is wanted, wherever it stands in a batch."""
+"""What transformers call the target, wherever it is in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +44,8 @@ class Computed:
     loss: Tensor
     out: Any
     """What the model returned."""
-    wanted: Any
-    """What was wanted of it."""
+    target: Any
+    """The target."""
 
 
 def compute(
@@ -57,45 +57,45 @@ def compute(
     """Run a model on a batch and take the loss.
 
     With a loss function, the inputs go to the model and the function compares what it returns with
-    what is wanted. Without one, the whole batch goes to the model, which returns its loss itself.
+    the target. Without one, the whole batch goes to the model, which returns its loss itself.
 
     Args:
         forward: What is called: a replica, or the model.
         model: Whose `forward` says which names it takes.
         batch: A tuple or list of parts, or a mapping of named ones.
-        loss: The mean over samples of what the model returns and what is wanted, or None.
+        loss: The mean over samples of what the model returns and the target, or None.
 
     Raises:
         ConfigError: the batch cannot be split or passed, or the model returns no loss.
     """
-    inputs, named, wanted, compare = arrange(batch, model, loss)
+    inputs, named, target, compare = arrange(batch, model, loss)
     out = forward(*inputs, **named)
-    return Computed(loss=compare(out, wanted), out=out, wanted=wanted)
+    return Computed(loss=compare(out, target), out=out, target=target)
 
 
 def arrange(
     batch: Any, model: nn.Module, loss: Callable[..., Tensor] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any, Callable[[Any, Any], Tensor]]:
-    """Inputs by position and by name, what is wanted, and what makes the loss of these. Pure.
+    """Inputs by position and by name, the target, and what makes the loss of these. Pure.
 
     Raises:
         ConfigError: the batch cannot be split or passed.
     """
     if loss is not None:
         return *split_batch(batch, model), loss
-    wanted = _wanted_of(batch)
+    target = _target_of(batch)
     if isinstance(batch, Mapping):
         _check_names(model, batch)
-        return (), dict(batch), wanted, _loss_in
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, wanted, _loss_in
+        return (), dict(batch), target, _loss_in
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, target, _loss_in
 
 
 def split_batch(
     batch: Any, model: nn.Module | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The inputs of a batch, by position and by name, and what is wanted.
+    """The inputs of a batch, by position and by name, and the target.
 
-    What is wanted is the last part; of a mapping, `labels` where it has them. The other parts of a
+    The target is the last part; of a mapping, `labels` where it has them. The other parts of a
     mapping go by name where the model takes all of these names, and in their order elsewhere.
 
     Raises:
@@ -103,13 +103,13 @@ def split_batch(
     """
     if not isinstance(batch, Mapping | tuple | list) or len(batch) < 2:
         raise ConfigError(
-            f"a batch is a {type(batch).__name__}, and inputs and what is wanted are needed; give "
+            f"a batch is a {type(batch).__name__}, and an input and a target are needed; give "
             "data of at least two parts, let the model return its loss and leave train.loss out, "
             "or write a step function (train.step)"
         )
     if not isinstance(batch, Mapping):
         return tuple(batch[:-1]), {}, batch[-1]
-    last = _wanted_name(batch)
+    last = _target_name(batch)
     inputs = {name: part for name, part in batch.items() if name != last}
     if model is not None and _takes(model, inputs):
         return (), inputs, batch[last]
@@ -131,13 +131,13 @@ def prediction_of(out: Any) -> Tensor:
     return found
 
 
-def _wanted_name(batch: Mapping[str, Any]) -> str:
+def _target_name(batch: Mapping[str, Any]) -> str:
     return _LABELS if _LABELS in batch else list(batch)[-1]
 
 
-def _wanted_of(batch: Any) -> Any:
+def _target_of(batch: Any) -> Any:
     if isinstance(batch, Mapping):
-        return batch[_wanted_name(batch)]
+        return batch[_target_name(batch)]
     return batch[-1] if isinstance(batch, tuple | list) else batch
 
 
@@ -145,7 +145,7 @@ def _entry(out: Any, name: str) -> Any:
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
 
 
-def _loss_in(out: Any, _wanted: Any) -> Tensor:
+def _loss_in(out: Any, _target: Any) -> Tensor:
     found = out if isinstance(out, Tensor) else _entry(out, "loss")
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ConfigError(
@@ -236,9 +236,9 @@ def evaluate(
     Args:
         replica: The model.
         loader: The data.
-        loss: The mean over a batch of what the model returns and what is wanted; None: the model
+        loss: The mean over a batch of what the model returns and the target; None: the model
             returns its loss itself.
-        metrics: One value a sample of what the model returns and what is wanted.
+        metrics: One value a sample of what the model returns and the target.
         ema: The average of the model's weights, where there is one.
         averaged: Whether it is the average that is evaluated, or the last weights.
 
@@ -260,7 +260,7 @@ def evaluate(
                 made = compute(replica, model, batch, loss)
                 sums["loss"].update(made.loss, loader.num_samples)
                 for name, metric in metrics.items():
-                    sums[name].update(metric(made.out, made.wanted))
+                    sums[name].update(metric(made.out, made.target))
     finally:
         model.train(was_training)
     return {name: total.value(world) for name, total in sums.items()}

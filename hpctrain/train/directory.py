@@ -59,7 +59,7 @@ class RunDirectory:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether there is a checkpoint to resume from."""
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
     def make(self) -> None:
@@ -73,11 +73,11 @@ class RunDirectory:
             self.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"run directory {self.path} cannot be made ({error}); name another one"
+                f"run directory {self.path} cannot be created ({error}); name another one"
             ) from error
 
     def put_aside(self) -> Path | None:
-        """Rename what is there, so that a run can begin anew; where it went."""
+        """Rename an existing run, so that a new one can start; returns its new path."""
         if not self.path.exists() or not any(self.path.iterdir()):
             return None
         number = 1
@@ -161,14 +161,14 @@ class Lock:
 
     A file that appears at once with its content (a link), for file systems on which `flock` means
     nothing between nodes. A thread touches it every 30 s, so that other hosts can see that its
-    holder lives.
+    holder is alive.
 
     Args:
         directory: The run directory.
         job_id: This batch job, where it is one.
         batch_system: Of this job, as `Launch.batch_system`.
         cluster: Whose ids these are: a job of another cluster cannot be asked for.
-        ask: Tells whether a job still runs, as `faults.allocation.ask_job`; None: nobody can tell,
+        ask: Tells whether a job still runs, as `faults.ask_job`; None: it cannot be asked,
             and a holder on another host counts as alive until it has been silent for long.
 
     Raises:
@@ -202,14 +202,16 @@ class Lock:
                 return
             holder = holder_of(directory)
             if holder is None:
-                continue  # it was released in this moment
+                continue  # it has just been released
             alive = is_alive(holder, silent_s=self._silence(), job_id=job_id)
             if alive and not self._is_over(holder, ask):
                 raise ConfigError(_refusal(directory, holder, self.path))
             with contextlib.suppress(FileNotFoundError):
                 self.path.rename(self.path.with_suffix(f".stale-{os.getpid()}"))
                 self.path.with_suffix(f".stale-{os.getpid()}").unlink()
-        raise ConfigError(f"{self.path} changes hands all the time; see who else uses {directory}")
+        raise ConfigError(
+            f"{self.path} is taken by other jobs again and again; see who else uses {directory}"
+        )
 
     def _is_over(
         self, holder: Mapping[str, Any], ask: Callable[[str | None, str], str | None] | None
@@ -254,7 +256,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Let others in; a lock that is not ours any more is left alone."""
+        """Release the lock; one that is no longer ours is left alone."""
         self._over.set()
         self._thread.join(_STOP_S)  # a dead file system must not keep the run from ending
         if holder_of(self.path.parent) == self._mine:
@@ -262,7 +264,7 @@ class Lock:
 
 
 def holder_of(directory: Path) -> dict[str, Any] | None:
-    """Who holds the lock of a run directory; None where nobody does."""
+    """Who holds the lock of a run directory; None where it is free."""
     try:
         found: dict[str, Any] = json.loads((directory / LOCK_NAME).read_text())
     except FileNotFoundError:
@@ -292,7 +294,7 @@ def is_alive(holder: Mapping[str, Any], *, silent_s: float, job_id: str | None =
 
 
 def is_held(directory: Path) -> bool:
-    """Whether somebody who seems to live holds the lock of a run directory."""
+    """Whether a holder that seems to be alive has the lock of a run directory."""
     holder = holder_of(directory)
     now = time.time()
     silent_s = now - _touched(directory / LOCK_NAME, now)

@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Display",
-    "Look",
+    "RunStatus",
     "Standing",
     "Ticker",
     "duration",
     "ending_line",
     "evaluation_line",
     "follow",
-    "look",
     "make_display",
     "show_once",
     "status_line",
@@ -110,7 +109,7 @@ def ending_line(summary: Mapping[str, Any]) -> str:
 
 
 class Ticker:
-    """When a plain log says something: soon at first, then ever more rarely, up to every 600 s."""
+    """When a plain log says something: often at first, then at growing intervals, up to 600 s."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -227,8 +226,8 @@ def make_display(world: World, kind: str) -> Display:
 _CODES = {"finished": 0, "stopped": REQUEUE, "failed": 1}
 
 
-class Look:
-    """What the files of a run say at one moment.
+class RunStatus:
+    """The status of a run at one moment, from its files.
 
     Args:
         directory: The run directory.
@@ -239,15 +238,15 @@ class Look:
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
-            raise ConfigError(f"{directory} is no run directory; name the one of a training")
+            raise ConfigError(f"{directory} is not a run directory; name one")
         self.lines = list(read_lines(directory / METRICS_NAME))
         self.summary = read_summary(directory)
         if self.summary is None and not self.lines and holder_of(directory) is None:
-            raise ConfigError(f"{directory} has no run in it: no summary, no metrics, no lock")
+            raise ConfigError(f"{directory} contains no run: no summary, no metrics, no lock")
         self.state = self._state(directory)
 
     def _state(self, directory: Path) -> str:
-        """`running`, `finished`, `stopped`, `failed`, or `lost`: killed without a last word."""
+        """`running`, `finished`, `stopped`, `failed`, or `lost`: killed without a summary."""
         said = str((self.summary or {}).get("state", "running"))
         if is_held(directory):
             return "running"
@@ -283,7 +282,7 @@ class Look:
         if self.state == "failed" and summary.get("failure"):
             text += f"\n{summary['failure']}"
         if self.state == "lost":
-            text += "\nthe job ended without a last word; see logs/, and start it again to go on"
+            text += "\nthe job was killed; see logs/, and start it again to resume"
         return text
 
     def as_json(self) -> dict[str, Any]:
@@ -292,14 +291,9 @@ class Look:
         return {"state": self.state, "summary": self.summary, "last": last}
 
 
-def look(directory: Path) -> Look:
-    """Read the files of a run."""
-    return Look(directory)
-
-
 def show_once(directory: Path, *, as_json: bool) -> int:
-    """Print where a run stands."""
-    seen = look(directory)
+    """Print the status of a run."""
+    seen = RunStatus(directory)
     print(json.dumps(seen.as_json(), indent=1) if as_json else seen.describe())
     return 0
 
@@ -310,12 +304,12 @@ def follow(
     every_s: float = 2.0,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Print what comes, until the run ends.
+    """Print new lines until the run ends.
 
     Args:
         directory: The run directory.
-        every_s: How often to look.
-        pause: What waits between two looks.
+        every_s: Seconds between two reads.
+        pause: Waits between two reads.
 
     Returns:
         The exit code that says how it ended.
@@ -325,7 +319,7 @@ def follow(
     shown: str | None = None
     told = 0
     while True:
-        seen = look(directory)
+        seen = RunStatus(directory)
         for line in seen.lines[told:]:
             said = _remark(line)
             if said:

@@ -85,7 +85,7 @@ def _refuse(world: World, error: HpcTrainError) -> NoReturn:
         text = f"hpctrain train: {error}"
         if isinstance(error, CheckpointError):
             text += (
-                "\nor: --fresh puts the old run aside, another logging.directory leaves it where "
+                "\nor: --fresh moves the old run aside, another logging.directory leaves it where "
                 "it is"
             )
         print(text, file=sys.stderr, flush=True)
@@ -99,21 +99,21 @@ def run_directory(config: Config, file: Path) -> RunDirectory:
 
 
 def _prepare(world: World, directory: RunDirectory, *, resume: bool, fresh: bool) -> None:
-    """Collective: put an old run aside, or see that there is one to go on with."""
+    """Collective: move an old run aside, or check that there is one to resume."""
     trouble, aside = None, None
     if world.rank == 0:
         try:
             if fresh and is_held(directory.path):
-                trouble = f"--fresh: another job is running in {directory.path}; let it end first"
+                trouble = f"--fresh: another job is running in {directory.path}; wait for it to end"
             elif resume and not directory.has_checkpoints:
-                trouble = f"--resume: {directory.path} has no checkpoints to go on from"
+                trouble = f"--resume: {directory.path} has no checkpoint to resume from"
             aside = directory.put_aside() if fresh and trouble is None else None
             directory.make()
         except (ConfigError, OSError) as error:
             trouble = str(error)
     agree(world.comm, trouble, error=ConfigError)
     if aside is not None:
-        log.notice(f"the run that was in {directory.path} is in {aside} now")
+        log.notice(f"the earlier run in {directory.path} was moved to {aside}")
 
 
 def make_trainer(world: World, config: Config, folder: Path, directory: Path | None) -> Trainer:
@@ -187,14 +187,14 @@ def _refuse_changes(world: World, config: Config, loader: Loader, checkpoints: P
     if changes:
         listed = "\n  ".join(changes)
         raise ConfigError(
-            f"{path} was saved with another configuration, and going on from there this cannot "
-            f"take effect:\n  {listed}\nput it back, or begin anew: --fresh puts the old run "
-            "aside, another logging.directory leaves it where it is"
+            f"{path} was saved with another configuration, and when resuming from it these changes "
+            f"cannot take effect:\n  {listed}\nrevert them, or start a new run: --fresh moves the "
+            "old run aside, another logging.directory leaves it where it is"
         )
 
 
 def _together(world: World, make: Any) -> Any:
-    """Collective: what this rank makes; what is wrong on one rank is wrong on all."""
+    """Collective: what this rank makes; an error on one rank is raised on all."""
     made, trouble = None, None
     try:
         made = make()

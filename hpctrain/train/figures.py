@@ -59,7 +59,7 @@ class StepTimer:
         self._open.append((name, now))
 
     def end(self, name: str) -> None:
-        """It ends; the one around it goes on."""
+        """A phase ends; the one around it continues."""
         now = self._now()
         inner, since = self._open.pop()
         self._sums[inner] = self._sums.get(inner, 0.0) + now - since
@@ -96,7 +96,7 @@ class Figures:
     step_s: float
     samples_per_s: float
     split: dict[str, float]
-    """Seconds of each phase a step, on average over ranks; empty where nobody measures."""
+    """Seconds of each phase a step, on average over ranks; empty where they are not measured."""
     slowest: tuple[int, float] | None
     """The rank that worked longest, and how many times as long as the median."""
     nonfinite: dict[str, list[int]]
@@ -107,7 +107,7 @@ class Interval:
     """What one rank has seen since the last line.
 
     Args:
-        timer: Who measures phases, where somebody does.
+        timer: Measures the phases of steps; None where they are not measured.
     """
 
     def __init__(self, timer: StepTimer | None) -> None:
@@ -124,7 +124,7 @@ class Interval:
         self._num_samples += global_samples
 
     def stepped(self, took_s: float) -> None:
-        """A step was made in so many seconds."""
+        """A step took this many seconds."""
         self._num_steps += 1
         self._busy_s += took_s
 
@@ -132,7 +132,7 @@ class Interval:
         """Collective: the figures of all ranks; the names of numbers must match.
 
         Raises:
-            ConfigError: on all ranks, when a number is none, or names differ.
+            ConfigError: on all ranks, when a value is not a number, or names differ.
         """
         steps = max(1, self._num_steps)
         split = {} if self._timer is None else self._timer.take()
@@ -227,7 +227,7 @@ def describe_steps(steps: Mapping[str, Step]) -> dict[str, float]:
 def _read(numbers: Mapping[str, Any], *, empty: bool) -> tuple[list[str], list[float], str | None]:
     """Plain numbers by name; waits for the device."""
     names, values = list(numbers), []
-    if empty:  # the loss of no samples is no number
+    if empty:  # the loss of no samples is undefined
         return names, [0.0] * len(names), None
     for name, value in numbers.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -281,8 +281,8 @@ class Guard:
         for name, ranks in figures.nonfinite.items() if self._stops else ():
             raise NonFiniteError(
                 f"{name} was inf or NaN at step {step} on rank {format_ranges(ranks, limit=16)} of "
-                f"{self._size}; look at the learning rate, the data of those ranks and "
-                'train.loss, or go on all the same by faults.nonfinite="ignore"'
+                f"{self._size}; check the learning rate, the data of those ranks and "
+                'train.loss, or continue with faults.nonfinite="ignore"'
             )
 
 

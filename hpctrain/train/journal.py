@@ -35,7 +35,7 @@ class Journal:
     """The lines of a run; every rank counts them, rank 0 writes them.
 
     Each line has `seq`, the number of lines measured so far. It is saved with every checkpoint, and
-    a run that goes on from one drops the lines that came after it: they are measured again.
+    a run that resumes from one drops the lines that came after it: they are measured again.
 
     Args:
         directory: The run directory; None counts and writes nothing.
@@ -261,7 +261,7 @@ class WandbLog:
         self._sent = 0
 
     def open(self, kept: Sequence[Mapping[str, Any]], *, last_seq: int) -> None:
-        """Begin the run, or go on with it."""
+        """Start the run, or resume it."""
         import tomllib
 
         import wandb

@@ -1,4 +1,4 @@
-"""What a configuration comes to on so many ranks: batches, steps, memory, engine; no training."""
+"""A configuration resolved for a number of ranks: batches, steps, memory, engine; no training."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Place:
     horovod: HorovodState = UNKNOWN_HOROVOD
 
     def __post_init__(self) -> None:
-        """Refuse what is no place."""
+        """Refuse an impossible layout."""
         if not 1 <= self.ranks_per_node <= self.num_ranks:
             raise ConfigError(
                 f"ranks_per_node={self.ranks_per_node} of num_ranks={self.num_ranks}; it must be "
@@ -68,7 +68,7 @@ class Plan:
     num_nodes: int
     ranks_per_node: int
     num_samples: int | None
-    """Of the training data; None: a stream that does not say."""
+    """Of the training data; None for a stream of unknown length."""
     global_batch: int
     accumulate: int
     rank_batch: tuple[int, int]
@@ -139,7 +139,7 @@ def make_plan(
     Args:
         config: What was asked for.
         parts: The models with their optimizers, by name; on any device, `meta` too.
-        num_samples: Of the training data; None where they do not say.
+        num_samples: Of the training data; None where it is unknown.
         state_bytes: What the optimizers hold for all weights (`hpctrain.train.plan`).
         place: Ranks, nodes and devices.
 
@@ -258,7 +258,7 @@ def plan_ahead(config: Config, folder: Path, *, num_ranks: int, ranks_per_node: 
     """Resolve a configuration for a stated number of ranks, from one process.
 
     Models are made without memory where their functions allow it. Data functions are called, since
-    nobody else knows how many samples there are; one that wants a world gets a world of one rank.
+    only they know how many samples there are; one that takes a world gets a world of one rank.
 
     Args:
         config: What was asked for.
@@ -325,7 +325,7 @@ def count_samples(data: object) -> int | None:
     """How many samples data have, whatever they are; None for a stream.
 
     Raises:
-        ConfigError: they are no data.
+        ConfigError: this cannot be trained on.
     """
     given = LoaderArguments(
         global_batch=1,

@@ -47,7 +47,7 @@ class Progress:
         return self.results if self.evaluated_step == self.step else {}
 
     def is_done(self, *, epochs: int | None, steps: int | None) -> bool:
-        """Whether the goal is reached, or somebody said stop."""
+        """Whether the goal is reached, or `stop` was called."""
         return (
             self.stop_reason is not None
             or (steps is not None and self.step >= steps)
@@ -55,7 +55,7 @@ class Progress:
         )
 
     def describe_end(self, *, epochs: int | None, steps: int | None) -> str:
-        """Say that nothing is left to do, and what would prolong a run that has come to its end."""
+        """Say that the run is complete, and how to extend it."""
         if self.stop_reason is not None:
             why, more = self.stop_reason, "allow more of them"
         elif steps is not None and self.step >= steps:
@@ -63,8 +63,8 @@ class Progress:
         else:
             why, more = format_done(self.epochs_done, epochs, "epochs"), "raise epochs"
         return (
-            f"nothing is left to do: {why}; {more} to train on, or give another run directory to "
-            "begin anew"
+            f"nothing is left to do: {why}; {more} to train further, or give another run directory "
+            "to start a new run"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved values."""
+        """Resume from saved values."""
         self.step = self.began_at = int(state["step"])
         self.epochs_done = int(state["epochs_done"])
         self.samples = self.began_with = int(state["samples"])
@@ -95,7 +95,7 @@ class Monitor:
     Args:
         what: `min:NAME` or `max:NAME`.
         patience: Evaluations in a row without a better one after which to stop; None: never.
-        min_delta: By how much better must be better.
+        min_delta: The smallest improvement that counts.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Monitor:
         """Evaluations since the best one."""
 
     def judge(self, metrics: Mapping[str, float], *, step: int) -> bool:
-        """Take in an evaluation; whether it is the best so far. NaN never is.
+        """Record an evaluation and return whether it is the best so far; NaN never is.
 
         Raises:
             ConfigError: it has no such metric.
@@ -137,7 +137,7 @@ class Monitor:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether patience is."""
+        """Whether patience is used up."""
         return self._patience is not None and self.num_worse >= self._patience
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Monitor:
         return {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved values."""
+        """Resume from saved values."""
         self.best, self.best_step = state["best"], int(state["best_step"])
         self.num_worse = int(state["num_worse"])
 
@@ -171,7 +171,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved values."""
+        """Resume from saved values."""
         self._progress.load_state_dict(state["progress"])
         self._monitor.load_state_dict(state["monitor"])
         if self._best is not None and state["best"] is not None:
@@ -184,7 +184,7 @@ def wants_metric(schedule: Any) -> bool:
         inspect.signature(schedule.step).bind()
     except TypeError:
         return True
-    except ValueError:  # written in C: it does not say
+    except ValueError:  # written in C, without a signature
         return False
     return False
 
@@ -196,11 +196,11 @@ class MetricSchedules:
 
     Args:
         schedules: All schedules of a trainer, by the name of their replica.
-        metric: The result that they look at; None: the monitor's.
+        metric: The result that they follow; None: the monitor's.
         monitor: Which results are better.
 
     Raises:
-        ConfigError: a schedule looks at the monitor's metric and takes worse for better.
+        ConfigError: a schedule follows the monitor's metric in the opposite direction.
     """
 
     def __init__(

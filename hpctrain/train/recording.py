@@ -39,7 +39,7 @@ def make_summary(
     num_steps: int | None,
     used: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Put the summary together.
+    """Make summary.json.
 
     `steps`, `epochs`, `samples` and `seconds` are those of the whole run, over all its jobs; what
     is called `job_`, and `samples_per_s`, are of this one.
@@ -146,7 +146,7 @@ class Recorder:
             self._loggers = make_loggers(directory, options, config)
 
     def open(self) -> None:
-        """Collective: begin to write after what was restored; what comes again replaces the rest.
+        """Collective: start writing after what was restored; later lines are dropped.
 
         Until here everything in the directory is as an earlier job has left it.
 
@@ -221,7 +221,7 @@ class Recorder:
             self.directory.write_summary(summary)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Write the last word, and close everything."""
+        """Show how the run ended, and close everything."""
         if summary.get("state") != "failed":
             self._display.say(ending_line(summary))
         self._display.close()

@@ -50,13 +50,13 @@ class Trainer:
         world: The ranks.
         replica: From `hpctrain.distribute`; or several by name, which `step` trains.
         loader: The training data.
-        loss: The mean over a batch of what the model returns and what is wanted. The last part of a
-            batch is what is wanted, the others are the model's inputs. None: the model gets the
+        loss: The mean over a batch of what the model returns and the target. The last part of a
+            batch is the target, the others are the model's inputs. None: the model gets the
             whole batch and returns an object or a dict with a `loss`.
-        step: Makes one step itself, for several optimizers or losses of one's own: it gets the
+        step: Makes one step itself, for several optimizers or custom losses: it gets the
             trainer and a batch, calls `replica.backward` and `trainer.update(name)`, and returns a
             loss, or a dict of numbers.
-        metrics: By name: one value a sample, of what the model returns and what is wanted.
+        metrics: By name: one value a sample, of what the model returns and the target.
         evaluation: The data to evaluate on.
         epochs: How often all samples are used; 1 where neither is given.
         steps: Steps of the whole training, instead.
@@ -70,7 +70,7 @@ class Trainer:
         evaluate_ema: Whether evaluations are of the average, or of the last weights.
         evaluate_every_epochs: Epochs between evaluations.
         evaluate_every_steps: Steps between evaluations, instead.
-        monitor: Which evaluations are better, and when to give up.
+        monitor: Which evaluations are better, and when to stop early.
         directory: The run directory; None keeps nothing.
         checkpoint: How checkpoints are made, in the run directory; None makes none.
         faults: Signals and failures that checkpoints are made for.
@@ -235,7 +235,7 @@ class Trainer:
             raise
 
     def fit(self) -> dict[str, Any]:
-        """Collective: train until the goal, and go on from the newest checkpoint if there is one.
+        """Collective: train until the goal, resuming from the newest checkpoint if there is one.
 
         Returns:
             The summary, as it stands in summary.json.
@@ -283,7 +283,7 @@ class Trainer:
         return summary
 
     def _open(self) -> Restored | None:
-        """Collective: restore, and begin to write after what was restored."""
+        """Collective: restore, and start writing after what was restored."""
         recorder, restored = self._recording, None
         if self._checkpoint is not None and recorder.directory is not None:
             state = RunState(self.progress, self.monitor, self._best)
@@ -303,14 +303,14 @@ class Trainer:
         return restored
 
     def _begin(self, restored: Restored | None) -> None:
-        """Say where it begins."""
+        """Record and show where this job starts."""
         recorder = self._recording
         if restored is not None:
             self._saved_step = restored.step
             facts = {"path": restored.path, "num_ranks": self.world.size}
             recorder.journal.remark("resumed", facts)
         if self.monitor.is_exhausted:
-            self._give_up()
+            self._stop_early()
         if restored is not None and self._is_done():
             recorder.say(self.progress.describe_end(epochs=self.epochs, steps=self.steps))
         recorder.summarise(self._summary("running", None))
@@ -334,7 +334,7 @@ class Trainer:
                 self._turn(batch)
                 if self._is_done():
                     return
-            if self.progress.epochs_done < self.loader.epoch:  # a stream: its end came unforeseen
+            if self.progress.epochs_done < self.loader.epoch:  # a stream
                 self._due = False
                 self._flush()
                 if self._due:
@@ -410,7 +410,7 @@ class Trainer:
         self._tell("epoch", {"step": self.step, "epoch": self.progress.epochs_done, **facts})
 
     def _evaluate(self) -> None:
-        """Collective: evaluate, and decide whether to go on."""
+        """Collective: evaluate, and decide whether to stop early."""
         if self.evaluation is None:
             return
         began = time.perf_counter()
@@ -428,9 +428,9 @@ class Trainer:
         self._recording.evaluated(results, best=best, seconds=time.perf_counter() - began)
         self._tell("evaluated", {"step": self.step, "best": best, **results})
         if self.monitor.is_exhausted:
-            self._give_up()
+            self._stop_early()
 
-    def _give_up(self) -> None:
+    def _stop_early(self) -> None:
         self.stop(f"{self.monitor.num_worse} evaluations without a better {self.monitor.name}")
 
     def _pass_boundary(self, *, stepped: bool) -> None:

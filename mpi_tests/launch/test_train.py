@@ -71,7 +71,7 @@ def test_mistakes_that_only_ranks_can_see_leave_with_code_2(folder):
     none = run(*HPCTRAIN, "train", "digits_mlp.toml", "--resume",
                "--set", "logging.directory=runs/none", cwd=folder)  # fmt: skip
     assert none.code == 2, none.text
-    assert "no checkpoints to go on from" in none.text
+    assert "no checkpoint to resume from" in none.text
 
 
 def test_another_model_is_refused_with_a_message_alone(folder):
@@ -83,7 +83,7 @@ def test_another_model_is_refused_with_a_message_alone(folder):
     assert other.code == 2, other.text
     assert "Traceback" not in other.text
     assert other.text.count("0.weight is 128x64 in it and 64x64 here") == 1
-    assert "--fresh puts the old run aside" in other.text
+    assert "--fresh moves the old run aside" in other.text
     directory = folder / "runs" / "other"
     assert "hidden = 128" in (directory / "config.toml").read_text()  # the old run is untouched
     assert json.loads((directory / "summary.json").read_text())["state"] == "finished"

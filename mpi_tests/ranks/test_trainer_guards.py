@@ -67,7 +67,7 @@ def test_what_is_wrong_is_refused(world, engines, shared):
         ("needs a directory", {"loss": mse_loss, "checkpoint": Checkpoint()}),
         ("csv=true needs a directory", {"loss": mse_loss, "logging": Logging(csv=True)}),
         (
-            "looks at 'acc', and evaluations measure loss",
+            "follows 'acc', and evaluations measure loss",
             {"loss": mse_loss, "evaluation": held_out(world), "monitor": Monitor("max:acc")},
         ),
         ("no replica 'net'", {"loss": mse_loss, "schedules": {"net": schedule}}),

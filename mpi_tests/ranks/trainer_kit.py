@@ -59,7 +59,7 @@ def pair():
 
 
 def pair_step(trainer, batch):
-    """Each model learns what the other one says of the inputs, and what is wanted."""
+    """Each model learns what the other one says of the inputs, and the target."""
     x, y = batch
     losses = {}
     for name, other in (("first", "second"), ("second", "first")):

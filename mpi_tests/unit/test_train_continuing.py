@@ -60,7 +60,7 @@ def test_what_takes_effect_may_change(setting):
         ((), "optimizer.args.momentum=0.5", "optimizer.args.momentum 0.9 -> 0.5"),
         ((), "optimizer.weight_decay=0.1", "optimizer.weight_decay left out -> 0.1"),
         ((), "schedule.name=recipe", "schedule.name 'none' -> 'recipe'"),
-        ((), "ema.decay=0.9", "ema.decay left out -> 0.9: an average begins with the run"),
+        ((), "ema.decay=0.9", "ema.decay left out -> 0.9: an average must cover the whole run"),
         (
             (*EVALUATED, "schedule.name=ReduceLROnPlateau"),
             "schedule.metric=max:loss",
@@ -72,7 +72,7 @@ def test_what_takes_effect_may_change(setting):
         (("precision.kind=fp16",), "precision.init_scale=4", "precision.init_scale 65536.0 -> 4.0"),
         (RECIPE, "schedule.warmup_steps=6", "schedule.warmup_steps 5 -> 6"),
         (RECIPE, "train.global_batch=32", "16 -> 32: the recipe's rate follows from it"),
-        (RECIPE, "train.steps=420", "at step 400 it is 0, so a longer training begins anew"),
+        (RECIPE, "train.steps=420", "at step 400 it is 0, so longer training needs a new run"),
         (
             (*RECIPE, "schedule.end=0.1"),
             "train.steps=420",

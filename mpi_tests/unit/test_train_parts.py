@@ -154,7 +154,7 @@ def test_what_is_named_and_not_there():
         find_function("nosuchmodule:f", "model.build")
     with pytest.raises(ConfigError, match="did you mean Linear"):
         find_function("torch.nn:Linaer", "model.build")
-    with pytest.raises(ConfigError, match="is no function"):
+    with pytest.raises(ConfigError, match="is not a function"):
         find_function("math:pi", "model.build")
     with pytest.raises(ConfigError, match="did you mean cross_entropy"):
         find_loss("crossentropy")
@@ -424,7 +424,7 @@ def run_directory(tmp_path, state, *, failure=None):
         ("finished", 0, "finished: epoch 1, step 10/40, loss 0.5"),
         ("stopped", 75, "stopped: "),
         ("failed", 1, "failed: "),
-        ("running", 1, "lost: "),  # nobody holds the lock: killed without a last word
+        ("running", 1, "lost: "),  # nobody holds the lock: killed without a summary
     ],
 )
 def test_watching_a_run_that_has_ended(tmp_path, capsys, state, code, told):
@@ -460,7 +460,7 @@ def test_watching_follows_until_the_end(tmp_path, capsys):
 def test_watching_nothing_is_refused(tmp_path, capsys):
     assert main(["watch", str(tmp_path / "nosuch")]) == 2
     assert main(["watch", str(tmp_path)]) == 2
-    assert "has no run in it" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
 
 
 def test_an_old_run_is_put_aside(tmp_path):

@@ -85,7 +85,7 @@ class Checkpoint(Section):
 
     title: ClassVar[str] = "checkpoint"
 
-    enabled: bool = key("Save checkpoints, and go on from the newest.", default=True)
+    enabled: bool = key("Save checkpoints, and resume from the newest.", default=True)
     every_s: float | Literal["auto"] | None = key(
         "Seconds between checkpoints; `auto` weighs what a save costs against how often jobs fail.",
         default="auto",

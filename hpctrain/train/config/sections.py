@@ -58,7 +58,7 @@ class Model(Section):
     )
     sync_batchnorm: bool = key("Give every BatchNorm the statistics of all ranks.", default=False)
     compile: bool = key(
-        "Compile the model by torch.compile, for training and evaluation; checkpoints stay those "
+        "Compile the model with torch.compile, for training and evaluation; checkpoints stay those "
         "of the plain model.",
         default=False,
     )
@@ -106,11 +106,11 @@ class Data(Section):
     evaluation_files: tuple[str, ...] = key("Files of the data to evaluate on.", default=())
     join: Literal["rows", "columns"] | None = key(
         "How several files belong together: their rows follow each other, or each is one column "
-        "(inputs first, then what is wanted).",
+        "(inputs first, then the target).",
         default=None,
     )
     columns: tuple[str, ...] = key(
-        "Which arrays of a file, in the order of the batch: inputs first, then what is wanted.",
+        "Which arrays of a file, in the order of the batch: inputs first, then the target.",
         default=(),
     )
     access: Literal["files", "share", "scatter"] = key(
@@ -210,7 +210,7 @@ class Training(Section):
     )
     loss: str | None = key(
         "A function of torch.nn.functional by name, or MODULE:FUNCTION, called with what the "
-        "model returns and what is wanted; the mean over samples. Left out, the model gets the "
+        "model returns and the target; the mean over samples. Left out, the model gets the "
         "whole batch and returns an object or a dict with a `loss`, as transformers do.",
         default=None,
         form=NAME_OR_REFERENCE,
@@ -242,7 +242,7 @@ class Training(Section):
         form=MONITOR,
     )
     patience: int | None = key(
-        "Stop after so many evaluations in a row without a better one; left out, never.",
+        "Stop after this many evaluations in a row without improvement; left out, never.",
         default=None,
         low=1,
     )
@@ -343,7 +343,7 @@ class Schedule(Section):
         default=None,
     )
     metric: str | None = key(
-        "Which result of the evaluation ReduceLROnPlateau looks at, and which way is better; left "
+        "Which result of the evaluation ReduceLROnPlateau follows, and which way is better; left "
         "out, train.monitor.",
         default=None,
         form=MONITOR,
@@ -364,8 +364,7 @@ class Schedule(Section):
         "How it falls after that.", default="cosine"
     )
     decay_steps: int | None = key(
-        "The step at which a cosine or polynomial decay has come to its end; left out, the last of "
-        "the training.",
+        "The step at which a cosine or polynomial decay ends; left out, the last of the training.",
         default=None,
         low=1,
     )
