@@ -245,7 +245,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """Raise where a state did not come back as it was."""
     for name, tensor in wanted.items():
         if not torch.equal(found[name], tensor):
-            raise hpc.CheckpointError(f"{name} did not come back as it was saved")
+            raise hpc.errors.CheckpointError(f"{name} did not come back as it was saved")
 
 
 _engines: dict[World, Any] = {}

@@ -38,9 +38,9 @@ class Setting:
     """The part of all steps that the rate rises."""
     decay: str = "cosine"
 
-    def recipe(self, steps: int) -> hpc.Recipe:
+    def recipe(self, steps: int) -> hpc.optim.Recipe:
         """The learning rates of so many steps."""
-        return hpc.Recipe(
+        return hpc.optim.Recipe(
             base_rate=self.base_rate,
             base_batch=BASE_BATCH,
             global_batch=self.global_batch,
@@ -138,11 +138,11 @@ def build(seed: int) -> nn.Module:
 
 def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer with biases left alone; its rate comes from the recipe."""
-    groups = hpc.split_parameters(model, weight_decay=1e-4)
+    groups = hpc.optim.split_parameters(model, weight_decay=1e-4)
     if kind == "lars":
-        return hpc.LARS(groups, lr=1.0, trust_coefficient=0.05)
+        return hpc.optim.LARS(groups, lr=1.0, trust_coefficient=0.05)
     if kind == "lamb":
-        return hpc.LAMB(groups, lr=1.0)
+        return hpc.optim.LAMB(groups, lr=1.0)
     return torch.optim.SGD(groups, lr=1.0, momentum=0.9)
 
 

@@ -36,7 +36,7 @@ def distribute(world: hpc.World, model: nn.Module, engine: str) -> hpc.Replica:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     try:
         return hpc.distribute(world, model, optimizer, engine=engine)
-    except hpc.ConfigError as error:
+    except hpc.errors.ConfigError as error:
         if world.is_main:
             notice(f"{error}\nhpctrain: going on with engine='auto'")
         return hpc.distribute(world, model, optimizer)

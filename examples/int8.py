@@ -35,7 +35,7 @@ def main() -> None:
             return (found == y[test]).float().mean().item()
 
         if world.is_main:
-            hpc.quantize_int8(model, accuracy)
+            hpc.inference.quantize_int8(model, accuracy)
 
 
 if __name__ == "__main__":

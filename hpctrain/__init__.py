@@ -11,36 +11,11 @@ from typing import TYPE_CHECKING
 from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
-    from hpctrain import metrics
+    from hpctrain import data, errors, inference, metrics, optim, precision
     from hpctrain.checkpoint import Keep, Store
-    from hpctrain.connection import Connection, connect, init
+    from hpctrain.connection import connect, init
     from hpctrain.data import Loader, Shard, files, gather, reshuffle, scatter, share, stage
-    from hpctrain.errors import (
-        CheckpointError,
-        CollectiveError,
-        ConfigError,
-        DataError,
-        DriftError,
-        HpcTrainError,
-        InstallError,
-        JobError,
-        LaunchError,
-        NonFiniteError,
-        TimedOutError,
-    )
     from hpctrain.faults import Sentinel
-    from hpctrain.inference import quantize_int8
-    from hpctrain.optim import (
-        EMA,
-        LAMB,
-        LARS,
-        Recipe,
-        average_batchnorm,
-        checkpoint_activations,
-        split_parameters,
-        sync_batchnorm,
-    )
-    from hpctrain.precision import LossScaling
     from hpctrain.replica import Replica, distribute
     from hpctrain.saver import Saver
     from hpctrain.train import Trainer
@@ -49,57 +24,49 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "EMA",
-    "LAMB",
-    "LARS",
-    "CheckpointError",
-    "CollectiveError",
-    "ConfigError",
-    "Connection",
-    "DataError",
-    "DriftError",
-    "HpcTrainError",
-    "InstallError",
-    "JobError",
     "Keep",
-    "LaunchError",
     "Loader",
-    "LossScaling",
-    "NonFiniteError",
-    "Recipe",
     "Replica",
     "Saver",
     "Sentinel",
     "Shard",
     "Store",
-    "TimedOutError",
     "Trainer",
     "World",
     "__version__",
     "agree",
-    "average_batchnorm",
-    "checkpoint_activations",
     "connect",
+    "data",
     "distribute",
+    "errors",
     "files",
     "gather",
+    "inference",
     "init",
     "metrics",
-    "quantize_int8",
+    "optim",
+    "precision",
     "reshuffle",
     "scatter",
     "share",
-    "split_parameters",
     "stage",
-    "sync_batchnorm",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
         ".checkpoint": ("Keep", "Store"),
-        ".connection": ("Connection", "connect", "init"),
+        ".connection": ("connect", "init"),
         ".data": ("Loader", "Shard", "files", "gather", "reshuffle", "scatter", "share", "stage"),
+        ".faults": ("Sentinel",),
+        ".replica": ("Replica", "distribute"),
+        ".saver": ("Saver",),
+        ".train": ("Trainer",),
+        ".world": ("World", "agree"),
+    },
+    modules=("data", "errors", "inference", "metrics", "optim", "precision"),
+    moved={
+        ".connection": ("Connection",),
         ".errors": (
             "CheckpointError",
             "CollectiveError",
@@ -113,9 +80,7 @@ __getattr__ = lazy(
             "NonFiniteError",
             "TimedOutError",
         ),
-        ".faults": ("Sentinel",),
         ".inference": ("quantize_int8",),
-        ".metrics": (),
         ".optim": (
             "EMA",
             "LAMB",
@@ -127,10 +92,6 @@ __getattr__ = lazy(
             "sync_batchnorm",
         ),
         ".precision": ("LossScaling",),
-        ".replica": ("Replica", "distribute"),
-        ".saver": ("Saver",),
-        ".train": ("Trainer",),
-        ".world": ("World", "agree"),
     },
 )
 

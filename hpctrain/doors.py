@@ -5,26 +5,42 @@ A room that needs torch or MPI for some of its names only, keeps the others free
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 __all__ = ["lazy"]
 
 
-def lazy(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
+def lazy(
+    package: str,
+    names: Mapping[str, Sequence[str]],
+    *,
+    modules: Sequence[str] = (),
+    moved: Mapping[str, Sequence[str]] | None = None,
+) -> Callable[[str], object]:
     """Make the `__getattr__` of a package.
 
     Args:
         package: Its `__name__`.
-        names: By module, relative to the package (`.store`) or absolute: the names it holds. With
-            no names, the module itself is the name: `.metrics` gives `metrics`.
+        names: By module, relative to the package (`.store`) or absolute: the names it holds.
+        modules: Modules of the package that are names themselves.
+        moved: The same for names that live elsewhere now; they still work, with a warning.
     """
+    former = {name: module for module, held in (moved or {}).items() for name in held}
     homes = {name: module for module, held in names.items() for name in held}
-    modules = {module.rpartition(".")[2]: module for module, held in names.items() if not held}
 
     def load(name: str) -> object:
         if name in modules:
-            return import_module(modules[name], package)
+            return import_module(f".{name}", package)
+        if name in former:
+            module = import_module(former[name], package)
+            warnings.warn(
+                f"{package}.{name} is {module.__name__}.{name} now; the old name will go",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return getattr(module, name)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(homes[name], package), name)

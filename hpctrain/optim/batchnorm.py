@@ -206,7 +206,7 @@ class SyncBatchNorm(_BatchNorm):
         if engine is None:
             raise ConfigError(
                 f"{self.name} came out of a file and has no ranks to share statistics with; call "
-                "hpctrain.sync_batchnorm(engine, model) again"
+                "hpctrain.optim.sync_batchnorm(engine, model) again"
             )
         found: tuple[Tensor, Tensor, Tensor, int] = self.link.normalise(
             engine, input, self.weight, self.bias, self.eps, self.name

@@ -234,7 +234,7 @@ def metrics__Mean__value(kit):
 @case()
 def average_batchnorm(kit):
     model = torch.nn.BatchNorm1d(2)
-    return lambda: hpc.average_batchnorm(kit.world, model)
+    return lambda: hpc.optim.average_batchnorm(kit.world, model)
 
 
 @case(own=True)
@@ -304,7 +304,7 @@ def engine__allocate(kit):
 def sync_batchnorm(kit):
     engine = kit.link().engine
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    hpc.sync_batchnorm(engine, model)
+    hpc.optim.sync_batchnorm(engine, model)
     return lambda: model(kit.x)
 
 
@@ -359,7 +359,7 @@ def replica__close(kit):
 @case("", own=True, may_not_wait=True)
 def EMA__once_a_node(kit):
     replica = kit.replica()
-    return lambda: hpc.EMA.once_a_node(replica.engine, replica.model)
+    return lambda: hpc.optim.EMA.once_a_node(replica.engine, replica.model)
 
 
 @case(own=True)

@@ -71,7 +71,7 @@ def main():
         for data, collate in ((Noisy(9), lambda s: s), (Noisy(9), local), (Locked(9), None)):
             try:
                 list(hpc.Loader(world, data, global_batch=4, num_workers=1, collate=collate))
-            except hpc.ConfigError as error:
+            except hpc.errors.ConfigError as error:
                 world.rank or print("told:", error, flush=True)
 
 

@@ -20,7 +20,7 @@ with hpc.init(seed=1, device="cpu", num_threads=1) as world:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     try:
         replica = hpc.distribute(world, model, optimizer, engine="mpi")
-    except hpc.CollectiveError as error:
+    except hpc.errors.CollectiveError as error:
         texts = world.comm.allgather(str(error))
         if world.rank == 0:
             print(json.dumps(texts), flush=True)

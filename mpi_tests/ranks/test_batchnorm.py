@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.optim import SyncBatchNorm
 from hpctrain.replica.starting import digest
 
@@ -57,7 +58,7 @@ def assert_close(mine, other, message=""):
 def test_equal_to_one_big_batch(world, engine, kind_name, option_name):
     kind, shape = KINDS[kind_name]
     mine, alone = layers(kind, OPTIONS[option_name])
-    hpc.sync_batchnorm(engine, mine)
+    hpc.optim.sync_batchnorm(engine, mine)
     assert isinstance(mine, SyncBatchNorm)
     for step in range(3):
         sizes = sizes_of(world.size, step)
@@ -87,7 +88,7 @@ def test_a_large_mean_in_single_precision(world, engine):
     x, _ = draw(0, sizes, (6,), offset=1000.0)
     x = x.float()
     mine, exact = nn.BatchNorm1d(4, momentum=1.0), nn.BatchNorm1d(4, momentum=1.0).double()
-    hpc.sync_batchnorm(engine, mine)
+    hpc.optim.sync_batchnorm(engine, mine)
     out = mine(x.split(sizes)[world.rank])
     expected = exact(x.double()).split(sizes)[world.rank]
     assert torch.allclose(out.double(), expected, rtol=0, atol=1e-3)
@@ -119,7 +120,7 @@ def batch(step, sizes):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_training_equals_one_process(world, engine, overlap):
     model, alone = make_net(), make_net()
-    hpc.sync_batchnorm(engine, model)
+    hpc.optim.sync_batchnorm(engine, model)
     optimizer, own = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone))
     replica = hpc.distribute(
         world, model, optimizer, engine=engine, overlap=overlap, bucket_bytes=200
@@ -147,7 +148,7 @@ def test_a_compiled_model(world, engines):
     here = x.split(sizes_of(world.size, 0))[world.rank]
     model, plain = layers(nn.BatchNorm1d, {})
     for layer in (model, plain):
-        hpc.sync_batchnorm(engines["mpi"], layer)
+        hpc.optim.sync_batchnorm(engines["mpi"], layer)
     compiled = torch.compile(nn.Sequential(model, nn.Tanh()), backend="aot_eager")
     for _ in range(2):
         compiled(here).square().sum().backward()
@@ -162,8 +163,8 @@ def test_checkpointed_layers_share_statistics_once(world, engines):
     mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
     models = [make_net(), make_net()]
     for model in models:
-        hpc.sync_batchnorm(engines["mpi"], model)
-    hpc.checkpoint_activations(models[1], "norm", "conv")
+        hpc.optim.sync_batchnorm(engines["mpi"], model)
+    hpc.optim.checkpoint_activations(models[1], "norm", "conv")
     for model in models:
         for _ in range(2):
             cross_entropy(model(x[mine]), y[mine]).backward()
@@ -178,7 +179,7 @@ def test_checkpointed_layers_share_statistics_once(world, engines):
 def test_statistics_of_groups_of_ranks(world, engine):
     group_size = 2 if world.size % 2 == 0 else 1
     mine, alone = layers(nn.BatchNorm1d, {})
-    part = hpc.sync_batchnorm(engine, mine, group_size=group_size)
+    part = hpc.optim.sync_batchnorm(engine, mine, group_size=group_size)
     assert part.size == group_size
     sizes = sizes_of(world.size, 1)
     x, _ = draw(0, sizes, (3,))
@@ -194,9 +195,9 @@ def test_statistics_of_groups_of_ranks(world, engine):
 def test_a_rank_without_samples(world, engines):
     engine = engines["mpi"]
     mine, alone = layers(nn.BatchNorm1d, {})
-    hpc.sync_batchnorm(engine, mine)
+    hpc.optim.sync_batchnorm(engine, mine)
     if world.size == 1:
-        with pytest.raises(hpc.ConfigError, match="has 1 values a channel on all 1 ranks"):
+        with pytest.raises(ConfigError, match="has 1 values a channel on all 1 ranks"):
             mine(torch.ones(1, 4, dtype=torch.float64))
         return
     sizes = [0, *([2] * (world.size - 1))]
@@ -206,14 +207,14 @@ def test_a_rank_without_samples(world, engines):
         assert_close(mine(here), alone(x).split(sizes)[world.rank])
     assert_close(mine.running_mean, alone.running_mean)
     # A rank without samples makes no backward pass: refused on all ranks before anybody waits.
-    with pytest.raises(hpc.ConfigError, match=f"1 of {world.size} ranks have no samples"):
+    with pytest.raises(ConfigError, match=f"1 of {world.size} ranks have no samples"):
         mine(here)
 
 
 def test_copies_keep_their_ranks_and_pickles_say_that_they_have_none(world, engines):
     model = make_net()
-    hpc.sync_batchnorm(engines["mpi"], model)
-    hpc.sync_batchnorm(engines["mpi"], model)  # a second call changes nothing
+    hpc.optim.sync_batchnorm(engines["mpi"], model)
+    hpc.optim.sync_batchnorm(engines["mpi"], model)  # a second call changes nothing
     x, _ = batch(0, [4])
     assert torch.equal(copy.deepcopy(model)(x), model(x))
     assert f"{world.size} ranks" in repr(model)
@@ -222,23 +223,23 @@ def test_copies_keep_their_ranks_and_pickles_say_that_they_have_none(world, engi
     model.norm.eval()
     assert torch.equal(loaded(x), model(x))
     loaded.norm.train()
-    with pytest.raises(hpc.ConfigError, match="norm came out of a file"):
+    with pytest.raises(ConfigError, match="norm came out of a file"):
         loaded(x)
 
 
 def test_mistakes_are_named(world, engines):
     engine = engines["mpi"]
-    with pytest.raises(hpc.ConfigError, match="needs an engine and got World"):
-        hpc.sync_batchnorm(world, make_net())
-    with pytest.raises(hpc.ConfigError, match=f"group_size=5 does not divide the {world.size}"):
-        hpc.sync_batchnorm(engine, make_net(), group_size=5)
-    with pytest.raises(hpc.ConfigError, match="Linear has no BatchNorm"):
-        hpc.sync_batchnorm(engine, nn.Linear(2, 2))
-    with pytest.raises(hpc.ConfigError, match="LazyBatchNorm1d"):
-        hpc.sync_batchnorm(engine, nn.Sequential(nn.LazyBatchNorm1d()))
+    with pytest.raises(ConfigError, match="needs an engine and got World"):
+        hpc.optim.sync_batchnorm(world, make_net())
+    with pytest.raises(ConfigError, match=f"group_size=5 does not divide the {world.size}"):
+        hpc.optim.sync_batchnorm(engine, make_net(), group_size=5)
+    with pytest.raises(ConfigError, match="Linear has no BatchNorm"):
+        hpc.optim.sync_batchnorm(engine, nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="LazyBatchNorm1d"):
+        hpc.optim.sync_batchnorm(engine, nn.Sequential(nn.LazyBatchNorm1d()))
     layer = nn.BatchNorm2d(4)
-    hpc.sync_batchnorm(engine, layer)
-    with pytest.raises(hpc.ConfigError, match=r"shape \(2, 4\); it takes 4 dimensions"):
+    hpc.optim.sync_batchnorm(engine, layer)
+    with pytest.raises(ConfigError, match=r"shape \(2, 4\); it takes 4 dimensions"):
         layer(torch.ones(2, 4))
 
 
@@ -247,7 +248,7 @@ def test_local_statistics_are_averaged(world):
     model[0].running_mean.fill_(world.rank)
     model[0].running_var.fill_(1.0 + 2 * world.rank)
     model[0].num_batches_tracked.fill_(10 + world.rank)
-    hpc.average_batchnorm(world, model)
+    hpc.optim.average_batchnorm(world, model)
     middle = (world.size - 1) / 2
     assert model[0].running_mean.tolist() == pytest.approx([middle] * 3)
     assert model[0].running_var.tolist() == pytest.approx([1 + 2 * middle] * 3)
@@ -259,7 +260,7 @@ def test_half_precision_inputs(world, engines):
     sizes = [3 + rank for rank in range(world.size)]
     x, weights = draw(0, sizes, (4, 2), offset=3.0)
     mine, alone = nn.BatchNorm2d(4), nn.BatchNorm2d(4).double()
-    hpc.sync_batchnorm(engines["mpi"], mine)
+    hpc.optim.sync_batchnorm(engines["mpi"], mine)
     here = x.split(sizes)[world.rank].bfloat16().requires_grad_()
     whole = x.bfloat16().double().requires_grad_()
     out, expected = mine(here), alone(whole)

@@ -26,7 +26,7 @@ def test_equal_to_one_big_batch(gpu_world, channels_last):
     torch.manual_seed(0)
     x, weights = (torch.randn(sum(sizes), 4, 5, 3, dtype=torch.float64) for _ in range(2))
     mine, alone = nn.BatchNorm2d(4).double().cuda(), nn.BatchNorm2d(4).double().cuda()
-    hpc.sync_batchnorm(engine, mine)
+    hpc.optim.sync_batchnorm(engine, mine)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     here = x.split(sizes)[world.rank].cuda().contiguous(memory_format=layout).requires_grad_()
     whole = x.cuda().requires_grad_()
@@ -44,7 +44,7 @@ def test_equal_to_one_big_batch(gpu_world, channels_last):
 def test_under_autocast(gpu_world, dtype):
     engine = hpc.connect(gpu_world).engine
     layer = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).cuda()
-    hpc.sync_batchnorm(engine, layer)
+    hpc.optim.sync_batchnorm(engine, layer)
     with torch.autocast("cuda", dtype=dtype):
         out = layer(torch.randn(4, 3, 6, 6, device="cuda"))
     assert out.dtype == dtype

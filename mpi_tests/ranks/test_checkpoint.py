@@ -17,6 +17,7 @@ import hpctrain as hpc
 from hpctrain.checkpoint import Loaded, list_checkpoints, read_checkpoint, saving
 from hpctrain.checkpoint.format import is_leftover
 from hpctrain.checkpoint.writing import write_own_part
+from hpctrain.errors import CheckpointError, ConfigError
 from mpi_tests.checkpoints import bits, damage
 
 
@@ -81,7 +82,7 @@ def test_what_is_saved_is_loaded(world, directory, per_node):
         e.path.name for e in list_checkpoints(directory)
     ]
     store.close()
-    with pytest.raises(hpc.CheckpointError, match="closed"):
+    with pytest.raises(CheckpointError, match="closed"):
         store.save(state, step=5)
 
 
@@ -129,7 +130,7 @@ def test_damaged_ones_are_refused_by_name(world, directory, kind, capfd):
         words = told(capfd, world)
         assert f"checkpoint {newest} is refused" in words
         assert name in words
-        with pytest.raises(hpc.CheckpointError, match=name):
+        with pytest.raises(CheckpointError, match=name):
             store.load(newest)
         world.comm.Barrier()
         if world.rank == 0:
@@ -141,7 +142,7 @@ def test_damaged_ones_are_refused_by_name(world, directory, kind, capfd):
         for entry in list_checkpoints(store.directory):
             damage(kind, entry.path / "tree.json")
     world.comm.Barrier()
-    with pytest.raises(hpc.CheckpointError, match="none of the checkpoints"):
+    with pytest.raises(CheckpointError, match="none of the checkpoints"):
         store.load()
     store.close()
 
@@ -155,7 +156,7 @@ def test_another_model_is_refused(world, directory, capfd):
     like = {"model": make_state()["model"]}
     assert store.load(like=like).step == 1
     assert "layer.0 is 3x3 in it and 40x7 here" in told(capfd, world)
-    with pytest.raises(hpc.CheckpointError, match=r"layer\.1x 1 is missing"):
+    with pytest.raises(CheckpointError, match=r"layer\.1x 1 is missing"):
         store.load(like={"model": {**like["model"], "layer.1x": torch.ones(1)}})
     store.close()
 
@@ -172,16 +173,16 @@ def test_a_full_disk_is_an_error_on_all_ranks(world, directory, victim):
         if world.rank == rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         store.save(big, step=2)
-        with pytest.raises(hpc.CheckpointError, match=f"rank.*{rank}.*could not be written.*large"):
+        with pytest.raises(CheckpointError, match=f"rank.*{rank}.*could not be written.*large"):
             store.wait()
         store.save(big, step=3)
         task = store._saving.task
         task.outcome(30)
         if world.rank == rank:
-            with pytest.raises(hpc.CheckpointError, match="could not be written"):
+            with pytest.raises(CheckpointError, match="could not be written"):
                 store.poll()
         world.comm.Barrier()
-        with pytest.raises(hpc.CheckpointError, match="could not be written"):
+        with pytest.raises(CheckpointError, match="could not be written"):
             store.save(big, step=4)  # the one before it is not forgotten
     finally:
         if world.rank == rank:
@@ -196,7 +197,7 @@ def test_a_full_disk_is_an_error_on_all_ranks(world, directory, victim):
 
 def test_what_differs_between_ranks_is_named(world, directory):
     store = hpc.Store(world, directory)
-    with pytest.raises(hpc.CheckpointError, match=r"rank 0.*state\['a'\] is of type object"):
+    with pytest.raises(CheckpointError, match=r"rank 0.*state\['a'\] is of type object"):
         store.save({"a": object() if world.rank == 0 else 1}, step=1)
     if world.size > 1:
         for wrong, what in (
@@ -207,7 +208,7 @@ def test_what_differs_between_ranks_is_named(world, directory):
             ({"state": 1, "own": None if world.rank else 1}, "own is given"),
             ({"state": {"b": 1} if world.rank else {}}, r"state\['b'\] is not on|state is not"),
         ):
-            with pytest.raises(hpc.CheckpointError, match=what):
+            with pytest.raises(CheckpointError, match=what):
                 store.save(**{"step": 1, **wrong})
         turned = {"a": 1, "b": 2} if world.rank else {"b": 2, "a": 1}
         store.save(turned, step=1, wait=True)  # the order is rank 0's
@@ -215,10 +216,10 @@ def test_what_differs_between_ranks_is_named(world, directory):
     world.comm.Barrier()
     assert not [p for p in directory.iterdir() if is_leftover(p)]
     for wrong in ({"writers_per_node": 0}, {"timeout_s": 0}):
-        with pytest.raises(hpc.ConfigError, match=next(iter(wrong))):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
             hpc.Store(world, directory, **wrong)
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match=r"rank 1.*is opened here and"):
+        with pytest.raises(ConfigError, match=r"rank 1.*is opened here and"):
             hpc.Store(world, directory / ("a" if world.rank == 1 else "b"))
     store.close()
 

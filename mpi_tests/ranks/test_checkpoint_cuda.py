@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hpctrain as hpc
+from hpctrain.errors import CheckpointError
 from mpi_tests.checkpoints import bits
 
 if not torch.cuda.is_available():
@@ -26,6 +27,6 @@ def test_a_state_on_the_gpu(world, tmp_path):
     assert loaded is not None
     assert bits(loaded.state) == bits(wanted)
     if world.size > 1:
-        with pytest.raises(hpc.CheckpointError, match="tensor mean has other values"):
+        with pytest.raises(CheckpointError, match="tensor mean has other values"):
             store.save({"mean": torch.full((9,), float(world.rank), device="cuda")}, step=2)
     store.close()

@@ -10,6 +10,7 @@ import torch
 
 import hpctrain as hpc
 from hpctrain.checkpoint import Piece, Region, list_checkpoints, read_checkpoint, verify
+from hpctrain.errors import CheckpointError
 from mpi_tests.checkpoints import bits, damage
 from mpi_tests.sharding import by_columns, by_rows, cut_state, join, whole_state
 
@@ -91,7 +92,7 @@ def test_a_function_says_which_pieces_are_wanted(world, directory):
     assert bits(join(state["optimizer"]["few"])) == bits((world.rank, (2, 3), few))
     assert bits(state["optimizer"]["half"]) == bits(whole["half"])
     assert bits(state["other"]) == bits(torch.ones(4))
-    with pytest.raises(hpc.CheckpointError, match=r"\[5:9, 0:5\] of optimizer/weight was asked"):
+    with pytest.raises(CheckpointError, match=r"\[5:9, 0:5\] of optimizer/weight was asked"):
         store.load(like={"optimizer": lambda place, shape: Region((5, 0), (4, 5))})
     store.close()
 
@@ -140,13 +141,13 @@ def test_wrong_pieces_are_refused_on_all_ranks(world, directory):
             (Piece(torch.full((3,), float(r)), (0,), (3,)), r"hold \[0:3\], with different values"),
         ]
     for given, text in wrong:
-        with pytest.raises(hpc.CheckpointError, match=text):
+        with pytest.raises(CheckpointError, match=text):
             store.save({"a": given}, step=1)
-    with pytest.raises(hpc.CheckpointError, match="piece of a tensor"):
+    with pytest.raises(CheckpointError, match="piece of a tensor"):
         store.save({}, step=1, own={"a": piece(0, 1, 1)})
     assert store.load() is None
     store.save({"a": piece(r, r + 1, n)}, step=1, wait=True)
-    with pytest.raises(hpc.CheckpointError, match=f"its a is .* is {n} in it and {n + 1} here"):
+    with pytest.raises(CheckpointError, match=f"its a is .* is {n} in it and {n + 1} here"):
         store.load(like={"a": piece(r, r + 1, n + 1)})
     store.close()
 
@@ -172,7 +173,7 @@ def test_damaged_ones_are_refused_and_the_one_before_is_resharded(world, directo
         loaded = store.load(like=like)
         assert loaded.step == 2
         assert bits(join(loaded.state["pieces"])) == bits(join(wanted))
-        with pytest.raises(hpc.CheckpointError, match=name):
+        with pytest.raises(CheckpointError, match=name):
             store.load(newest, like=like)
         world.comm.Barrier()
         if world.rank == 0:

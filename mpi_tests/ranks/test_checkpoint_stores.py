@@ -15,6 +15,7 @@ from hpctrain.checkpoint import (
     read_checkpoint,
     verify,
 )
+from hpctrain.errors import ConfigError
 from mpi_tests.checkpoints import bits
 from mpi_tests.plain_store import install
 from mpi_tests.sharding import bounds, by_rows
@@ -129,5 +130,5 @@ def test_a_store_of_another_package(world, folder, monkeypatch):
     assert entry.path == find_checkpoint(directory) == find_checkpoint(entry.path)
     assert verify(entry.path) == []
     assert torch.equal(load_weights(directory)["weight"], weights)
-    with pytest.raises(hpc.ConfigError, match=r"none of the checkpoint stores .*: hpctrain, plain"):
+    with pytest.raises(ConfigError, match=r"none of the checkpoint stores .*: hpctrain, plain"):
         hpc.Saver(world, directory, replica, store="other")

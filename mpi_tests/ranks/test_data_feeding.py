@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import hpctrain as hpc
+from hpctrain.errors import CollectiveError, ConfigError
 
 TOTAL = 53
 
@@ -76,7 +77,7 @@ def test_data_sets_are_scattered_sample_by_sample(world):
 def test_samples_that_differ_and_streams_are_refused(world):
     if world.size > 1:
         given = Samples(odd=29) if world.rank == 0 else None
-        with pytest.raises(hpc.CollectiveError, match=r"rank 0 of .* cannot be read") as caught:
+        with pytest.raises(CollectiveError, match=r"rank 0 of .* cannot be read") as caught:
             hpc.scatter(world, given, shuffle=False, chunk_bytes=160)
         assert len(set(world.comm.allgather(str(caught.value)))) == 1
         assert len(hpc.scatter(world, None if given is None else Samples())) == TOTAL
@@ -88,5 +89,5 @@ def test_samples_that_differ_and_streams_are_refused(world):
         def __len__(self):
             return 3
 
-    with pytest.raises(hpc.ConfigError, match="by number"):
+    with pytest.raises(ConfigError, match="by number"):
         hpc.scatter(world, Stream() if world.rank == 0 else None)

@@ -15,6 +15,7 @@ import torch
 import hpctrain as hpc
 import hpctrain.data
 from hpctrain.data.storage.writing import write_shards
+from hpctrain.errors import ConfigError, DataError
 
 ROWS = 37
 
@@ -61,7 +62,7 @@ def test_shards_hold_what_was_written(world, folder, form):
     assert opened.take(np.array([], np.int64)) is not None
     if form == "dict":
         assert list(hpc.files(world, folder / "out", columns=["y"]).take(wanted)) == ["y"]
-    with pytest.raises(hpc.ConfigError, match="holds shards already"):
+    with pytest.raises(ConfigError, match="holds shards already"):
         write_shards(world, source, folder / "out", samples_per_shard=5)
 
 
@@ -77,7 +78,7 @@ def test_shards_through_a_function_that_drops_samples(world, folder):
     assert len(opened) == manifest.num_samples == 5 + 5 + 5 + 4
     wanted = np.concatenate([np.arange(10 * k, min(10 * k + 10, ROWS), 2) for k in range(4)])
     assert np.array_equal(opened.take(np.arange(19))["z"], wanted.astype("i2"))
-    with pytest.raises(hpc.ConfigError, match="KeyError: 'nosuch'"):
+    with pytest.raises(ConfigError, match="KeyError: 'nosuch'"):
         write_shards(
             world, source, folder / "b", samples_per_shard=10, change=lambda batch: batch["nosuch"]
         )
@@ -88,16 +89,16 @@ def test_a_broken_shard_is_named_on_all_ranks(world, folder):
     manifest = write_shards(world, source, folder, samples_per_shard=5)
     victim = folder / manifest.shards[3].files[1].name
     write(world, lambda: os.truncate(victim, 130))
-    with pytest.raises(hpc.DataError, match="is truncated: 130 bytes instead of") as caught:
+    with pytest.raises(DataError, match="is truncated: 130 bytes instead of") as caught:
         hpc.files(world, folder)
     assert len(set(world.comm.allgather(str(caught.value)))) == 1
     assert victim.name in str(caught.value)
     world.comm.Barrier()
     write(world, victim.unlink)
-    with pytest.raises(hpc.DataError, match=f"{victim.name} is missing"):
+    with pytest.raises(DataError, match=f"{victim.name} is missing"):
         hpc.files(world, folder)
     write(world, (folder / "manifest.json").unlink)
-    with pytest.raises(hpc.DataError, match=r"manifest\.json is missing.*rows=.*columns="):
+    with pytest.raises(DataError, match=r"manifest\.json is missing.*rows=.*columns="):
         hpc.files(world, folder)
 
 
@@ -140,15 +141,15 @@ def test_files_of_every_kind_read_alike(world, folder):
     assert np.array_equal(both[1], given["y"][wanted])
     named = hpc.files(world, columns={"a": columns[0], "b": columns[1]}).take(wanted)
     assert np.array_equal(named["b"], given["y"][wanted])
-    with pytest.raises(hpc.ConfigError, match="no column 'q'; it has"):
+    with pytest.raises(ConfigError, match="no column 'q'; it has"):
         hpc.files(world, folder / "a.h5", columns=["q"])
-    with pytest.raises(hpc.DataError, match=r"nosuch\.npy is missing"):
+    with pytest.raises(DataError, match=r"nosuch\.npy is missing"):
         hpc.files(world, folder / "nosuch.npy")
     write(world, lambda: os.truncate(folder / "y.npy", 140))
-    with pytest.raises(hpc.DataError, match=r"y\.npy is truncated"):
+    with pytest.raises(DataError, match=r"y\.npy is truncated"):
         hpc.files(world, columns=columns)
     write(world, lambda: os.truncate(folder / "a.h5", 900))
-    with pytest.raises(hpc.DataError, match=r"a\.h5 is truncated"):
+    with pytest.raises(DataError, match=r"a\.h5 is truncated"):
         hpc.files(world, folder / "a.h5")
 
 
@@ -158,11 +159,9 @@ def test_several_files_are_rows_or_columns_as_it_is_said(world, folder):
     paths = [folder / "p0.npy", folder / "p1.npy"]
     write(world, lambda: [np.save(p, given[k::2][:18]) for k, p in enumerate(paths)])
     both = rf"files\(world, rows=\['{paths[0]}', '{paths[1]}'\]\).*columns=\['{paths[0]}'"
-    with pytest.raises(hpc.ConfigError, match=both):
+    with pytest.raises(ConfigError, match=both):
         hpc.files(world, *paths)
-    with pytest.raises(
-        hpc.ConfigError, match=r"share\(world, rows=.*may be parts or columns|one kind"
-    ):
+    with pytest.raises(ConfigError, match=r"share\(world, rows=.*may be parts or columns|one kind"):
         hpc.share(world, *paths)
     rows = np.array([35, 0, 17, 18, 18, 5])
     wanted = np.concatenate([given[::2][:18], given[1::2][:18]])
@@ -177,13 +176,13 @@ def test_several_files_are_rows_or_columns_as_it_is_said(world, folder):
         assert len(source) == 18
         assert np.array_equal(source.take(rows % 18)[1], given[1::2][rows % 18])
     write(world, lambda: np.save(paths[1], given[:5]))
-    with pytest.raises(hpc.ConfigError, match=r"have \[18, 5\] rows, so they are no columns"):
+    with pytest.raises(ConfigError, match=r"have \[18, 5\] rows, so they are no columns"):
         hpc.share(world, *paths)
-    with pytest.raises(hpc.ConfigError, match=r"p1\.npy has 5; .* are rows="):
+    with pytest.raises(ConfigError, match=r"p1\.npy has 5; .* are rows="):
         hpc.files(world, columns=paths)
     assert len(hpc.files(world, rows=paths)) == 23
     write(world, lambda: np.save(paths[1], np.zeros((4, 7), "f4")))
-    with pytest.raises(hpc.ConfigError, match=r"p1\.npy has .*7.* must be alike"):
+    with pytest.raises(ConfigError, match=r"p1\.npy has .*7.* must be alike"):
         hpc.files(world, rows=paths)
     loader = hpc.Loader(world, hpc.files(world, rows=[paths[0]] * 3), global_batch=8)
     mine = [batch.shape[0] for batch in loader]
@@ -218,7 +217,7 @@ def test_a_folder_of_archives_is_its_rows(world, folder, kind):
     mine = [int(i) for b in loader for i in (b[1] if kind == "tuple" else b["y"])]
     assert sorted(sum(world.comm.allgather(mine), [])) == list(range(ROWS))  # noqa: RUF017
     if kind == "tuple":
-        with pytest.raises(hpc.ConfigError, match="is a tuple of tensors; leave columns= out"):
+        with pytest.raises(ConfigError, match="is a tuple of tensors; leave columns= out"):
             hpc.files(world, folder, columns=["y"])
         return
     assert list(hpc.files(world, folder, columns=["y"]).take(wanted)) == ["y"]
@@ -232,12 +231,12 @@ def test_files_that_differ_by_rank_are_refused(world, folder):
     own = folder / f"{world.rank}.npy"
     np.save(own, np.zeros((ROWS, 2), "f4" if world.rank % 2 else "f8"))
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match=r"files: columns \(name, dtype, shape.*float32"):
+        with pytest.raises(ConfigError, match=r"files: columns \(name, dtype, shape.*float32"):
             hpc.files(world, own)
     np.save(own, np.full((ROWS, 2), world.rank))  # of one form: only their content tells them apart
     source = hpc.files(world, own)
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match=r"rank 1.* but not the same ones"):
+        with pytest.raises(ConfigError, match=r"rank 1.* but not the same ones"):
             hpc.Loader(world, source, global_batch=8)
 
 
@@ -277,7 +276,7 @@ def test_columns_whose_names_are_alike_keep_their_files_apart(world, folder):
         "x": 3,
     }
     source = hpc.data.ArraySource({1: np.zeros(7), "1": np.ones(7)})
-    with pytest.raises(hpc.ConfigError, match="not all different as text"):
+    with pytest.raises(ConfigError, match="not all different as text"):
         write_shards(world, source, folder / "bad", samples_per_shard=7)
 
 
@@ -323,13 +322,13 @@ def test_share_reads_files_in_stripes(world, folder):
     shared = hpc.share(world, str(folder / "x.npy"), folder / "y.npy", chunk_bytes=64)
     assert np.array_equal(shared.data[0], given["x"])
     assert np.array_equal(shared.data[1], given["y"])
-    with pytest.raises(hpc.DataError, match=r"z\.npy is missing"):
+    with pytest.raises(DataError, match=r"z\.npy is missing"):
         hpc.share(world, folder / "z.npy")
-    with pytest.raises(hpc.ConfigError, match="bfloat16"):
+    with pytest.raises(ConfigError, match="bfloat16"):
         hpc.share(world, torch.zeros(3, dtype=torch.bfloat16) if world.rank == 0 else None)
-    with pytest.raises(hpc.ConfigError, match="no data on root=0"):
+    with pytest.raises(ConfigError, match="no data on root=0"):
         hpc.share(world, None)
-    with pytest.raises(hpc.ConfigError, match="is a list"):
+    with pytest.raises(ConfigError, match="is a list"):
         hpc.share(world, [1, 2] if world.rank == 0 else None)
 
 
@@ -345,7 +344,7 @@ def test_staging_where_every_task_has_a_temporary_folder_of_its_own(world, folde
         sees = pathlib_exists_but_for(copy.parent.parent) if world.rank == world.size - 1 else None
         if sees is not None:
             monkeypatch.setattr(Path, "exists", sees)
-        with pytest.raises(hpc.DataError, match=rf"rank {world.size - 1} of .*not visible here"):
+        with pytest.raises(DataError, match=rf"rank {world.size - 1} of .*not visible here"):
             hpc.stage(world, folder / "a.bin")
         monkeypatch.undo()
 
@@ -385,7 +384,7 @@ def test_staging_copies_once_and_again_after_a_change(world, folder, capfd):
     third = hpc.stage(world, source, to=disk)
     assert third != first
     assert (third / "a.bin").read_bytes() == b"new"
-    with pytest.raises(hpc.DataError, match="nosuch is missing"):
+    with pytest.raises(DataError, match="nosuch is missing"):
         hpc.stage(world, folder / "nosuch", to=disk)
     world.comm.Barrier()
     left = sorted(path.name for path in (disk / f"hpctrain-staged-{os.getuid()}").iterdir())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 
 
 def mine(world, total):
@@ -41,28 +42,28 @@ def test_ranks_without_rows(world):
 
 def test_duplicates_are_refused_and_missing_samples_named(world):
     padded = np.append(mine(world, 10), 0)
-    with pytest.raises(hpc.ConfigError, match="sample 0 came more than once") as caught:
+    with pytest.raises(ConfigError, match="sample 0 came more than once") as caught:
         hpc.gather(world, np.zeros(len(padded)), padded, num_samples=10)
     assert "rank 0" in str(caught.value)
     own = mine(world, 10)
     own = own[own != 4]
-    with pytest.raises(hpc.ConfigError, match="1 of 10 samples are missing: 4"):
+    with pytest.raises(ConfigError, match="1 of 10 samples are missing: 4"):
         hpc.gather(world, np.zeros(len(own)), own, num_samples=10)
-    with pytest.raises(hpc.ConfigError, match="index 99 does not exist"):
+    with pytest.raises(ConfigError, match="index 99 does not exist"):
         hpc.gather(world, np.zeros(1), [99], root=None)
 
 
 def test_wrong_rows_and_forms_are_refused_by_all(world):
     last = world.size - 1
     wrong = world.rank == last
-    with pytest.raises(hpc.ConfigError, match=f"rank {last} of .*2 rows of values for 1"):
+    with pytest.raises(ConfigError, match=f"rank {last} of .*2 rows of values for 1"):
         hpc.gather(world, np.zeros(2 if wrong else 1), [world.rank])
-    with pytest.raises(hpc.ConfigError, match="whole numbers"):
+    with pytest.raises(ConfigError, match="whole numbers"):
         hpc.gather(world, np.zeros(1), [0.5] if wrong else [world.rank])
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match=rf"rank {last} gives .*data\['b'\]"):
+        with pytest.raises(ConfigError, match=rf"rank {last} gives .*data\['b'\]"):
             hpc.gather(world, {"b" if wrong else "a": np.zeros(1)}, [world.rank])
-        with pytest.raises(hpc.ConfigError, match="float32"):
+        with pytest.raises(ConfigError, match="float32"):
             hpc.gather(world, np.zeros(1, "f4" if wrong else "f8"), [world.rank])
 
 
@@ -83,7 +84,7 @@ def test_a_mean_weighs_samples_and_not_batches(world):
     mean.update(float("nan"), num_samples=0)  # an empty batch has no say
     counts = range(world.size)
     if sum(counts) == 0:
-        with pytest.raises(hpc.ConfigError, match="no mean"):
+        with pytest.raises(ConfigError, match="no mean"):
             mean.value(world)
         return
     wanted = sum(0.1 * (r + 1) * r for r in counts) / sum(counts)
@@ -113,11 +114,11 @@ def test_counts_and_confusion(world):
     assert matrix.precision == pytest.approx(np.diag(wanted) / wanted.sum(0))
     assert hpc.metrics.total(world, 2**62) == 2**62 * world.size  # Python's own whole numbers
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match="64 bits"):
+        with pytest.raises(ConfigError, match="64 bits"):
             hpc.metrics.total(world, np.array([2**62]))
-        with pytest.raises(hpc.ConfigError, match="different kinds"):
+        with pytest.raises(ConfigError, match="different kinds"):
             hpc.metrics.total(world, np.zeros(2 + (world.rank == 0), int))
-    with pytest.raises(hpc.ConfigError, match="floating-point"):
+    with pytest.raises(ConfigError, match="floating-point"):
         hpc.metrics.total(world, np.zeros(2))
-    with pytest.raises(hpc.ConfigError, match="num_classes=5"):
+    with pytest.raises(ConfigError, match="num_classes=5"):
         counting.update([5], [0])

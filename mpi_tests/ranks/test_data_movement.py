@@ -10,6 +10,7 @@ import torch
 
 import hpctrain as hpc
 from hpctrain.data.shuffle import Order
+from hpctrain.errors import CollectiveError, ConfigError
 
 Pair = namedtuple("Pair", "x y")
 RECORD = np.dtype([("a", "<f4", (3,)), ("b", ">i2")])
@@ -168,7 +169,7 @@ def test_the_root_may_keep_its_data_or_let_them_go(world):
 )
 def test_what_cannot_travel_is_refused_by_all(world, data, word):
     root = world.size - 1
-    with pytest.raises(hpc.ConfigError, match=word) as caught:
+    with pytest.raises(ConfigError, match=word) as caught:
         scattered(world, data, root=root)
     told = world.comm.allgather(str(caught.value))
     assert set(told) == {told[0]}
@@ -176,14 +177,14 @@ def test_what_cannot_travel_is_refused_by_all(world, data, word):
 
 
 def test_wrong_arguments_are_refused_by_all(world):
-    with pytest.raises(hpc.ConfigError, match="is not a rank"):
+    with pytest.raises(ConfigError, match="is not a rank"):
         hpc.scatter(world, None, root=world.size)
-    with pytest.raises(hpc.ConfigError, match="chunk_bytes=1"):
+    with pytest.raises(ConfigError, match="chunk_bytes=1"):
         scattered(world, np.zeros(3), chunk_bytes=1)
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match="given here as well"):
+        with pytest.raises(ConfigError, match="given here as well"):
             hpc.scatter(world, np.zeros(3))
-        with pytest.raises(hpc.ConfigError, match="epoch is 1 on rank 1"):
+        with pytest.raises(ConfigError, match="epoch is 1 on rank 1"):
             scattered(world, np.zeros(3), epoch=int(world.rank == 1))
 
 
@@ -202,14 +203,14 @@ class Fading:
 def test_a_row_that_cannot_be_read_is_everyones_error(world):
     if world.size == 1:
         return  # nothing is sent
-    with pytest.raises(hpc.CollectiveError, match=r"rank 0 of .* the disk is gone"):
+    with pytest.raises(CollectiveError, match=r"rank 0 of .* the disk is gone"):
         scattered(world, [Fading() for _ in range(9)])
     assert len(scattered(world, np.zeros(9))) == 9  # and nothing is left on the way
 
 
 def test_a_shard_refuses_rows_that_it_does_not_have(world):
     shard = scattered(world, np.arange(10), seed=1)
-    with pytest.raises(hpc.ConfigError, match="which this rank has"):
+    with pytest.raises(ConfigError, match="which this rank has"):
         shard.take(np.array([shard.num_rows]))
     assert len(shard.take(np.array([], np.int64))) == 0
 
@@ -223,5 +224,5 @@ def test_reshuffle_can_go_back_and_refuses_a_fixed_order(world):
         assert not torch.equal(shard.data, before)
     hpc.reshuffle(world, shard, epoch=0)
     assert torch.equal(shard.data, before)
-    with pytest.raises(hpc.ConfigError, match="shuffle=False"):
+    with pytest.raises(ConfigError, match="shuffle=False"):
         hpc.reshuffle(world, scattered(world, data, shuffle=False))

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.replica.starting import digest
 from hpctrain.world import roll_call
 from mpi_tests.built import BUILT
@@ -222,7 +223,7 @@ def test_models_that_differ_are_refused_by_name(engines, world):
         pytest.skip("needs somebody to differ from")
     width = 8 + (world.rank == world.size - 1)
     model = torch.nn.Sequential(torch.nn.Linear(4, width))
-    with pytest.raises(hpc.ConfigError, match=rf"rank {world.size - 1} of.*0\.weight \(9, 4\)"):
+    with pytest.raises(ConfigError, match=rf"rank {world.size - 1} of.*0\.weight \(9, 4\)"):
         hpc.distribute(
             world, model, torch.optim.SGD(model.parameters(), 0.1), engine=engines["mpi"]
         )

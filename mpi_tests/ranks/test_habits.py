@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.replica.starting import digest
 from mpi_tests.models import batch
 from mpi_tests.ranks.pair import STEPS, build
@@ -329,9 +330,9 @@ def test_an_exception_in_mid_step_that_is_caught(pair):
             with pytest.raises(Burst):
                 p.replica.backward(loss)
             handle.remove()
-            with pytest.raises(hpc.ConfigError, match="interrupted by Burst"):
+            with pytest.raises(ConfigError, match="interrupted by Burst"):
                 p.replica.step()
-            with pytest.raises(hpc.ConfigError, match="zero_grad"):
+            with pytest.raises(ConfigError, match="zero_grad"):
                 p.replica.backward(p.loss(step))
             p.replica.zero_grad()
             continue
@@ -461,7 +462,7 @@ def test_an_exception_on_one_rank_is_told_to_the_others(world, engines, engine_n
             replica.backward(failing_loss(model, x, y))
         replica.zero_grad()
     else:
-        with pytest.raises(hpc.CollectiveError, match=f"interrupted on 1 of {world.size} ranks"):
+        with pytest.raises(CollectiveError, match=f"interrupted on 1 of {world.size} ranks"):
             replica.backward(cross_entropy(replica(x, 0), y))
     replica.backward(cross_entropy(replica(x, 0), y))
     assert replica.step()
@@ -512,8 +513,8 @@ def test_a_replicas_state_has_the_weights_and_loads_whole(world, engines, precis
 def test_a_models_state_is_refused_by_a_replica(pair):
     p = pair(optimizer="sgd")
     before = digest(p.model.state_dict().values())
-    with pytest.raises(hpc.ConfigError, match=r"goes to replica\.model\.load_state_dict"):
+    with pytest.raises(ConfigError, match=r"goes to replica\.model\.load_state_dict"):
         p.replica.load_state_dict(p.model.state_dict())
-    with pytest.raises(hpc.ConfigError, match="it has nothing"):
+    with pytest.raises(ConfigError, match="it has nothing"):
         p.replica.load_state_dict({})
     assert digest(p.model.state_dict().values()) == before

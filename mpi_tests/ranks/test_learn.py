@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.replica import HorovodTraining
 from hpctrain.replica.starting import digest
 from mpi_tests.built import BUILT
@@ -26,7 +27,7 @@ WAYS = {
     "horovod-arena": ("horovod", {}),
     "horovod": ("horovod", {"horovod": HorovodTraining(fusion="horovod")}),
 }
-SCALING = hpc.LossScaling(init_scale=1024.0, growth_interval=3, max_skips=5)
+SCALING = hpc.precision.LossScaling(init_scale=1024.0, growth_interval=3, max_skips=5)
 OPTIONS = {
     "plain": {},
     "accumulate": {"accumulate": 2},
@@ -183,7 +184,7 @@ def test_lbfgs_evaluates_the_batch_itself(world, request, distribute):
 
     model, alone = build(), build()
     if request.node.callspec.params["distribute"] == "node-shared-weights":
-        with pytest.raises(hpc.ConfigError, match="sharded"):
+        with pytest.raises(ConfigError, match="sharded"):
             distribute(model, make(model))
         return
     replica, own = distribute(model, make(model)), make(alone)
@@ -221,7 +222,7 @@ def test_what_lbfgs_cannot_carry_is_refused(world, engines, options, match):
     optimizer = torch.optim.LBFGS(model.parameters())
     replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"], **options)
     x, y = part(world, 0)
-    with pytest.raises(hpc.ConfigError, match=match):
+    with pytest.raises(ConfigError, match=match):
         replica.learn(cross_entropy, x, world.rank, y)
     replica.close()
 
@@ -232,11 +233,11 @@ def test_wrong_calls_say_how_it_is_called(world, engines):
     replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"])
     x, y = part(world, 0)
     loss = cross_entropy(replica(x, world.rank), y)
-    with pytest.raises(hpc.ConfigError, match=r"is a Tensor.*replica\.learn\(loss_fn, x, y\)"):
+    with pytest.raises(ConfigError, match=r"is a Tensor.*replica\.learn\(loss_fn, x, y\)"):
         replica.learn(loss)
-    with pytest.raises(hpc.ConfigError, match=r"1 positional .* target are needed"):
+    with pytest.raises(ConfigError, match=r"1 positional .* target are needed"):
         replica.learn(cross_entropy, x)
-    with pytest.raises(hpc.ConfigError, match="the loss has shape"):
+    with pytest.raises(ConfigError, match="the loss has shape"):
         replica.learn(lambda out, _: out, x, world.rank, y)
     replica.zero_grad()
     assert replica.learn(cross_entropy, x, world.rank, y)

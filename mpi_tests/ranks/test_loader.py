@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSa
 
 import hpctrain as hpc
 from hpctrain.data.shuffle import Order
-from hpctrain.errors import DataError
+from hpctrain.errors import ConfigError, DataError
 from mpi_tests.datasets import Broken, Counting, Fragile, Noisy, Parts, Shares, Turning
 
 
@@ -186,7 +186,7 @@ def test_two_loops_at_once_are_refused(world):
     outer = iter(loader)
     next(outer)
     next(iter(loader))
-    with pytest.raises(hpc.ConfigError, match="one loop at a time"):
+    with pytest.raises(ConfigError, match="one loop at a time"):
         next(outer)
 
 
@@ -204,24 +204,24 @@ def test_two_loops_at_once_are_refused(world):
     ],
 )
 def test_mistakes_are_named_on_all_ranks(world, options, message):
-    with pytest.raises(hpc.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         hpc.Loader(world, numbers(40), **options)
 
 
 def test_a_mistake_of_one_rank_is_everyones(world):
     last = world.rank == world.size - 1
-    with pytest.raises(hpc.ConfigError, match=rf"rank {world.size - 1} of .* different numbers"):
+    with pytest.raises(ConfigError, match=rf"rank {world.size - 1} of .* different numbers"):
         hpc.Loader(world, (torch.zeros(4), torch.zeros(5 if last else 4)), global_batch=4)
     loader = hpc.Loader(world, numbers(40), global_batch=8)
     state = loader.state_dict()
-    with pytest.raises(hpc.ConfigError, match="num_samples=41, and this loader has 40"):
+    with pytest.raises(ConfigError, match="num_samples=41, and this loader has 40"):
         loader.load_state_dict(state | {"num_samples": 41 if last else 40})
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match="global_batch=1 leaves some of"):
+        with pytest.raises(ConfigError, match="global_batch=1 leaves some of"):
             hpc.Loader(world, numbers(40), global_batch=1)
-        with pytest.raises(hpc.ConfigError, match="num_samples=41 where rank 0 has 40"):
+        with pytest.raises(ConfigError, match="num_samples=41 where rank 0 has 40"):
             hpc.Loader(world, numbers(41 if last else 40), global_batch=8)
-        with pytest.raises(hpc.ConfigError, match="consumed=16 where rank 0 has 8"):
+        with pytest.raises(ConfigError, match="consumed=16 where rank 0 has 8"):
             loader.load_state_dict(state | {"consumed": 16 if last else 8})
 
 
@@ -238,7 +238,7 @@ def test_data_that_are_split_by_rank_are_refused(world, form):
     if world.size == 1:
         assert len(hpc.Loader(world, data, global_batch=8)) == 5
         return
-    with pytest.raises(hpc.ConfigError, match=r"rank 1.* of \d: .*split by rank would be lost"):
+    with pytest.raises(ConfigError, match=r"rank 1.* of \d: .*split by rank would be lost"):
         hpc.Loader(world, data, global_batch=8)
 
 
@@ -299,17 +299,17 @@ def test_drawn_epochs_resume_with_the_same_plan_only(world, kind):
     state = loader.state_dict()
     name = "sample_weights" if kind == "weighted" else "lengths"
     changed = hpc.Loader(world, numbers(101), **(options | {name: options[name][::-1]}))
-    with pytest.raises(hpc.ConfigError, match="is different here"):
+    with pytest.raises(ConfigError, match="is different here"):
         changed.load_state_dict(state)
     changed.load_state_dict(state | {"epoch": 1, "consumed": 0})  # between epochs they may change
     if kind == "lengths":
-        with pytest.raises(hpc.ConfigError, match="lengths, batches or buckets have changed"):
+        with pytest.raises(ConfigError, match="lengths, batches or buckets have changed"):
             hpc.Loader(world, numbers(101), **(options | {"global_batch": 12})).load_state_dict(
                 state
             )
     if world.size > 1:
         own = options | {name: np.roll(options[name], world.rank)}
-        with pytest.raises(hpc.ConfigError, match="digest of sample_weights or lengths"):
+        with pytest.raises(ConfigError, match="digest of sample_weights or lengths"):
             hpc.Loader(world, numbers(101), **own)
 
 
@@ -402,7 +402,7 @@ def test_a_stream_is_dealt_out_and_goes_on(world, workers):
     again.load_state_dict(loader.state_dict() | {"epoch": 1, "consumed": 16})
     assert [batch.tolist() for batch in again] == values[2:]
     for options, message in (({"shuffle": True}, "no random access"), ({"num_workers": 2}, "0 or")):
-        with pytest.raises(hpc.ConfigError, match=message):
+        with pytest.raises(ConfigError, match=message):
             hpc.Loader(world, Counting(29), global_batch=8, **options)
 
 
@@ -438,7 +438,7 @@ def test_a_stream_that_is_split_by_rank_is_refused(world, workers):
     if world.size == 1:
         assert [len(batch) for batch in numbers_of(world, loader)] == [8, 8, 4]
         return
-    with pytest.raises(hpc.ConfigError, match=r"rank 1.* of \d is not the one of.*split='already'"):
+    with pytest.raises(ConfigError, match=r"rank 1.* of \d is not the one of.*split='already'"):
         list(loader)
     assert loader.consumed == 0
 
@@ -467,11 +467,11 @@ def test_streams_that_are_split_already_give_every_sample_once(world, workers):
     later = hpc.Loader(world, data, **options)
     later.load_state_dict(state)
     assert seen + numbers_of(world, later) == batches
-    with pytest.raises(hpc.ConfigError, match="the new split has other samples on each rank"):
+    with pytest.raises(ConfigError, match="the new split has other samples on each rank"):
         later.load_state_dict(state | {"num_ranks": world.size + 1})
     later.load_state_dict(state | {"num_ranks": world.size + 1, "consumed": 0, "epoch": 1})
     plain = hpc.Loader(world, Counting(9), global_batch=8)
-    with pytest.raises(hpc.ConfigError, match="order='split', and this loader has 'stream'"):
+    with pytest.raises(ConfigError, match="order='split', and this loader has 'stream'"):
         plain.load_state_dict(state)
 
 
@@ -497,15 +497,15 @@ def test_split_streams_of_very_unequal_lengths(world):
 def test_split_that_is_not_what_it_says_is_refused(world):
     same = hpc.Loader(world, Counting(40), global_batch=8, split="already")
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match=f"would be used {world.size} times"):
+        with pytest.raises(ConfigError, match=f"would be used {world.size} times"):
             list(same)
         lengths = [5] * (world.size - 1) + [0]
         empty = Parts(world.rank, world.size, lengths)
-        with pytest.raises(hpc.ConfigError, match=rf"rank {world.size - 1} of .* has no samples"):
+        with pytest.raises(ConfigError, match=rf"rank {world.size - 1} of .* has no samples"):
             list(hpc.Loader(world, empty, global_batch=8, split="already"))
-    with pytest.raises(hpc.ConfigError, match=r"every rank the whole data set"):
+    with pytest.raises(ConfigError, match=r"every rank the whole data set"):
         hpc.Loader(world, numbers(40), global_batch=8, split="already")
-    with pytest.raises(hpc.ConfigError, match="split='never' is unknown"):
+    with pytest.raises(ConfigError, match="split='never' is unknown"):
         hpc.Loader(world, Counting(40), global_batch=8, split="never")
 
 
@@ -542,7 +542,7 @@ def test_streams_that_differ_after_a_while_are_refused(world, turns_at, workers)
         return
     seen = []
     with pytest.raises(
-        hpc.ConfigError,
+        ConfigError,
         match=rf"sample {turns_at} on rank {last} of {world.size} is not.*split='already'",
     ):
         seen.extend(number for batch in loader for number in batch.tolist())
@@ -566,13 +566,14 @@ def test_streams_that_differ_in_length_are_refused(world, short, long, drop_last
     if world.size == 1:
         assert sum(len(batch) for batch in loader) == (short // 8 * 8 if drop_last else short)
         return
-    with pytest.raises(hpc.ConfigError, match=r"(differ in length|sample \d+ on rank).*split="):
+    with pytest.raises(ConfigError, match=r"(differ in length|sample \d+ on rank).*split="):
         # A barrier as a step: whoever went on alone would wait there.
         deque((world.comm.Barrier() for _ in loader), maxlen=0)
     assert world.comm.allgather(loader.consumed) == [loader.consumed] * world.size
     if split == "same" or short > 12:
         with pytest.raises(
-            hpc.ConfigError, match=rf"rank {last} of {world.size} has ended .samples: {short} on"
+            ConfigError,
+            match=rf"rank {last} of {world.size} has ended .samples: {short} on",
         ):
             list(loader)
 
@@ -588,7 +589,7 @@ class Unseeded(Counting):
 
 def test_streams_that_differ_in_augmentation_alone_are_let_through_when_said(world):
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match="pass split='same'"):
+        with pytest.raises(ConfigError, match="pass split='same'"):
             list(hpc.Loader(world, Unseeded(29), global_batch=8))
     loader = hpc.Loader(world, Unseeded(29), global_batch=8, split="same")
     mine = [row[0] for batch in loader for row in batch.int().tolist()]
@@ -635,7 +636,7 @@ def test_a_collate_that_draws_leaves_the_stream_alone(world):
     assert len(set(drawn)) == 29
     short = hpc.Loader(world, Counting(11), global_batch=8)
     short.load_state_dict(state)
-    with pytest.raises(hpc.DataError, match="ended after 11 samples, and 16 are consumed"):
+    with pytest.raises(DataError, match="ended after 11 samples, and 16 are consumed"):
         list(short)
 
 
@@ -676,6 +677,6 @@ def test_a_local_shuffle_exchanges_nothing(world):
     inside = loader.state_dict() | {"consumed": 16}
     order = Order(kind="numpy", num_samples=41, seed=4, epoch=0)
     dealt = hpc.Loader(world, Shares(world.comm, 41, order), global_batch=8, shuffle="local")
-    with pytest.raises(hpc.ConfigError, match="dealt to the ranks in another order"):
+    with pytest.raises(ConfigError, match="dealt to the ranks in another order"):
         dealt.load_state_dict(inside)
     dealt.load_state_dict(loader.state_dict())  # between epochs any deal will do

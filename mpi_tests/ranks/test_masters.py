@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.replica.starting import digest
 from mpi_tests.models import OPTIMIZERS, ConvBatchNorm, Mlp, batch
 
@@ -146,7 +147,7 @@ def test_masters_are_each_ranks_own(world, engines):
     if world.size == 1:
         pytest.skip("one rank's share is everything")
     model = build()
-    with pytest.raises(hpc.ConfigError, match='update="sharded" is not possible'):
+    with pytest.raises(ConfigError, match='update="sharded" is not possible'):
         distribute(world, engines, model, OPTIMIZERS["adamw"](model), update="sharded")
 
 
@@ -243,7 +244,7 @@ def test_a_failed_load_or_step_leaves_bfloat16(world, engines):
     replica(x.float(), world.rank)  # by now at the latest
     assert dtypes(model) == {torch.bfloat16}
     assert digest(replica.state_dict()["masters"].values()) == masters
-    with pytest.raises(hpc.ConfigError, match=r"optimizer\.step\(closure\) would run the model"):
+    with pytest.raises(ConfigError, match=r"optimizer\.step\(closure\) would run the model"):
         optimizer.step(lambda: None)
     assert dtypes(model) == {torch.bfloat16}
 
@@ -253,7 +254,7 @@ def test_a_failed_load_or_step_leaves_bfloat16(world, engines):
     hook = optimizer.register_step_pre_hook(run_the_model)
     replica.backward(replica(x.float(), world.rank).sum())
     # Ours, unless the optimizer itself has met bfloat16 weights before.
-    with pytest.raises((hpc.ConfigError, RuntimeError), match=r"inside the optimizer's|BFloat16"):
+    with pytest.raises((ConfigError, RuntimeError), match=r"inside the optimizer's|BFloat16"):
         replica.step()
     hook.remove()
     replica.zero_grad()

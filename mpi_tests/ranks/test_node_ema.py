@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from mpi_tests.built import BUILT
 from mpi_tests.ranks.split import check_bits
 
@@ -41,8 +42,8 @@ class Run:
         self.world, self.model = world, Net()
         make = optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.replica = hpc.distribute(world, self.model, make, engine=engine, **options)
-        self.ema = hpc.EMA.once_a_node(engine, self.model, 0.7, warm_up=True)
-        self.own = hpc.EMA(self.model, 0.7, warm_up=True)
+        self.ema = hpc.optim.EMA.once_a_node(engine, self.model, 0.7, warm_up=True)
+        self.own = hpc.optim.EMA(self.model, 0.7, warm_up=True)
 
     def train(self, steps=STEPS, start=0):
         for step in range(start, start + steps):
@@ -131,7 +132,7 @@ def test_a_loaded_state_goes_on(world, run):
     state = {"num_updates": 1, "averages": {**saved["averages"]}}
     if world.rank == world.size - 1:
         del state["averages"]["conv.bias"]
-    with pytest.raises(hpc.ConfigError, match=r"conv\.bias is missing"):
+    with pytest.raises(ConfigError, match=r"conv\.bias is missing"):
         t.ema.load_state_dict(state)
     t.check()
 
@@ -141,12 +142,12 @@ def test_weights_that_differ_are_refused_on_all_ranks(world, engines):
         pytest.skip("one rank has nobody to differ from")
     torch.manual_seed(1)
     model = nn.Linear(3, 2)
-    with pytest.raises(hpc.ConfigError, match=r"decay or warm_up of rank 1 differ"):
-        hpc.EMA.once_a_node(engines["mpi"], model, 0.9 if world.rank else 0.8)
+    with pytest.raises(ConfigError, match=r"decay or warm_up of rank 1 differ"):
+        hpc.optim.EMA.once_a_node(engines["mpi"], model, 0.9 if world.rank else 0.8)
     with torch.no_grad():
         model.bias[0] += world.rank
-    with pytest.raises(hpc.ConfigError, match=r"weights of rank 1 differ .*after distribute"):
-        hpc.EMA.once_a_node(engines["mpi"], model, 0.9)
+    with pytest.raises(ConfigError, match=r"weights of rank 1 differ .*after distribute"):
+        hpc.optim.EMA.once_a_node(engines["mpi"], model, 0.9)
 
 
 def test_where_nothing_is_shared_and_after_the_engine(world, engines):
@@ -154,13 +155,13 @@ def test_where_nothing_is_shared_and_after_the_engine(world, engines):
     model = nn.Linear(3, 2)
     for name in BUILT:
         if name != "mpi":
-            ema = hpc.EMA.once_a_node(engines[name], model)
+            ema = hpc.optim.EMA.once_a_node(engines[name], model)
             assert ema.where.startswith("each rank's own: ")
             ema.update()
     link = hpc.connect(world, "mpi", timeout_s=100)
-    ema = hpc.EMA.once_a_node(link.engine, model)
+    ema = hpc.optim.EMA.once_a_node(link.engine, model)
     link.close()
     assert torch.equal(ema.averages["weight"], model.weight)
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match="EMA: this mpi engine is closed"):
+        with pytest.raises(ConfigError, match="EMA: this mpi engine is closed"):
             ema.update()

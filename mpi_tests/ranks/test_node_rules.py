@@ -124,7 +124,7 @@ def test_every_wait_is_announced(world):
 def test_who_updates_what_is_told(world, engines):
     for make, names in (
         (lambda m: optim.AdamW(m.parameters()), r"first\.weight"),
-        (lambda m: hpc.LARS(m.parameters(), lr=0.1), r"first\.weight"),
+        (lambda m: hpc.optim.LARS(m.parameters(), lr=0.1), r"first\.weight"),
     ):
         model = build(Matrices)
         replica = hpc.distribute(world, model, make(model), engine=engines["mpi"])

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError, NonFiniteError
 from mpi_tests.models import batch
 from mpi_tests.ranks.pair import build
 
@@ -40,7 +41,7 @@ def test_nan_on_one_rank_stops_all_before_the_weights_change(world, engines, way
         if step < 3:
             optimizer.step()
             continue
-        with pytest.raises(hpc.NonFiniteError, match=rf"rank {culprit}\b.*step 3.*(loss|gradient)"):
+        with pytest.raises(NonFiniteError, match=rf"rank {culprit}\b.*step 3.*(loss|gradient)"):
             optimizer.step()
         for parameter, old in zip(model.parameters(), before, strict=True):
             assert torch.equal(parameter, old)
@@ -67,7 +68,7 @@ def test_ignored_where_that_is_asked_for(world, engines):
 def test_unknown_choices_are_refused(world, engines):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with pytest.raises(hpc.ConfigError, match="'stop' or 'ignore'"):
+    with pytest.raises(ConfigError, match="'stop' or 'ignore'"):
         hpc.distribute(world, model, optimizer, engine=engines["mpi"], nonfinite="warn")
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from mpi_tests.models import OPTIMIZERS, batch
 from mpi_tests.ranks.pair import build
 
@@ -102,7 +103,7 @@ def test_phases_stay_balanced_when_something_fails(world, observed):
     for parameter in replica.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match="never averaged"):
+        with pytest.raises(ConfigError, match="never averaged"):
             optimizer.step()
     assert listener.depth == 0
     replica.zero_grad()

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import hpctrain as hpc
+from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.replica import HorovodTraining
 from hpctrain.replica.starting import digest
 from mpi_tests.built import BUILT
@@ -131,7 +132,7 @@ def test_no_sync_collects_and_exchanges_once(plain):
             p.loss(3 * step).backward()
             p.loss(3 * step + 1).backward()
         assert p.replica.counts()["messages"] == before
-        with pytest.raises(hpc.ConfigError, match=r"never exchanged.*no_sync"):
+        with pytest.raises(ConfigError, match=r"never exchanged.*no_sync"):
             p.optimizer.step()
         p.loss(3 * step + 2).backward()
         p.optimizer.step()
@@ -167,7 +168,7 @@ def test_a_plain_pass_after_one_of_the_replicas_own_is_refused_and_then_works(pl
     p.replica.backward(p.loss(0))
     p.replica.step()
     p.loss(1).backward()
-    with pytest.raises(hpc.ConfigError, match=r"not exchanged.*replica\.zero_grad"):
+    with pytest.raises(ConfigError, match=r"not exchanged.*replica\.zero_grad"):
         p.optimizer.step()
     p.replica.zero_grad()
     p.own.zero_grad()
@@ -259,7 +260,7 @@ def test_a_model_wholly_inside_a_reentrant_checkpoint_is_refused(world, engines)
     replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"])
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     model(x).square().mean().backward()
-    with pytest.raises(hpc.ConfigError, match="use_reentrant=False"):
+    with pytest.raises(ConfigError, match="use_reentrant=False"):
         optimizer.step()
     replica.zero_grad()
     replica.backward(model(x).square().mean())
@@ -276,7 +277,7 @@ def test_an_interrupted_pass(plain):
             hidden.register_hook(lambda _gradient: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 p.model.layers[2](p.model.layers[1](hidden)).sum().backward()
-            with pytest.raises(hpc.ConfigError, match="interrupted"):
+            with pytest.raises(ConfigError, match="interrupted"):
                 p.optimizer.step()
             p.optimizer.zero_grad()
         p.loss(step).backward()
@@ -293,7 +294,7 @@ def test_a_step_inside_a_backward_pass_is_refused(plain):
     weight = next(p.model.parameters())
     for step in (p.optimizer.step, p.replica.step):
         hook = weight.register_post_accumulate_grad_hook(lambda _, step=step: bool(step()) and None)
-        with pytest.raises(hpc.ConfigError, match=r"inside a backward pass.*after backward has"):
+        with pytest.raises(ConfigError, match=r"inside a backward pass.*after backward has"):
             p.loss(0).backward()
         hook.remove()
         p.replica.zero_grad()
@@ -320,7 +321,7 @@ def test_other_optimizers_that_step_inside_a_backward_pass_are_refused(world, en
             other.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(step_at_once)
-    with pytest.raises(hpc.ConfigError, match="none is left at its end: a hook has set them"):
+    with pytest.raises(ConfigError, match="none is left at its end: a hook has set them"):
         model(torch.randn(3, 4)).square().mean().backward()
     replica.close()
 
@@ -334,7 +335,7 @@ def test_gradients_that_were_assigned_by_hand(world, plain):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         if world.size > 1:
-            with pytest.raises(hpc.ConfigError, match=r"replica\.synchronize"):
+            with pytest.raises(ConfigError, match=r"replica\.synchronize"):
                 p.optimizer.step()
         p.replica.synchronize()
         p.optimizer.step()
@@ -350,7 +351,7 @@ def test_options_that_need_the_replicas_own_backward(world, engines, options):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     replica = hpc.distribute(world, model, optimizer, engine=engines["mpi"], **options)
     x = batch(0, [3] * world.size)[world.rank][0].to(model.layers[0].weight.dtype)
-    with pytest.raises(hpc.ConfigError, match=next(iter(options))):
+    with pytest.raises(ConfigError, match=next(iter(options))):
         model(x, 0).sum().backward()
     replica.close()
 
@@ -386,7 +387,7 @@ def test_two_loaders_with_different_shares_are_refused(world, plain):
     even = hpc.Loader(world, (x, y), global_batch=world.size, shuffle=False)
     odd = hpc.Loader(world, (x, y), global_batch=world.size + 1, shuffle=False)
     (a, s), (b, t) = next(iter(even)), next(iter(odd))
-    with pytest.raises(hpc.ConfigError, match="num_samples"):
+    with pytest.raises(ConfigError, match="num_samples"):
         (cross_entropy(p.model(a, 0), s) + cross_entropy(p.model(b, 0), t)).backward()
 
 
@@ -417,7 +418,7 @@ def test_uneven_batches_that_are_not_trained_in_turn_are_refused(world, plain, w
             cross_entropy(p.model(mine, 0), targets).backward()
             p.optimizer.step()
 
-    with pytest.raises(hpc.ConfigError, match="not known which of them"):
+    with pytest.raises(ConfigError, match="not known which of them"):
         train()
 
 
@@ -444,7 +445,7 @@ def test_learning_rates_that_differ_are_refused(world, plain):
     p.optimizer.step()
     p.optimizer.zero_grad()
     p.optimizer.param_groups[0]["lr"] = 0.01 / (1 + world.rank)
-    with pytest.raises(hpc.ConfigError, match=r"learning rates .* differ.*world\.mean"):
+    with pytest.raises(ConfigError, match=r"learning rates .* differ.*world\.mean"):
         p.loss(1).backward()
 
 
@@ -465,7 +466,7 @@ def test_lbfgs(plain, request):
         )
 
     if request.node.callspec.params["plain"] == "node-shared-weights":
-        with pytest.raises(hpc.ConfigError, match="sharded"):
+        with pytest.raises(ConfigError, match="sharded"):
             plain(optimizer=make)
         return
     p = plain(optimizer=make)
@@ -511,7 +512,7 @@ def test_a_step_on_some_ranks_only_is_named(world, plain):
     if world.rank:
         p.optimizer.step()
     p.optimizer.zero_grad()
-    with pytest.raises(hpc.CollectiveError, match="not in the same step"):
+    with pytest.raises(CollectiveError, match="not in the same step"):
         p.loss(1).backward()
     p.replica.zero_grad()
 
@@ -589,5 +590,5 @@ def test_both_kinds_of_backward_at_once_are_refused(world, plain):
     p.loss(0).backward()
     p.optimizer.step()
     p.optimizer.zero_grad()
-    with pytest.raises(hpc.ConfigError, match="call the same on every rank"):
+    with pytest.raises(ConfigError, match="call the same on every rank"):
         p.replica.backward(p.loss(1)) if world.rank else p.loss(1).backward()

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import NonFiniteError
 from hpctrain.replica.starting import digest
 from mpi_tests.models import MODELS, OPTIMIZERS, batch
 
@@ -93,7 +94,7 @@ def test_nan_is_named_soon_after(gpu_world, plain):
             loss = cross_entropy(model(x, 0), y)
             loss.backward() if plain else replica.backward(loss)
             optimizer.step()
-        except hpc.NonFiniteError as error:
+        except NonFiniteError as error:
             named = str(error)
             break
         torch.cuda.synchronize()  # what is late has arrived

@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import NonFiniteError
 from hpctrain.replica import HorovodTraining
 from hpctrain.replica.starting import digest
 from mpi_tests.built import BUILT
 from mpi_tests.models import MODELS, OPTIMIZERS, batch
 
 STEPS = 12
-SCALING = hpc.LossScaling(init_scale=1024.0, growth_interval=3, max_skips=5)
+SCALING = hpc.precision.LossScaling(init_scale=1024.0, growth_interval=3, max_skips=5)
 WAYS = [*BUILT, *(["horovod-fusion"] if "horovod" in BUILT else [])]
 
 
@@ -189,7 +190,7 @@ def test_a_collapsing_scale_ends_the_run_on_all_ranks(world, engines, overlap):
         rf"^rank {guilty} of {world.size}: the gradient of block.linear2.weight has 16 of 128 "
         r"elements that are inf or NaN; 5 steps in a row were skipped, the last of them step 5"
     )
-    with pytest.raises(hpc.NonFiniteError, match=expected):
+    with pytest.raises(NonFiniteError, match=expected):
         replica.step()
     replica.close()
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import NonFiniteError
 from hpctrain.replica.starting import digest
 from mpi_tests.models import MODELS, OPTIMIZERS, batch
 
@@ -17,7 +18,7 @@ if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
 STEPS = 12
-SCALING = hpc.LossScaling(init_scale=1024.0, growth_interval=3, max_skips=4)
+SCALING = hpc.precision.LossScaling(init_scale=1024.0, growth_interval=3, max_skips=4)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_a_collapsing_scale_ends_the_run_on_all_ranks(gpu_world, optimizer_name)
             replica.backward(loss_of(replica, step, world.rank, world.size))
             replica.step()
 
-    with pytest.raises(hpc.NonFiniteError, match=expected):
+    with pytest.raises(NonFiniteError, match=expected):
         train()
     assert 4 <= replica.num_skipped <= 13
     replica.close()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.replica import HorovodTraining
 from hpctrain.replica.starting import digest
 from mpi_tests.ranks.pair import build
@@ -43,7 +44,7 @@ def test_arguments_that_differ_are_refused_with_rank_and_values(world, name, usu
     model = build()
     value = odd if world.rank == last else usual
     words = rf"{name} is {usual} on rank 0 and {odd} on rank {last}; give the same"
-    with pytest.raises(hpc.ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words):
         hpc.distribute(world, model, sgd(model), **{name: value})
 
 
@@ -54,7 +55,7 @@ def test_an_optimizer_that_belongs_to_a_replica_is_refused(world, kind, several)
     optimizer = kind(model.parameters(), 0.1)
     replica = hpc.distribute(world, model, optimizer)
     given = [optimizer] if several else optimizer
-    with pytest.raises(hpc.ConfigError, match=rf"this {kind.__name__} belongs to a.*close\(\)"):
+    with pytest.raises(ConfigError, match=rf"this {kind.__name__} belongs to a.*close\(\)"):
         hpc.distribute(world, model, given)
     replica.close()
     again = hpc.distribute(world, model, given)
@@ -82,7 +83,7 @@ def test_a_state_that_is_loaded_on_one_rank_alone_is_refused(world, by, update):
     state = copy.deepcopy(into.state_dict())  # collective where the update is divided
     if world.rank == last:
         into.load_state_dict(state)
-    with pytest.raises(hpc.ConfigError, match="load the same state on every rank"):
+    with pytest.raises(ConfigError, match="load the same state on every rank"):
         train()
     if world.rank != last:
         into.load_state_dict(state)
@@ -96,7 +97,7 @@ def test_optimizers_that_differ_are_refused(world):
     model = build()
     kind = torch.optim.Adam if world.rank == last else torch.optim.SGD
     optimizer = kind(model.parameters(), 0.1)
-    with pytest.raises(hpc.ConfigError, match=rf"SGD .* on rank 0 and Adam .* on rank {last}"):
+    with pytest.raises(ConfigError, match=rf"SGD .* on rank 0 and Adam .* on rank {last}"):
         hpc.distribute(world, model, optimizer)
 
 
@@ -104,7 +105,7 @@ def test_parameters_frozen_on_one_rank_alone_are_refused(world, engines):
     last = others(world)
     model = build()
     model.layers[0].weight.requires_grad_(world.rank != last)
-    with pytest.raises(hpc.ConfigError, match=r"layers\.0\.weight .*, frozen where rank 0 has"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.weight .*, frozen where rank 0 has"):
         hpc.distribute(world, model, sgd(model), engine=engines["mpi"])
 
 
@@ -123,7 +124,7 @@ def test_sample_counts_on_some_ranks_alone_are_refused(world, engines, by_horovo
         replica.backward(replica(x, 0).mean(), num_samples=3)
         replica.step()
     count = None if world.rank == last else 3
-    with pytest.raises(hpc.ConfigError, match=r"on every rank or on none") as caught:
+    with pytest.raises(ConfigError, match=r"on every rank or on none") as caught:
         replica.backward(replica(x, 0).mean(), num_samples=count)
     mine = "did not give" if world.rank == last else "gave"
     assert f"this rank {mine} it" in str(caught.value)
@@ -136,7 +137,7 @@ def test_sample_counts_on_some_ranks_alone_are_refused(world, engines, by_horovo
 @pytest.mark.parametrize("count", [4.5, "4", torch.tensor(4.0)])
 def test_a_number_of_samples_is_whole(pair, count):
     p = pair()
-    with pytest.raises(hpc.ConfigError, match=r"num_samples=.* must be a whole number.*len\(y\)"):
+    with pytest.raises(ConfigError, match=r"num_samples=.* must be a whole number.*len\(y\)"):
         p.replica.backward(p.loss(0), num_samples=count)
     p.replica.backward(p.loss(0), num_samples=np.int64(4))
     p.replica.close()
@@ -144,7 +145,7 @@ def test_a_number_of_samples_is_whole(pair, count):
 
 def test_a_loss_is_a_tensor(pair):
     p = pair()
-    with pytest.raises(hpc.ConfigError, match=r"loss is a float \(3\.0\).*before \.item\(\)"):
+    with pytest.raises(ConfigError, match=r"loss is a float \(3\.0\).*before \.item\(\)"):
         p.replica.backward(3.0)
     p.replica.close()
 
@@ -152,11 +153,11 @@ def test_a_loss_is_a_tensor(pair):
 def test_arguments_in_another_order(world):
     model = build()
     cure = r"call distribute\(world, model, optimizer\)"
-    with pytest.raises(hpc.ConfigError, match=f"the model is a SGD.*{cure}"):
+    with pytest.raises(ConfigError, match=f"the model is a SGD.*{cure}"):
         hpc.distribute(world, sgd(model), model)
-    with pytest.raises(hpc.ConfigError, match=f"first argument is a Mlp.*{cure}"):
+    with pytest.raises(ConfigError, match=f"first argument is a Mlp.*{cure}"):
         hpc.distribute(model, sgd(model), world)
-    with pytest.raises(hpc.ConfigError, match="list of optimizers has a Parameter"):
+    with pytest.raises(ConfigError, match="list of optimizers has a Parameter"):
         hpc.distribute(world, model, list(model.parameters()))
 
 
@@ -171,13 +172,13 @@ def test_arguments_in_another_order(world):
 )
 def test_options_of_another_kind(world, options, told):
     model = build()
-    with pytest.raises(hpc.ConfigError, match=told):
+    with pytest.raises(ConfigError, match=told):
         hpc.distribute(world, model, sgd(model), **options)
 
 
 @pytest.mark.parametrize("seed", ["x", 1.5])
 def test_a_seed_is_a_whole_number(seed):
-    with pytest.raises(hpc.ConfigError, match=rf"seed={seed!r} must be a whole number"):
+    with pytest.raises(ConfigError, match=rf"seed={seed!r} must be a whole number"):
         hpc.init(seed=seed, device="cpu")
 
 
@@ -186,9 +187,9 @@ def test_a_world_that_has_ended(comm):
     with hpc.init(seed=7, device="cpu", num_threads=1, comm=comm) as world:
         replica = hpc.distribute(world, model, sgd(model), engine="mpi")
         loss = replica(torch.ones(3, 12).double(), 0).mean()
-    with pytest.raises(hpc.ConfigError, match="its world has ended: do this inside"):
+    with pytest.raises(ConfigError, match="its world has ended: do this inside"):
         replica.backward(loss)
-    with pytest.raises(hpc.ConfigError, match="this world's block has ended"):
+    with pytest.raises(ConfigError, match="this world's block has ended"):
         hpc.distribute(world, model, sgd(model))
 
 
@@ -205,7 +206,7 @@ def test_close_ends_what_the_replica_connected_and_nothing_else(world, engines, 
     replica.close()
     after = {thread.name for thread in threading.enumerate()}
     assert (after - before, threading.active_count()) == (set(), count)
-    with pytest.raises(hpc.ConfigError, match="closed; make another one"):
+    with pytest.raises(ConfigError, match="closed; make another one"):
         replica.engine.barrier()
     given = hpc.distribute(world, model, sgd(model), engine=engines["mpi"])
     given.close()
@@ -230,7 +231,7 @@ def test_the_foreign_gradient_message_names_each_parameter_once(pair):
     p.replica.backward(p.loss(0))
     p.loss(0).backward()
     (p.model.layers[2].bias.sum() * 2).backward()
-    with pytest.raises(hpc.ConfigError, match=r"got gradients that were not exchanged") as caught:
+    with pytest.raises(ConfigError, match=r"got gradients that were not exchanged") as caught:
         p.replica.step()
     assert str(caught.value).count("layers.2.bias") == 1
     p.replica.close()
@@ -255,7 +256,7 @@ def test_one_loss_with_two_replicas_is_refused_and_two_groups_are_the_cure(world
     replicas = [hpc.distribute(world, m, sgd(m), engine=engines["mpi"]) for m in parts]
     x = torch.full((2, 4), 1.0 + world.rank).double()
     replicas[0].backward(replicas[1](replicas[0](x)).mean())
-    with pytest.raises(hpc.ConfigError, match=r"from another replica's loss"):
+    with pytest.raises(ConfigError, match=r"from another replica's loss"):
         replicas[1].step()
     for replica in replicas:
         replica.close()

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.replica.starting import digest
 from mpi_tests.models import MODELS, OPTIMIZERS, batch
 
@@ -64,7 +65,7 @@ def test_nccl_engines_with_one_rank(gpu_world, engine):
     if engine == "horovod":
         pytest.importorskip("horovod", reason="Horovod is not built here")
     if gpu_world.size > 1:
-        with pytest.raises(hpc.ConfigError, match="share a GPU"):
+        with pytest.raises(ConfigError, match="share a GPU"):
             hpc.connect(gpu_world, engine)
         return
     model = build("mlp")

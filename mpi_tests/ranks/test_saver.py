@@ -17,6 +17,7 @@ from torch import nn
 
 import hpctrain as hpc
 from hpctrain.checkpoint import export, list_checkpoints, read_checkpoint
+from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.replica.starting import digest
 from hpctrain.world.guard import AgreedExit
 from mpi_tests.ranks.split import tensors_of
@@ -53,7 +54,7 @@ class Run:
         given["accumulate"] = options.pop("accumulate", 1)
         self.replica = hpc.distribute(world, self.model, self.optimizer, **given)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
-        self.average = hpc.EMA(self.model)
+        self.average = hpc.optim.EMA(self.model)
         self.saver = hpc.Saver(
             world,
             folder,
@@ -231,24 +232,24 @@ def test_an_epoch_left_early_and_loops_of_ones_own(world, tmp_path):
 
 def test_what_cannot_be_saved_is_refused(world, tmp_path):
     folder = common(world, tmp_path)
-    with pytest.raises(hpc.ConfigError, match="nothing to save"):
+    with pytest.raises(ConfigError, match="nothing to save"):
         hpc.Saver(world, folder)
-    with pytest.raises(hpc.ConfigError, match="by name"):
+    with pytest.raises(ConfigError, match="by name"):
         hpc.Saver(world, folder, object())
-    with pytest.raises(hpc.ConfigError, match="no state_dict"):
+    with pytest.raises(ConfigError, match="no state_dict"):
         hpc.Saver(world, folder, named={"clock": object()})
-    with pytest.raises(hpc.ConfigError, match="every_s='often'"):
+    with pytest.raises(ConfigError, match="every_s='often'"):
         hpc.Saver(world, folder, named={"x": nn.Linear(1, 1)}, every_s="often")
     with made(world, folder, accumulate=2) as run:
         batch = next(iter(run.loader))
         run.replica.backward(run.replica(batch[0]).mean(), num_samples=len(batch[0]))
-        with pytest.raises(hpc.ConfigError, match="middle of a step"):
+        with pytest.raises(ConfigError, match="middle of a step"):
             run.saver.save()
         run.replica.step(flush=True)
         run.saver.save(wait=True)
     with made(world, folder) as run:
         run.saver._parts.others.pop("average")
-        with pytest.raises(hpc.CheckpointError, match="average"):
+        with pytest.raises(CheckpointError, match="average"):
             run.saver.restore()
 
 
@@ -268,9 +269,9 @@ def test_another_optimizer_is_refused_and_other_options_are_said(world, tmp_path
             replica.close()
 
     assert restore(torch.optim.AdamW, weight_decay=0.25) == 0.25
-    with pytest.raises(hpc.CheckpointError, match=r"state of AdamW.* optimizer is Adam;"):
+    with pytest.raises(CheckpointError, match=r"state of AdamW.* optimizer is Adam;"):
         restore(torch.optim.Adam, weight_decay=0.25)
-    with pytest.raises(hpc.CheckpointError, match="optimizer is SGD"):
+    with pytest.raises(CheckpointError, match="optimizer is SGD"):
         restore(torch.optim.SGD)
     capsys.readouterr()
     assert restore(torch.optim.AdamW, weight_decay=0.5) == 0.25
@@ -285,7 +286,7 @@ def test_another_model_is_refused_by_name(world, tmp_path):
         replica = hpc.distribute(world, model, torch.optim.SGD(model.parameters(), 0.1))
         saver = hpc.Saver(world, folder, replica, every_s=None)
         if refused:
-            with pytest.raises(hpc.CheckpointError, match="weight"):
+            with pytest.raises(CheckpointError, match="weight"):
                 saver.restore()
         else:
             assert saver.restore() is None
@@ -454,7 +455,7 @@ def test_compiled_models_are_saved_under_plain_names(world, engines, tmp_path, p
             model = nn.Sequential(torch.compile(inner[0], backend="eager"), inner[1], inner[2])
         optimizer = torch.optim.AdamW(inner.parameters(), 0.1)
         replica = hpc.distribute(world, model, optimizer, engine=engine, precision=precision)
-        average = hpc.EMA(model)
+        average = hpc.optim.EMA(model)
         loader = hpc.Loader(world, tuple(t.float() for t in _rows()), global_batch=PART)
         saver = hpc.Saver(world, folder, replica, loader, named={"average": average}, every_s=None)
         return inner, replica, average, saver
@@ -500,7 +501,7 @@ def test_checkpoints_of_compiled_models_from_before_still_load(world, tmp_path):
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     replica = hpc.distribute(world, model, optimizer)
-    average = hpc.EMA(model)
+    average = hpc.optim.EMA(model)
     saver = hpc.Saver(world, folder, replica, named={"average": average}, every_s=None)
     capture = saver._parts.capture
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.replica import HorovodTraining
 from hpctrain.replica.starting import digest
 from mpi_tests.built import BUILT
@@ -163,13 +164,13 @@ def test_bf16_pure(world, engines):
 )
 def test_lists_that_cannot_be(world, engines, given, word):
     model = build()
-    with pytest.raises(hpc.ConfigError, match=word):
+    with pytest.raises(ConfigError, match=word):
         hpc.distribute(world, model, given(model), engine=engines["mpi"])
 
 
 def test_a_closure_is_refused(world, engines):
     model = build()
     replica = hpc.distribute(world, model, optimizers(model), engine=engines["mpi"])
-    with pytest.raises(hpc.ConfigError, match=r"step\(closure\) with several"):
+    with pytest.raises(ConfigError, match=r"step\(closure\) with several"):
         replica.optimizer.step(lambda: 0.0)
     replica.close()

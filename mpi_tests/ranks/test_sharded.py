@@ -9,6 +9,7 @@ import torch
 from torch import optim
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from mpi_tests.built import BUILT
 from mpi_tests.ranks.split import (
     STEPS,
@@ -142,11 +143,11 @@ def test_a_class_of_ones_own_is_replicated_and_said(world, engines):
 def test_sharded_where_it_cannot_be_is_refused(world, engines):
     model = build()
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match=r'"sharded" is not possible: Plain is not'):
+        with pytest.raises(ConfigError, match=r'"sharded" is not possible: Plain is not'):
             hpc.distribute(
                 world, model, make(Plain)(model), engine=engines["mpi"], update="sharded"
             )
-    with pytest.raises(hpc.ConfigError, match="update='some' is unknown; choose auto, sharded"):
+    with pytest.raises(ConfigError, match="update='some' is unknown; choose auto, sharded"):
         hpc.distribute(world, model, make(Plain)(model), engine=engines["mpi"], update="some")
 
 
@@ -159,7 +160,7 @@ def test_state_of_a_changing_form_is_refused(world, engines):
     replica.backward(replica(x, 0).mean())
     replica.step()
     replica.backward(replica(x, 0).mean())
-    with pytest.raises(hpc.ConfigError, match=r"Lazy has changed the form of its state 'late'"):
+    with pytest.raises(ConfigError, match=r"Lazy has changed the form of its state 'late'"):
         replica.step()
     replica.close()
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from mpi_tests.ranks.split import (
     FEATURES,
     Matrices,
@@ -74,7 +74,7 @@ def test_a_group_added_between_backward_and_step_is_refused(world, engines):
     t.backward(0)
     t.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     if t.size > 1:
-        with pytest.raises(hpc.ConfigError, match="changed between backward and step"):
+        with pytest.raises(ConfigError, match="changed between backward and step"):
             t.replica.step()
     t.replica.close()
 
@@ -265,7 +265,7 @@ def test_hooks_around_the_step_run_as_around_torchs_own(pair):
         t.backward(5)
         if t.size > 1:
             late = t.optimizer.register_step_pre_hook(halve)
-            with pytest.raises(hpc.ConfigError, match="register it before backward"):
+            with pytest.raises(ConfigError, match="register it before backward"):
                 t.optimizer.step()
             late.remove()
 
@@ -292,7 +292,7 @@ def test_a_closure_of_a_class_of_ones_own_is_refused_and_none_is_none(pair):
         t.train(1)
         t.backward(1)
         if t.size > 1:
-            with pytest.raises(hpc.ConfigError, match=r"Mine\.step\(closure\).*replicated"):
+            with pytest.raises(ConfigError, match=r"Mine\.step\(closure\).*replicated"):
                 t.optimizer.step(lambda: None)
         t.optimizer.step(None)
         t.own.step(closure=None)

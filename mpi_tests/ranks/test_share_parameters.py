@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.replica.starting import digest
 
 STEPS = 6
@@ -188,7 +189,7 @@ def test_what_cannot_be_shared_is_refused(world, engines):
         pytest.skip("one rank holds its weights once in any case")
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(hpc.ConfigError, match="needs a sharded update"):
+    with pytest.raises(ConfigError, match="needs a sharded update"):
         hpc.distribute(
             world,
             model,

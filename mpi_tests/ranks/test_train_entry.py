@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.train.config import parse_config
 from hpctrain.train.entry import make_trainer
 from mpi_tests.ranks.trainer_kit import bits, data, same
@@ -103,9 +103,7 @@ def test_data_in_parts_and_shards_train_the_same(world, folder):
         assert same(train(world, plain, folder, *settings)[0], wanted), settings
     settings = ("data.files=['npz']", columns, "data.access=scatter")
     assert train(world, plain, folder, *settings)[1]["samples"] == 80
-    with pytest.raises(
-        hpc.ConfigError, match=r'data\.files names several files; add join = "rows"'
-    ):
+    with pytest.raises(ConfigError, match=r'data\.files names several files; add join = "rows"'):
         train(world, plain, folder)
 
 
@@ -128,11 +126,11 @@ def test_samplers_by_keys_of_the_file(world, folder):
     _, told, trainer = train(world, CONFIG, folder, "data.lengths=lengths.npy")
     assert told["samples"] == 80
     assert trainer.loader.state_dict()["order"] == "lengths"
-    with pytest.raises(hpc.ConfigError, match=r"lengths has 4 numbers, and there are 40 samples"):
+    with pytest.raises(ConfigError, match=r"lengths has 4 numbers, and there are 40 samples"):
         train(world, CONFIG, folder, "data.lengths=mpi_tests.ranks.test_train_entry:four")
-    with pytest.raises(hpc.ConfigError, match=r"must be a \.npy file or MODULE:FUNCTION"):
+    with pytest.raises(ConfigError, match=r"must be a \.npy file or MODULE:FUNCTION"):
         train(world, CONFIG, folder, "data.lengths=lengths")
-    with pytest.raises(hpc.ConfigError, match=r"nosuch\.npy is missing"):
+    with pytest.raises(ConfigError, match=r"nosuch\.npy is missing"):
         train(world, CONFIG, folder, "data.lengths=nosuch.npy")
 
 
@@ -158,7 +156,7 @@ def test_several_models_from_one_file(world, folder):
     assert list(trainer.schedules) == ["first", "second"]
     told = world.comm.allgather([weight.numpy().tobytes() for weight in weights])
     assert all(other == told[0] for other in told)
-    with pytest.raises(hpc.ConfigError, match=r"2 models; several need train\.step"):
+    with pytest.raises(ConfigError, match=r"2 models; several need train\.step"):
         train(world, text, folder, "train.loss=mse_loss")
 
 
@@ -172,7 +170,7 @@ def test_what_cannot_be_opened_or_built_is_refused_on_all_ranks(world, folder):
         (("data.drop_last=true", "train.global_batch=1000"), "an epoch of these data has no batch"),
         (("schedule.warmup_steps=0", "schedule.name=StepLR"), "missing a required argument"),
     ):
-        with pytest.raises(hpc.ConfigError, match=told):
+        with pytest.raises(ConfigError, match=told):
             train(world, CONFIG, folder, *settings)
 
 
@@ -234,7 +232,7 @@ def test_named_batches_and_a_model_with_its_own_loss_need_no_further_key(world, 
     by_name, told, _ = train(world, text, folder, "train.epochs=4", "train.loss=mse_loss")
     assert same(weights, by_name)  # a loss by name looks at the logits
     assert told["metrics"] == summary["metrics"]
-    with pytest.raises(hpc.ConfigError, match=r"forward takes .*features"):
+    with pytest.raises(ConfigError, match=r"forward takes .*features"):
         train(world, text, folder, "model.build=mpi_tests.ranks.test_train_entry:wrong_names")
 
 

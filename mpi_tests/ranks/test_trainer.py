@@ -34,7 +34,7 @@ def test_a_trainer_does_what_a_loop_of_ones_own_does(world, engines, shared):
             if replica.step():
                 schedule.step()
         if world.size > 1:
-            hpc.average_batchnorm(world, replica.model)  # as before every evaluation
+            hpc.optim.average_batchnorm(world, replica.model)  # as before every evaluation
     wanted, rate = bits(replica), replica.optimizer.param_groups[0]["lr"]
     replica.close()
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError, DriftError, NonFiniteError
 from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.directory import Lock
 from hpctrain.train.figures import time_steps
@@ -74,13 +75,13 @@ def test_what_is_wrong_is_refused(world, engines, shared):
     ):
         several = options.pop("several", False)
         models = {"a": replica, "b": replica} if several else replica
-        with pytest.raises(hpc.ConfigError, match=told):
+        with pytest.raises(ConfigError, match=told):
             hpc.Trainer(world, models, loader, **options)
-    with pytest.raises(hpc.ConfigError, match=r"no train\.loss, and the model returned a tensor"):
+    with pytest.raises(ConfigError, match=r"no train\.loss, and the model returned a tensor"):
         hpc.Trainer(world, replica, hpc.Loader(world, (data()[0],), global_batch=12),
                     logging=QUIET).fit()  # fmt: skip
     trainer = hpc.Trainer(world, replica, loader, loss=mse_loss, logging=QUIET)
-    with pytest.raises(hpc.ConfigError, match="event='steps' is unknown"):
+    with pytest.raises(ConfigError, match="event='steps' is unknown"):
         trainer.on("steps", print)
 
     def forgets(trainer, batch):
@@ -89,7 +90,7 @@ def test_what_is_wrong_is_refused(world, engines, shared):
         trainer.replica.step()
         return loss
 
-    with pytest.raises(hpc.ConfigError, match=r"call trainer\.update"):
+    with pytest.raises(ConfigError, match=r"call trainer\.update"):
         hpc.Trainer(world, replica, loader, step=forgets, logging=QUIET).fit()
     replica.close()
 
@@ -115,7 +116,7 @@ def test_nan_and_weights_that_drift_apart_name_the_rank(world, engines):
 
     last = world.size - 1
     if world.size > 1:  # one rank alone has nothing to compare
-        with pytest.raises(hpc.DriftError, match=rf"0\.bias.* rank {last}\b"):
+        with pytest.raises(DriftError, match=rf"0\.bias.* rank {last}\b"):
             train(drift)
 
     def poison(trainer, facts):
@@ -123,7 +124,8 @@ def test_nan_and_weights_that_drift_apart_name_the_rank(world, engines):
             trainer.loss = lambda out, wanted: mse_loss(out, wanted) * float("nan")
 
     with pytest.raises(
-        hpc.NonFiniteError, match=rf"loss was inf or NaN at step 3 on rank {last} of {world.size}"
+        NonFiniteError,
+        match=rf"loss was inf or NaN at step 3 on rank {last} of {world.size}",
     ):
         train(poison)
 
@@ -137,7 +139,7 @@ def test_a_directory_in_use_is_refused_on_all_ranks(world, engines, shared):
     trainer = hpc.Trainer(
         world, replica, loader, loss=mse_loss, directory=shared / "busy", logging=QUIET
     )
-    with pytest.raises(hpc.ConfigError, match=r"rank 0 of .* in use by process .*, job 41"):
+    with pytest.raises(ConfigError, match=r"rank 0 of .* in use by process .*, job 41"):
         trainer.fit()
     if held is not None:
         held.release()

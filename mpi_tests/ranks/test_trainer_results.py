@@ -276,7 +276,7 @@ def test_tensorboard_shows_every_step_once(world, engines, shared):
 
 def with_average(world, engines, directory, *, decay, stop_at=None, **options):
     replica, loader, schedule = make(world, engines)
-    ema = hpc.EMA.once_a_node(replica.engine, replica.model, decay, warm_up=True)
+    ema = hpc.optim.EMA.once_a_node(replica.engine, replica.model, decay, warm_up=True)
     trainer = hpc.Trainer(
         world, replica, loader, loss=mse_loss, epochs=3, schedules={"model": schedule},
         evaluation=held_out(world), ema=ema, directory=directory, logging=QUIET,

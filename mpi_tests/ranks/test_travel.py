@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.replica.starting import digest
 from mpi_tests.built import BUILT
 from mpi_tests.models import MODELS, batch
@@ -149,7 +150,7 @@ def test_activation_checkpoints(world, engines, reentrant, overlap):
         x, y = chunks[world.rank]
         loss = cross_entropy(replica(x, 0), y)
         if reentrant and overlap:
-            with pytest.raises(hpc.ConfigError, match="pass overlap=False"):
+            with pytest.raises(ConfigError, match="pass overlap=False"):
                 replica.backward(loss)
             break
         replica.backward(loss)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
+from hpctrain.errors import ConfigError
 from hpctrain.replica.starting import digest
 from mpi_tests.ranks.pair import STEPS, Pair, build
 
@@ -73,7 +74,7 @@ def test_a_plain_backward_after_one_of_the_replicas_own_is_refused_by_name(pair)
     p = pair()
     p.replica.backward(p.loss(1))
     p.loss(2).backward()
-    with pytest.raises(hpc.ConfigError, match=r"layers\.\d\.(weight|bias)"):
+    with pytest.raises(ConfigError, match=r"layers\.\d\.(weight|bias)"):
         p.replica.step()
     p.replica.close()
 
@@ -106,7 +107,7 @@ def test_changing_gradients_in_the_middle_of_a_window_is_refused(pair, edit):
         nn.utils.clip_grad_norm_(p.model.parameters(), 1e-3)
     else:
         p.optimizer.zero_grad(set_to_none=edit == "none")
-    with pytest.raises(hpc.ConfigError, match="between backward calls 1 and 2"):
+    with pytest.raises(ConfigError, match="between backward calls 1 and 2"):
         p.replica.backward(p.loss(1))
     p.replica.close()
 
@@ -120,24 +121,27 @@ def test_changing_gradients_in_the_middle_of_a_window_is_refused(pair, edit):
 )
 def test_wrong_arguments_of_backward(pair, call, message):
     p = pair()
-    with pytest.raises(hpc.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         call(p.replica, p.loss(0))
     p.replica.close()
 
 
 def test_combinations_that_cannot_be(pair, world, engines):
     p = pair(accumulate=2)
-    with pytest.raises(hpc.ConfigError, match="both say when to exchange"), p.replica.no_sync():
+    with (
+        pytest.raises(ConfigError, match="both say when to exchange"),
+        p.replica.no_sync(),
+    ):
         pass
     p.replica.backward(p.loss(0), num_samples=3)
-    with pytest.raises(hpc.ConfigError, match="to all of them or to none"):
+    with pytest.raises(ConfigError, match="to all of them or to none"):
         p.replica.backward(p.loss(1))
     p.replica.backward(p.loss(1), num_samples=3)
-    with pytest.raises(hpc.ConfigError, match="without a step"):
+    with pytest.raises(ConfigError, match="without a step"):
         p.replica.backward(p.loss(2), num_samples=3)
     p.replica.close()
     model = build()
-    with pytest.raises(hpc.ConfigError, match="cannot be distributed"):
+    with pytest.raises(ConfigError, match="cannot be distributed"):
         hpc.distribute(
             world, model, torch.optim.SparseAdam(model.parameters()), engine=engines["mpi"]
         )
@@ -145,7 +149,7 @@ def test_combinations_that_cannot_be(pair, world, engines):
         ({"accumulate": 0}, "accumulate=0"),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
     ):
-        with pytest.raises(hpc.ConfigError, match=word):
+        with pytest.raises(ConfigError, match=word):
             hpc.distribute(
                 world,
                 model,

@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 
 import hpctrain as hpc
+from hpctrain.errors import CollectiveError, ConfigError, LaunchError
 from hpctrain.world import cores
 from hpctrain.world import init as join
 
@@ -66,18 +67,18 @@ def test_what_every_script_needs(world, comm, capfd):
 
 def test_values_without_a_mean_are_refused_on_all_ranks(world):
     last = world.rank == world.size - 1
-    with pytest.raises(hpc.ConfigError, match="weight=0 on every rank"):
+    with pytest.raises(ConfigError, match="weight=0 on every rank"):
         world.mean(1.0, weight=0)
-    with pytest.raises(hpc.ConfigError, match=f"weight=-1.0 on rank {world.size - 1}"):
+    with pytest.raises(ConfigError, match=f"weight=-1.0 on rank {world.size - 1}"):
         world.mean(1.0, weight=-1 if last else 1)
-    with pytest.raises(hpc.ConfigError, match="weight=nan"):
+    with pytest.raises(ConfigError, match="weight=nan"):
         world.mean(1.0, weight="much" if last else 1)
-    with pytest.raises(hpc.ConfigError, match="value is dict"):
+    with pytest.raises(ConfigError, match="value is dict"):
         world.mean({"loss": 1.0})
-    with pytest.raises(hpc.ConfigError, match="complex"):
+    with pytest.raises(ConfigError, match="complex"):
         world.mean(torch.ones(2, dtype=torch.complex64))
     if world.size > 1:
-        with pytest.raises(hpc.ConfigError, match=r"rank 0 gave a number and rank .* shape \(2,\)"):
+        with pytest.raises(ConfigError, match=r"rank 0 gave a number and rank .* shape \(2,\)"):
             world.mean(torch.ones(2) if last else 1.0)
     world.barrier()
 
@@ -89,7 +90,7 @@ def test_a_rank_that_stays_out_is_named(world, comm, call):
     with join(device="cpu") as some:
         if some.rank < some.size - 1:
             words = (1.0,) if call == "mean" else ()
-            with pytest.raises(hpc.CollectiveError, match=f"world.{call}: .* {some.size - 1} of"):
+            with pytest.raises(CollectiveError, match=f"world.{call}: .* {some.size - 1} of"):
                 getattr(some, call)(*words, timeout_s=0.5)
         comm.Barrier()
 
@@ -159,7 +160,7 @@ def test_describe_is_the_same_everywhere(world, comm):
 def test_a_wrong_argument_on_one_rank_is_refused_by_all(comm, arguments, word):
     last = comm.Get_size() - 1
     mine = arguments if comm.Get_rank() == last else {}
-    with pytest.raises(hpc.ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         init(**mine, timeout_s=30)
     assert f"rank {last} of {comm.Get_size()}" in str(caught.value)
     assert word in str(caught.value)
@@ -171,7 +172,7 @@ def test_different_configurations_are_refused_by_rank(comm):
         with init(config=config) as world:
             assert world.size == 1
         return
-    with pytest.raises(hpc.LaunchError, match="config digest differs") as caught:
+    with pytest.raises(LaunchError, match="config digest differs") as caught:
         init(config=config)
     assert f"rank {comm.Get_size() - 1}" in str(caught.value)
     with init(config=config, preflight="off") as world:

@@ -53,7 +53,7 @@ def train(model, steps=3):
 
 def test_results_are_the_same_bits_with_dropout_and_running_statistics():
     plain, checkpointed = make(), make()
-    done = hpc.checkpoint_activations(checkpointed, "blocks.*")
+    done = hpc.optim.checkpoint_activations(checkpointed, "blocks.*")
     assert done.names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
     expected, state = train(plain), train(checkpointed)
     assert state.keys() == expected.keys()
@@ -62,7 +62,7 @@ def test_results_are_the_same_bits_with_dropout_and_running_statistics():
 
 def test_what_it_saves_is_measured_and_leaves_no_trace():
     model = make()
-    done = hpc.checkpoint_activations(model, "blocks.0", "blocks.2.mlp")
+    done = hpc.optim.checkpoint_activations(model, "blocks.0", "blocks.2.mlp")
     x = torch.randn(64, 16)
     before = copy.deepcopy(model.state_dict())
     generator = torch.get_rng_state()
@@ -82,7 +82,7 @@ def test_what_it_saves_is_measured_and_leaves_no_trace():
 
 def test_bytes_are_counted_exactly():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh()), nn.Tanh())
-    done = hpc.checkpoint_activations(model, "0")
+    done = hpc.optim.checkpoint_activations(model, "0")
     x = torch.randn(32, 8)
     found = done.measure(lambda: model(x).sum())
     one = 32 * 8 * 4
@@ -92,7 +92,7 @@ def test_bytes_are_counted_exactly():
 
 def test_copies_and_files_work():
     model = make()
-    hpc.checkpoint_activations(model, "blocks.*")
+    hpc.optim.checkpoint_activations(model, "blocks.*")
     twin = copy.deepcopy(model)
     with torch.no_grad():
         model.blocks[0].mlp[0].weight.zero_()
@@ -120,9 +120,9 @@ def test_copies_and_files_work():
 def test_patterns(patterns, message):
     model = make()
     if message is None:  # a star stays between two dots
-        assert hpc.checkpoint_activations(model, *patterns).names == ("blocks", "out")
-        with pytest.raises(hpc.ConfigError, match="out has a forward of its own"):
-            hpc.checkpoint_activations(model, "out")
+        assert hpc.optim.checkpoint_activations(model, *patterns).names == ("blocks", "out")
+        with pytest.raises(hpc.errors.ConfigError, match="out has a forward of its own"):
+            hpc.optim.checkpoint_activations(model, "out")
         return
-    with pytest.raises(hpc.ConfigError, match=message):
-        hpc.checkpoint_activations(model, *patterns)
+    with pytest.raises(hpc.errors.ConfigError, match=message):
+        hpc.optim.checkpoint_activations(model, *patterns)

@@ -30,7 +30,7 @@ def move(model, step):
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_the_average_is_the_recurrence(warm_up):
     model = make()
-    ema = hpc.EMA(model, 0.9, warm_up=warm_up)
+    ema = hpc.optim.EMA(model, 0.9, warm_up=warm_up)
     expected = model[0].weight.detach().clone()
     mean = model[1].running_mean.clone()
     for step in range(30):
@@ -46,7 +46,7 @@ def test_the_average_is_the_recurrence(warm_up):
 
 def test_swapping_in_and_back_leaves_the_same_bits():
     model = make()
-    ema = hpc.EMA(model, 0.9)
+    ema = hpc.optim.EMA(model, 0.9)
     move(model, 0)
     ema.update()
     before = copy.deepcopy(model.state_dict())
@@ -55,9 +55,9 @@ def test_swapping_in_and_back_leaves_the_same_bits():
         assert averaged is model
         assert torch.equal(model[0].weight, ema.averages["0.weight"])
         assert not torch.equal(model[0].weight, before["0.weight"])
-        with pytest.raises(hpc.ConfigError, match="the averages are in the model"):
+        with pytest.raises(hpc.errors.ConfigError, match="the averages are in the model"):
             ema.update()
-        with pytest.raises(hpc.ConfigError, match="already"), ema.swapped_in():
+        with pytest.raises(hpc.errors.ConfigError, match="already"), ema.swapped_in():
             pass
     with pytest.raises(RuntimeError), ema.swapped_in():
         model(torch.ones(2, 99))
@@ -68,7 +68,7 @@ def test_swapping_in_and_back_leaves_the_same_bits():
 
 def test_half_precision_is_averaged_in_float32():
     model = nn.Linear(2, 2).bfloat16()
-    ema = hpc.EMA(model, 0.999)
+    ema = hpc.optim.EMA(model, 0.999)
     with torch.no_grad():
         model.weight.add_(1.0)
     before = ema.averages["weight"].clone()
@@ -81,14 +81,14 @@ def test_half_precision_is_averaged_in_float32():
 
 def test_a_loaded_state_goes_on():
     model = make()
-    ema = hpc.EMA(model, 0.9, warm_up=True)
+    ema = hpc.optim.EMA(model, 0.9, warm_up=True)
     move(model, 0)
     ema.update()
-    other = hpc.EMA(make(), 0.9, warm_up=True)
+    other = hpc.optim.EMA(make(), 0.9, warm_up=True)
     other.load_state_dict(copy.deepcopy(ema.state_dict()))
     assert other.num_updates == 1
     assert all(torch.equal(other.averages[name], a) for name, a in ema.averages.items())
-    with pytest.raises(hpc.ConfigError, match=r"0\.bias is missing"):
+    with pytest.raises(hpc.errors.ConfigError, match=r"0\.bias is missing"):
         other.load_state_dict({"num_updates": 0, "averages": {}})
 
 
@@ -96,13 +96,13 @@ def test_averages_live_where_they_are_told_and_are_written_by_their_owners():
     model = make()
     flat = torch.zeros(100, dtype=torch.float64)
     places, start = {}, 0
-    for name, (shape, dtype) in hpc.EMA.wanted(model).items():
+    for name, (shape, dtype) in hpc.optim.EMA.wanted(model).items():
         assert dtype == torch.float64
         places[name] = flat[start : start + shape.numel()].view(shape)
         start += shape.numel()
     names = list(places)
-    ranks = [hpc.EMA(model, 0.9, into=places, owns=names[rank::2]) for rank in range(2)]
-    alone = hpc.EMA(model, 0.9)
+    ranks = [hpc.optim.EMA(model, 0.9, into=places, owns=names[rank::2]) for rank in range(2)]
+    alone = hpc.optim.EMA(model, 0.9)
     move(model, 0)
     for ema in (*ranks, alone):
         ema.update()
@@ -113,16 +113,16 @@ def test_averages_live_where_they_are_told_and_are_written_by_their_owners():
 
 def test_mistakes_are_named():
     model = make()
-    with pytest.raises(hpc.ConfigError, match=r"decay=1\.0 must be"):
-        hpc.EMA(model, 1.0)
-    with pytest.raises(hpc.ConfigError, match="owns names nobody"):
-        hpc.EMA(model, owns=["nobody"])
-    wrong = {name: torch.zeros(shape) for name, (shape, _) in hpc.EMA.wanted(model).items()}
-    with pytest.raises(hpc.ConfigError, match=r"0\.weight is \(2, 3\) torch.float32"):
-        hpc.EMA(model, into=wrong)
-    ema = hpc.EMA(model)
+    with pytest.raises(hpc.errors.ConfigError, match=r"decay=1\.0 must be"):
+        hpc.optim.EMA(model, 1.0)
+    with pytest.raises(hpc.errors.ConfigError, match="owns names nobody"):
+        hpc.optim.EMA(model, owns=["nobody"])
+    wrong = {name: torch.zeros(shape) for name, (shape, _) in hpc.optim.EMA.wanted(model).items()}
+    with pytest.raises(hpc.errors.ConfigError, match=r"0\.weight is \(2, 3\) torch.float32"):
+        hpc.optim.EMA(model, into=wrong)
+    ema = hpc.optim.EMA(model)
     model.append(nn.Linear(2, 2))
-    with pytest.raises(hpc.ConfigError, match=r"2\.bias came or went"):
+    with pytest.raises(hpc.errors.ConfigError, match=r"2\.bias came or went"):
         ema.update()
 
 

@@ -22,7 +22,7 @@ def test_linear_weights_become_int8_and_the_difference_is_said():
     model.train()
     weight = model[0].weight.detach().clone()
     said = []
-    small = hpc.quantize_int8(
+    small = hpc.inference.quantize_int8(
         model, lambda m: (m(x).argmax(1) == labels).double().mean().item(), say=said.append
     )
     assert model.training
@@ -41,12 +41,12 @@ def test_linear_weights_become_int8_and_the_difference_is_said():
 
 def test_mistakes_are_named(monkeypatch):
     pytest.importorskip("torchao")
-    with pytest.raises(hpc.ConfigError, match="ReLU has no Linear layer"):
-        hpc.quantize_int8(nn.ReLU(), lambda m: 0.0)
+    with pytest.raises(hpc.errors.ConfigError, match="ReLU has no Linear layer"):
+        hpc.inference.quantize_int8(nn.ReLU(), lambda m: 0.0)
 
 
 def test_without_torchao_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(hpc.ConfigError, match=r"pip install 'hpctrain\[int8\]'"):
-        hpc.quantize_int8(nn.Linear(2, 2), lambda m: 0.0)
+    with pytest.raises(hpc.errors.ConfigError, match=r"pip install 'hpctrain\[int8\]'"):
+        hpc.inference.quantize_int8(nn.Linear(2, 2), lambda m: 0.0)

@@ -55,25 +55,25 @@ class LambOnPaper:
 
 
 CASES = {
-    "lars": (hpc.LARS, {"lr": 3.0}, LarsOnPaper(3.0)),
+    "lars": (hpc.optim.LARS, {"lr": 3.0}, LarsOnPaper(3.0)),
     "lars-decay": (
-        hpc.LARS,
+        hpc.optim.LARS,
         {"lr": 2.0, "momentum": 0.5, "weight_decay": 0.1, "trust_coefficient": 0.05},
         LarsOnPaper(2.0, 0.5, 0.1, 0.05),
     ),
     "lars-plain": (
-        hpc.LARS,
+        hpc.optim.LARS,
         {"lr": 0.1, "weight_decay": 0.1, "trust_ratio": False},
         LarsOnPaper(0.1, weight_decay=0.1, trust=False),
     ),
-    "lamb": (hpc.LAMB, {"lr": 0.1}, LambOnPaper(0.1)),
+    "lamb": (hpc.optim.LAMB, {"lr": 0.1}, LambOnPaper(0.1)),
     "lamb-bounds": (
-        hpc.LAMB,
+        hpc.optim.LAMB,
         {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3, "norm_bounds": (0.5, 2.0)},
         LambOnPaper(0.1, (0.8, 0.95), 1e-3, bounds=(0.5, 2.0)),
     ),
     "lamb-plain": (
-        hpc.LAMB,
+        hpc.optim.LAMB,
         {"lr": 0.1, "weight_decay": 0.2, "trust_ratio": False},
         LambOnPaper(0.1, weight_decay=0.2, trust=False),
     ),
@@ -108,7 +108,7 @@ def test_the_published_rule(name):
             np.testing.assert_allclose(mine.detach().numpy(), paper, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", [hpc.LARS, hpc.LAMB])
+@pytest.mark.parametrize("kind", [hpc.optim.LARS, hpc.optim.LAMB])
 def test_groups_have_their_own_options(kind):
     torch.manual_seed(0)
     first, second = (torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(2))
@@ -134,7 +134,7 @@ def test_groups_have_their_own_options(kind):
     assert torch.equal(second, copies[1])
 
 
-@pytest.mark.parametrize("kind", [hpc.LARS, hpc.LAMB])
+@pytest.mark.parametrize("kind", [hpc.optim.LARS, hpc.optim.LAMB])
 def test_complex_weights_are_pairs_of_real_ones(kind):
     torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
@@ -148,17 +148,17 @@ def test_complex_weights_are_pairs_of_real_ones(kind):
     assert torch.allclose(torch.view_as_real(whole.detach()), pairs, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("kind", [hpc.LARS, hpc.LAMB])
+@pytest.mark.parametrize("kind", [hpc.optim.LARS, hpc.optim.LAMB])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_of_half_precision_do_not_overflow(kind, dtype):
     weight = torch.nn.Parameter(torch.full((300, 300), 300.0, dtype=dtype))  # norm 90,000
     weight.grad = torch.full_like(weight, 300.0)
-    kind([weight], lr=100.0 if kind is hpc.LARS else 0.1).step()
+    kind([weight], lr=100.0 if kind is hpc.optim.LARS else 0.1).step()
     assert torch.isfinite(weight).all()
     assert (weight < 300).all()
 
 
-@pytest.mark.parametrize("kind", [hpc.LARS, hpc.LAMB])
+@pytest.mark.parametrize("kind", [hpc.optim.LARS, hpc.optim.LAMB])
 def test_a_loaded_state_goes_on_bit_for_bit(kind):
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
@@ -180,7 +180,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(kind):
 
 def test_closures_and_what_a_sharded_update_may_cut():
     weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = hpc.LARS([weight], lr=0.1)
+    optimizer = hpc.optim.LARS([weight], lr=0.1)
 
     def closure():
         optimizer.zero_grad()
@@ -190,27 +190,31 @@ def test_closures_and_what_a_sharded_update_may_cut():
 
     assert optimizer.step(closure).item() == 2.0
     assert weight[0].item() < 1.0
-    assert LayerwiseOptimizer.shards_by == hpc.LAMB.shards_by == "parameter"
+    assert LayerwiseOptimizer.shards_by == hpc.optim.LAMB.shards_by == "parameter"
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (hpc.LARS, {"lr": -1.0}, "lr=-1.0 must be 0 or more"),
-        (hpc.LARS, {"lr": float("nan")}, "lr=nan must be"),
-        (hpc.LARS, {"lr": 1.0, "momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
-        (hpc.LAMB, {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must both be"),
-        (hpc.LAMB, {"norm_bounds": (2.0, 1.0)}, r"norm_bounds=\(2.0, 1.0\) must be"),
+        (hpc.optim.LARS, {"lr": -1.0}, "lr=-1.0 must be 0 or more"),
+        (hpc.optim.LARS, {"lr": float("nan")}, "lr=nan must be"),
+        (
+            hpc.optim.LARS,
+            {"lr": 1.0, "momentum": 1.0},
+            "momentum=1.0 must be at least 0 and below 1",
+        ),
+        (hpc.optim.LAMB, {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must both be"),
+        (hpc.optim.LAMB, {"norm_bounds": (2.0, 1.0)}, r"norm_bounds=\(2.0, 1.0\) must be"),
     ],
 )
 def test_mistakes_are_named(kind, options, message):
-    with pytest.raises(hpc.ConfigError, match=message):
+    with pytest.raises(hpc.errors.ConfigError, match=message):
         kind([torch.nn.Parameter(torch.ones(2))], **options)
 
 
 def test_sparse_gradients_are_refused_by_name():
     table = torch.nn.Embedding(4, 2, sparse=True)
-    optimizer = hpc.LAMB(table.parameters())
+    optimizer = hpc.optim.LAMB(table.parameters())
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(hpc.ConfigError, match="LAMB needs the norm of a whole gradient"):
+    with pytest.raises(hpc.errors.ConfigError, match="LAMB needs the norm of a whole gradient"):
         optimizer.step()

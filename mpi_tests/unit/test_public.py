@@ -14,11 +14,15 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-CheckpointError CollectiveError ConfigError Connection DataError DriftError EMA HpcTrainError
-InstallError JobError Keep LAMB LARS LaunchError Loader LossScaling NonFiniteError Recipe Replica
-Saver Sentinel Shard Store TimedOutError Trainer World __version__ agree average_batchnorm
-checkpoint_activations connect distribute files gather init metrics quantize_int8 reshuffle
-scatter share split_parameters stage sync_batchnorm
+Keep Loader Replica Saver Sentinel Shard Store Trainer World __version__ agree connect data
+distribute errors files gather inference init metrics optim precision reshuffle scatter share stage
+"""
+MOVED = """
+connection.Connection errors.CheckpointError errors.CollectiveError errors.ConfigError
+errors.DataError errors.DriftError errors.HpcTrainError errors.InstallError errors.JobError
+errors.LaunchError errors.NonFiniteError errors.TimedOutError inference.quantize_int8 optim.EMA
+optim.LAMB optim.LARS optim.Recipe optim.average_batchnorm optim.checkpoint_activations
+optim.split_parameters optim.sync_batchnorm precision.LossScaling
 """
 FLAGS = {
     "run": ("--env --help --hostfile --hosts --log-dir --quiet --ranks --trace -h -m -n -np -q -x"),
@@ -55,6 +59,14 @@ def test_public_names():
         assert getattr(hpctrain, name) is not None
     with pytest.raises(AttributeError, match="nosuch"):
         hpctrain.nosuch  # noqa: B018
+
+
+@pytest.mark.parametrize("name", MOVED.split())
+def test_names_that_have_moved_still_work(name):
+    home, _, last = name.rpartition(".")
+    with pytest.warns(DeprecationWarning, match=f"hpctrain.{last} is hpctrain.{name} now"):
+        found = getattr(hpctrain, last)
+    assert found is getattr(importlib.import_module(f"hpctrain.{home}"), last)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -18,7 +18,7 @@ BASE = {"base_rate": 0.1, "base_batch": 256, "global_batch": 256, "num_steps": 1
 
 
 def recipe(**options):
-    return hpc.Recipe(**{**BASE, **options})
+    return hpc.optim.Recipe(**{**BASE, **options})
 
 
 @pytest.mark.parametrize(("scaling", "peak"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
@@ -88,7 +88,7 @@ def test_a_rate_never_exceeds_its_peak_and_falls_after_the_warm_up(steps, warm, 
     ],
 )
 def test_mistakes_are_named(options, message):
-    with pytest.raises(hpc.ConfigError, match=message):
+    with pytest.raises(hpc.errors.ConfigError, match=message):
         recipe(**options)
 
 
@@ -137,9 +137,9 @@ def test_a_schedule_goes_on_where_it_was_saved():
 
 def test_another_recipe_is_refused_by_name():
     saved = recipe().schedule(optimizer_of()).state_dict()
-    with pytest.raises(hpc.ConfigError, match="global_batch 256 -> 512"):
+    with pytest.raises(hpc.errors.ConfigError, match="global_batch 256 -> 512"):
         recipe(global_batch=512).schedule(optimizer_of()).load_state_dict(saved)
-    with pytest.raises(hpc.ConfigError, match=r"lr=0\.0 must be above 0"):
+    with pytest.raises(hpc.errors.ConfigError, match=r"lr=0\.0 must be above 0"):
         recipe().schedule(optimizer_of(lr=0.0))
 
 
@@ -167,7 +167,7 @@ class Odd(nn.Module):
 def test_biases_and_normalisation_are_left_alone():
     model = Odd()
     names = {p: n for n, p in model.named_parameters()}
-    first, second = hpc.split_parameters(model, weight_decay=0.1)
+    first, second = hpc.optim.split_parameters(model, weight_decay=0.1)
     assert {names[p] for p in first["params"]} == {
         "embed.weight",
         "attention.in_proj_weight",
@@ -176,11 +176,11 @@ def test_biases_and_normalisation_are_left_alone():
     assert (first["weight_decay"], first["trust_ratio"]) == (0.1, True)
     assert (second["weight_decay"], second["trust_ratio"]) == (0.0, False)
     assert len(first["params"]) + len(second["params"]) == len(names)
-    hpc.LARS([first, second], lr=0.1)
+    hpc.optim.LARS([first, second], lr=0.1)
     torch.optim.AdamW([first, second], lr=0.1)
-    assert len(hpc.split_parameters(nn.LayerNorm(3), weight_decay=0.1)) == 1
-    with pytest.raises(hpc.ConfigError, match="ReLU has no parameters"):
-        hpc.split_parameters(nn.ReLU(), weight_decay=0.1)
+    assert len(hpc.optim.split_parameters(nn.LayerNorm(3), weight_decay=0.1)) == 1
+    with pytest.raises(hpc.errors.ConfigError, match="ReLU has no parameters"):
+        hpc.optim.split_parameters(nn.ReLU(), weight_decay=0.1)
 
 
 @pytest.mark.parametrize("load_first", [True, False])
