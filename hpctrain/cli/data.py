@@ -198,5 +198,5 @@ def _load(text: str | None) -> tuple[Callable[[Any], Any] | None, str | None]:
     except Exception as error:  # the user's module may raise anything while it is read
         return None, f"--map {text}: {type(error).__name__}: {error}"
     if not callable(function):
-        return None, f"--map {text} is no function"
+        return None, f"--map {text} is not a function"
     return function, None

@@ -23,10 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.epilog = _MORE
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="the run directory")
-    parser.add_argument("--once", action="store_true", help="say where it stands, and end")
+    parser.add_argument("--once", action="store_true", help="print the status once, and exit")
     parser.add_argument("--json", action="store_true", help="with --once: as JSON")
     parser.add_argument(
-        "--every", type=float, default=2.0, metavar="SECONDS", help="how often to look (default: 2)"
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="how often to read the files (default: 2)",
     )
 
 

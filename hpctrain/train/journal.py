@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from hpctrain import log
+from hpctrain.atomic import replacing
 from hpctrain.train.config import Logging
 from hpctrain.train.directory import RunDirectory, replace_file
 from hpctrain.train.progress import Progress
@@ -61,12 +61,8 @@ class Journal:
         seq = self._progress.seq
         found = list(read_lines(self._path))
         kept = [line for line in found if line.get("seq", 0) <= seq]
-        draft = self._path.with_suffix(".draft")
-        with draft.open("w") as file:
+        with replacing(self._path, sync=True) as draft, draft.open("w") as file:
             file.writelines(json.dumps(line) + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
         if kept:
             self.earlier_s = float(kept[-1].get("time_s", 0.0))
             self._began -= self.earlier_s
@@ -195,12 +191,10 @@ class CsvLog:
     def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None:
             self._file.close()
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with draft.open("w", newline="") as file:
+        with replacing(self._path) as draft, draft.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._names)
             writer.writeheader()
             writer.writerows(rows)
-        draft.replace(self._path)
         self._file = self._path.open("a", newline="")
 
     def close(self, *, failed: bool) -> None:

@@ -127,5 +127,5 @@ def _read(path: Path, *, counts: bool = False) -> dict[str, Any]:
         return table
     wrong = validate(table)
     if wrong or not isinstance(table, dict):
-        raise ConfigError(f"{path} is no result: {'; '.join(wrong)}")
+        raise ConfigError(f"{path} is not a result: {'; '.join(wrong)}")
     return table

@@ -67,7 +67,7 @@ def _configured(args: argparse.Namespace, path: Path, words: Sequence[str]) -> B
     plain = [key for key in keys if "." not in key]
     if plain:
         raise ConfigError(
-            f"--vary {plain[0]} is no key of a configuration; name it with its section, as in "
+            f"--vary {plain[0]} is not a key of the configuration; name it with its section, as in "
             "precision.kind=fp32,bf16"
         )
     own = [
