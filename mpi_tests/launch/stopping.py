@@ -56,7 +56,8 @@ def case(
     """A case.
 
     Args:
-        says: A part of the call's name in the report; None: the case's own name.
+        says: A part of the call's name in the report, or several with `|` between, where engines
+            differ; None: the case's own name.
         own: Whether the call has a timeout of its own, and not the world's.
         may_not_wait: Whether it may also end without waiting for anybody, as on some engines.
     """
@@ -310,6 +311,7 @@ def sync_batchnorm(kit):
 
 @case(own=True)
 def distribute(kit):
+    kit.replica().close()  # what torch and hpctrain import at first use takes seconds
     return kit.replica
 
 
@@ -319,7 +321,7 @@ def replica__backward(kit):
     return lambda: replica.backward(kit.loss(replica))
 
 
-@case("gradients", own=True)
+@case("gradients|allreduce bucket", own=True)
 def replica__synchronize(kit):
     replica = kit.replica(accumulate=2)
     replica.backward(kit.loss(replica))
