@@ -189,7 +189,7 @@ class Listener:
                 self._read(key.data)
             else:
                 self._read_launcher(key.fd, key.data)
-        self.screen.settle()
+        self.screen.show_partial_lines()
 
     def drain(self, timeout_s: float) -> None:
         """Read what is still on its way after mpirun has ended."""

@@ -59,7 +59,7 @@ class Screen:
         self._pending[source] = rest
         self._touched[source] = time.monotonic()
 
-    def settle(self) -> None:
+    def show_partial_lines(self) -> None:
         """Show unfinished lines that have rested: prompts, progress bars."""
         if not self.live:
             return

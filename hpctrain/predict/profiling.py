@@ -62,7 +62,7 @@ class _Clock:
         event.record()
         return event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize()
 
@@ -143,7 +143,7 @@ def _step(subject: Subject, parameters: Sequence[Tensor], clock: _Clock) -> _Pas
         for index, p in enumerate(parameters)
     ]
     subject.optimizer.zero_grad()
-    clock.settle()
+    clock.synchronize()
     begin = clock.now()
     if subject.load is not None:
         subject.load()
@@ -156,7 +156,7 @@ def _step(subject: Subject, parameters: Sequence[Tensor], clock: _Clock) -> _Pas
     backward = clock.now()
     subject.optimizer.step()
     updated = clock.now()
-    clock.settle()
+    clock.synchronize()
     return _Pass(
         clock.between(begin, loaded),
         clock.between(loaded, forward),

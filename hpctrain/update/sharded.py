@@ -106,7 +106,7 @@ class ShardedUpdate:
             self._first,
             optimizer.register_load_state_dict_post_hook(lambda _: self._state.forget()),
         ]
-        self.go_between()
+        self.reset_hooks()
 
     def _stage(self, share_weights: bool) -> None:
         """Collective: the memory through which new weights travel, or in which they stay."""
@@ -175,7 +175,7 @@ class ShardedUpdate:
 
     # Around the user's step
 
-    def go_between(self) -> None:
+    def reset_hooks(self) -> None:
         """Let the user's hooks around a step run outside of ours, as they do around torch's own.
 
         Called before every backward pass, which also ends a step that was interrupted.
@@ -273,7 +273,7 @@ class ShardedUpdate:
         if self._weights is not None:
             self._weights.take_in()
         elif places != self._places:
-            self._move_house()
+            self._rebuild_pieces()
         take_options(self.inner, self._optimizer)
         used = tuple(p.grad is not None for p in self._parameters)
         if self._has_complex:
@@ -306,7 +306,7 @@ class ShardedUpdate:
                 None,
             )
 
-    def _move_house(self) -> None:
+    def _rebuild_pieces(self) -> None:
         """Somebody gave a parameter other memory (`p.data = ...`): cut it anew, keep the state."""
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if not is_dense(parameter):

@@ -163,7 +163,7 @@ def test_quiet_shows_one_rank():
 def test_a_progress_bar_is_redrawn_below_what_others_say():
     drawn, out, _ = screen(live=True, num_ranks=2)
     drawn.feed(0, "out", b"\r10 %")
-    drawn.settle()
+    drawn.show_partial_lines()
     drawn.feed(1, "out", b"hello\n")
     assert out.getvalue() == b"[0] 10 %\r\x1b[2K[1] hello\n[0] 10 %"
 

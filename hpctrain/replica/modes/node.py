@@ -80,13 +80,13 @@ class NodeMode(TorchGradientsMode):
         """Before a backward pass: where a new window begins, there are no gradients."""
         super().begin(fresh=fresh)
         for update in self.updates:
-            update.go_between()
+            update.reset_hooks()
 
     def take_all(self) -> None:
         """Gradients are where torch has put them: an exchange takes them from there."""
         super().take_all()
         for update in self.updates:
-            update.go_between()
+            update.reset_hooks()
 
     def exchange(self, control: ControlWords) -> Arrived:
         """Collective: sum all gradients over all ranks."""
