@@ -4,9 +4,9 @@
 files of `launch` that start, train and end as users do. Without it, everything runs.
 
 Each part runs in a process of its own with an outer time limit; the last line counts all of them.
-Where there are cores for it, parts run side by side: `unit` beside one rank or a few launches, and
-of `launch`, which waits more than it computes, what makes nodes of its own beside the rest. Tests
-marked `alone` come after both.
+Where there are cores for it, parts run side by side: `unit` beside one rank, its halves and a few
+launches, and of `launch`, which waits more than it computes, what makes nodes of its own beside the
+rest. Tests marked `alone` come after both.
 """
 
 from __future__ import annotations
@@ -27,21 +27,28 @@ _LONG = ("bench", "bench_slurm", "chaos", "jobs_restart_slurm", "plan", "stopped
 PARTS = ("unit", "ranks", "launch")
 _QUICK = ("run", "plain_scripts", "deaths", "train")
 LIMIT_S = {"unit": 600, "ranks": 900, "launch": 2100, "nodes": 900, "benchmarks": 900, "long": 2400}
-LIMIT_S |= {"launch-quick": 600}
+LIMIT_S |= {"unit-1": 600, "unit-2": 600, "launch-quick": 600}
+_UNIT = sorted(f"unit/{path.name}" for path in (HERE / "unit").glob("test_*.py"))
 MORE_PARTS = {
+    "unit-1": _UNIT[::2],  # halves: there is work for two cores
+    "unit-2": _UNIT[1::2],
     "nodes": ["launch/test_several_nodes.py", "launch/test_between_nodes.py"],
     "benchmarks": ["launch/test_benchmarks.py", "launch/test_benchmarks_node.py"],
     "long": [f"launch/test_{name}.py" for name in _LONG],
     "launch-quick": [f"launch/test_{name}.py" for name in _QUICK],
 }
-QUICK_PARTS = ("unit", "launch-quick", "ranks")
+QUICK_PARTS = ("unit-1", "unit-2", "launch-quick", "ranks")
 LAUNCH = {
     "launch cluster": "cluster and not alone",
     "launch others": "not cluster and not alone",
     "launch alone": "alone",
 }
 """The pieces of `launch`, by their marks."""
-SIDE_BY_SIDE = [{"unit", "ranks n=1", "launch-quick"}, {"launch cluster", "launch others"}]
+SIDE_BY_SIDE = [
+    {"unit", "ranks n=1"},
+    {"unit-1", "unit-2", "launch-quick"},
+    {"launch cluster", "launch others"},
+]
 
 
 def commands(parts: list[str], sizes: list[int], extra: list[str]) -> list[tuple[str, list[str]]]:
