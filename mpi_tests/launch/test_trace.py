@@ -19,7 +19,7 @@ with hpc.init(seed=1) as world:
         value = replica(torch.ones(3, 4)).sum()
         if step == 6 and world.rank == 1:
             with phase(world.observers, "input"):
-                time.sleep(0.4)
+                time.sleep(0.45)
         replica.backward(value)
         replica.step()
 """
