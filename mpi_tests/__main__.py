@@ -4,8 +4,8 @@
 files of `launch` that start, train and end as users do. Without it, everything runs.
 
 Each part runs in a process of its own with an outer time limit; the last line counts all of them.
-Where there are cores for it, parts run side by side: `unit` beside one rank, its halves and a few
-launches, and of `launch`, which waits more than it computes, what makes nodes of its own beside the
+Where there are cores for it, parts run side by side: the halves of `unit`, one rank and a few
+launches; and of `launch`, which waits more than it computes, what makes nodes of its own beside the
 rest. Tests marked `alone` come after both.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 _LONG = ("bench", "bench_slurm", "chaos", "jobs_restart_slurm", "plan", "stopped_ranks")
-PARTS = ("unit", "ranks", "launch")
+PARTS = ("unit-1", "unit-2", "ranks", "launch")
 _QUICK = ("run", "plain_scripts", "deaths", "train")
 LIMIT_S = {"unit": 600, "ranks": 900, "launch": 2100, "nodes": 900, "benchmarks": 900, "long": 2400}
 LIMIT_S |= {"unit-1": 600, "unit-2": 600, "launch-quick": 600}
@@ -45,8 +45,7 @@ LAUNCH = {
 }
 """The pieces of `launch`, by their marks."""
 SIDE_BY_SIDE = [
-    {"unit", "ranks n=1"},
-    {"unit-1", "unit-2", "launch-quick"},
+    {"unit-1", "unit-2", "ranks n=1", "launch-quick"},
     {"launch cluster", "launch others"},
 ]
 
@@ -166,7 +165,10 @@ def main() -> int:
         own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(prog="python -m mpi_tests", description=__doc__)
     parser.add_argument(
-        "parts", nargs="*", choices=[*PARTS, *MORE_PARTS, []], help="default: unit ranks launch"
+        "parts",
+        nargs="*",
+        choices=["unit", "ranks", "launch", *MORE_PARTS, []],
+        help="default: all of them",
     )
     parser.add_argument("--quick", action="store_true", help="what shows that it works; n = 2")
     parser.add_argument("-n", "--sizes", help="ranks to run `ranks` with (default: 1,2,3,4)")
