@@ -176,7 +176,8 @@ def test_hpctrain_run_ends_stopped_ranks_and_their_children(tmp_path, name):
     code = 128 + getattr(signal, name)
     assert process.returncode == code, err
     assert elapsed_s < 10, err
-    assert err.count(f"interrupted by {name}; all ranks ended; exit code {code}") == 1, err
+    by = "Ctrl-C (SIGINT)" if name == "SIGINT" else name
+    assert err.count(f"interrupted by {by}; all ranks ended; exit code {code}") == 1, err
     if name == "SIGTERM":
         assert "rank 1 was stopped (SIGSTOP) and has been resumed" in err
     assert len(pids) == 4
