@@ -29,7 +29,7 @@ from mpi_tests.outcomes import Outcome, merge
 GRACE_S = float(os.environ.get("MPI_TESTS_GRACE_S", "20"))
 """How long a failing rank waits for its peers to come out of the test."""
 _PAIRWISE = (
-    *("batchnorm", "clipping", "clocks", "evaluation", "masters", "plan"),
+    *("batchnorm", "clipping", "clocks", "evaluation", "learn", "masters", "observing", "plan"),
     *("refusals", "train_entry", "travel"),
 )
 LEFT_OUT = {
