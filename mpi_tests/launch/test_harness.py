@@ -7,7 +7,7 @@ import sys
 import pytest
 from _pytest.mark.expression import Expression
 
-from mpi_tests.__main__ import LAUNCH, commands, groups_of
+from mpi_tests.__main__ import LAUNCH, PARTS, QUICK_PARTS, commands, groups_of
 from mpi_tests.launch.commands import HPCTRAIN, run
 from mpi_tests.outcomes import merge
 
@@ -122,10 +122,14 @@ def test_every_launch_test_is_in_one_piece(marks):
 
 
 def test_parts_that_share_the_machine():
-    todo = commands(["unit", "ranks", "launch"], [1, 2], [])
+    todo = commands(list(PARTS), [1, 2], [])
     groups = [[name for name, _ in group] for group in groups_of(todo)]
+    first = ["unit-1", "unit-2", "ranks n=1"]
     two = ["launch cluster", "launch others"]
-    assert groups == [["unit", "ranks n=1"], ["ranks n=2"], two, ["launch alone"]]
+    assert groups == [first, ["ranks n=2"], two, ["launch alone"]]
+    quick = commands(list(QUICK_PARTS), [2], [])
+    groups = [[name for name, _ in group] for group in groups_of(quick)]
+    assert groups == [["unit-1", "unit-2", "launch-quick"], ["ranks n=2"]]
     chosen = commands(["launch"], [1], ["-k", "x"])  # a piece without tests would be a failure
     assert [name for name, _ in chosen] == ["launch"]
 
