@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
-    from hpctrain.replica.distributing import distribute
-    from hpctrain.replica.facts import optimizer_facts
+    from hpctrain.replica.distributing import distribute, optimizer_facts
     from hpctrain.replica.horovod_settings import HorovodTraining
     from hpctrain.replica.policy import (
         Choice,
@@ -43,8 +42,10 @@ __getattr__ = lazy(
     __name__,
     {
         ".replica": ("Replica", "Step"),
-        ".distributing": ("distribute",),
-        ".facts": ("optimizer_facts",),
+        ".distributing": (
+            "distribute",
+            "optimizer_facts",
+        ),
         ".horovod_settings": ("HorovodTraining",),
         ".policy": (
             "Choice",

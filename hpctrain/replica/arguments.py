@@ -12,12 +12,29 @@ from torch import Tensor
 from hpctrain.engines import AUTO, Engine
 from hpctrain.errors import ConfigError
 from hpctrain.optim import Several, members_of
-from hpctrain.precision import LossScaling, PrecisionName
+from hpctrain.precision import (
+    Casting,
+    LossScaling,
+    Precision,
+    PrecisionName,
+    ScaleAndClip,
+    check_choice,
+    check_parameters,
+    excluded_from_clipping,
+)
 from hpctrain.replica.horovod_settings import HorovodTraining
+from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.policy import Options
 from hpctrain.world import World, agree
 
-__all__ = ["DistributeArguments", "agree_on_arguments", "check_loss", "check_world"]
+__all__ = [
+    "DistributeArguments",
+    "agree_on_arguments",
+    "check_loss",
+    "check_trained",
+    "check_world",
+    "choose_precision",
+]
 
 _REFUSED = {
     "SparseAdam": "it needs sparse gradients, and gradients travel dense; use Adam or AdamW",
@@ -225,3 +242,69 @@ def check_loss(loss: object) -> None:
             f"the loss has shape {tuple(loss.shape)}; reduce it to one number, a mean over the "
             "samples"
         )
+
+
+def choose_precision(
+    world: World,
+    engine: Engine,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precision: PrecisionName,
+    scaling: LossScaling | None,
+    clip_norm: float | None,
+    clip_value: float | None,
+) -> Precision:
+    """Collective where norms are computed: see whether all ranks compute on the same hardware.
+
+    Raises:
+        ConfigError: values are out of range, or do not go together or with the model.
+    """
+    check_choice(
+        precision,
+        device_type=world.device.type,
+        scaling=scaling,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+    )
+    check_trained(model, optimizer, precision=precision, clip_value=clip_value)
+    spread = None
+    scales = precision == "fp16"
+    if (scales or clip_norm is not None) and len(set(world.comm.allgather(_hardware(world)))) > 1:
+
+        def spread(norms: Tensor) -> object:
+            return engine.broadcast_(norms, 0, what="norms of the gradients")
+
+    scale_and_clip = ScaleAndClip(
+        world,
+        named_parameters(model, optimizer)[1][0].device,
+        scaling=scaling or LossScaling() if scales else None,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        spread=spread,
+    )
+    return Precision(Casting(precision, world.device.type), scale_and_clip, model, optimizer)
+
+
+def check_trained(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precision: PrecisionName,
+    clip_value: float | None,
+) -> None:
+    """Refuse parameters that cannot be trained or clipped so. Pure.
+
+    Raises:
+        ConfigError: the first of them, by name.
+    """
+    names, parameters = named_parameters(model, optimizer)
+    unclipped = excluded_from_clipping(optimizer.param_groups)
+    check_parameters(precision, names, parameters, clip_value, unclipped)
+
+
+def _hardware(world: World) -> str:
+    """What the last bit of a sum may depend on."""
+    if world.device.type == "cuda":
+        return str(torch.cuda.get_device_name(world.device))
+    return str(torch.backends.cpu.get_cpu_capability())

@@ -12,25 +12,37 @@ from hpctrain import log
 from hpctrain.connection import Connection, connect
 from hpctrain.engines import AUTO, Engine
 from hpctrain.errors import CollectiveError
+from hpctrain.fusion import is_dense
 from hpctrain.optim import combine, members_of, spans_of
 from hpctrain.precision import LossScaling, Precision, PrecisionName
-from hpctrain.replica.arguments import DistributeArguments, agree_on_arguments, check_world
+from hpctrain.replica.arguments import (
+    DistributeArguments,
+    agree_on_arguments,
+    check_trained,
+    check_world,
+    choose_precision,
+)
 from hpctrain.replica.checks import own_statistics
-from hpctrain.replica.facts import gather_facts
+from hpctrain.replica.equal_ranks import make_equal, make_equal_state
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode, NodeMode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.plain_loops import has_replica
-from hpctrain.replica.policy import Choice, choose
-from hpctrain.replica.precision import check_trained, choose_precision
+from hpctrain.replica.policy import (
+    Choice,
+    OptimizerFacts,
+    Options,
+    ReplicaFacts,
+    choose,
+    may_share_memory,
+)
 from hpctrain.replica.replica import Replica
-from hpctrain.replica.starting import make_equal, make_equal_state
 from hpctrain.replica.sweep import SweepTimer
 from hpctrain.sweep_request import sweep_of
-from hpctrain.update import ShardedUpdate
+from hpctrain.update import ShardedUpdate, shards_by
 from hpctrain.world import World, keep_freed_memory, takes_timeout
 
-__all__ = ["distribute"]
+__all__ = ["distribute", "gather_facts", "optimizer_facts"]
 
 
 @takes_timeout
@@ -305,3 +317,69 @@ def _end_all(world: World) -> None:
                 f"{calls[0][1]}: their weights differ; make every rank call backward and step "
                 "equally often"
             )
+
+
+def gather_facts(
+    world: World,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    options: Options,
+    has_masters: bool,
+) -> ReplicaFacts:
+    """Collective at an engine's first call: the facts, the same on every rank.
+
+    Which ranks share memory is looked up only where it matters: finding out makes communicators.
+
+    Args:
+        world: The ranks.
+        engine: What connects them.
+        optimizer: The user's, or several as one.
+        names: Of its parameters.
+        parameters: Themselves.
+        options: What was asked for.
+        has_masters: Whether weights have float32 masters.
+    """
+    matters = may_share_memory(engine.capabilities, engine.device.type, engine.size, options)
+    return ReplicaFacts(
+        num_ranks=engine.size,
+        num_nodes=world.num_nodes,
+        sharing_ranks=max(engine.node_group().local_sizes) if matters else 1,
+        device_type=engine.device.type,
+        engine=engine.capabilities,
+        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        optimizers=tuple(
+            optimizer_facts(member, names[span], parameters[span])
+            for member, span in spans_of(optimizer)
+        ),
+        has_masters=has_masters,
+        has_spare_cores=world.num_spare_cores > 0,
+    )
+
+
+def optimizer_facts(
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+) -> OptimizerFacts:
+    """What matters of an optimizer and its parameters. Pure.
+
+    Raises:
+        ConfigError: its class says what is unknown of how it may be divided.
+    """
+    by, why = shards_by(optimizer)
+    scattered = (name for name, p in zip(names, parameters, strict=True) if not is_dense(p))
+    return OptimizerFacts(
+        shards_by=by,
+        why=why,
+        keeps_state=_keeps_state(optimizer),
+        scattered=next(scattered, None),
+    )
+
+
+def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is something to hold once a node; plain SGD has nothing."""
+    plain = type(optimizer) is torch.optim.SGD
+    return not plain or any(group.get("momentum", 0) for group in optimizer.param_groups)

@@ -27,8 +27,8 @@ from hpctrain.replica.checks import (
     needs_closure,
     own_statistics,
 )
+from hpctrain.replica.equal_ranks import Joining
 from hpctrain.replica.exchange import Exchange
-from hpctrain.replica.joining import Joining
 from hpctrain.replica.modes import Mode
 from hpctrain.replica.naming import load_model
 from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_stepped

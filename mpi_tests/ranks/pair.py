@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 from mpi_tests.models import MODELS, OPTIMIZERS, batch
 
 STEPS = 8

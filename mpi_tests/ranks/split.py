@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import hpctrain as hpc
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 
 FEATURES = 64
 STEPS = 4

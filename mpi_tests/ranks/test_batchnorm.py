@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import hpctrain as hpc
 from hpctrain.errors import ConfigError
 from hpctrain.optim import SyncBatchNorm
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 
 KINDS = {
     "1d": (nn.BatchNorm1d, ()),

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
 from hpctrain.errors import ConfigError
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 from hpctrain.world import roll_call
 from mpi_tests.built import BUILT
 from mpi_tests.full import FULL

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import hpctrain as hpc
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.replica import HorovodTraining
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 from mpi_tests.built import BUILT
 from mpi_tests.models import MODELS, OPTIMIZERS, SparseEmbedding, batch
 from mpi_tests.ranks.pair import STEPS, build

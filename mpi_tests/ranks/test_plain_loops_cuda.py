@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import hpctrain as hpc
 from hpctrain.errors import NonFiniteError
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 from mpi_tests.models import MODELS, OPTIMIZERS, batch
 
 if not torch.cuda.is_available():

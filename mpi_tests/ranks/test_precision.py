@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import hpctrain as hpc
 from hpctrain.errors import NonFiniteError
 from hpctrain.replica import HorovodTraining
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 from mpi_tests.built import BUILT
 from mpi_tests.models import MODELS, OPTIMIZERS, batch
 
@@ -301,7 +301,7 @@ def test_sums_of_large_float16_gradients_do_not_overflow_on_the_wire(world, engi
 
 
 def test_hardware_that_differs_takes_rank_zeros_norm(world, engines, monkeypatch):
-    monkeypatch.setattr("hpctrain.replica.precision._hardware", lambda w: f"cpu {w.rank}")
+    monkeypatch.setattr("hpctrain.replica.arguments._hardware", lambda w: f"cpu {w.rank}")
     model = build()
     replica = distribute(world, engines, model, OPTIMIZERS["sgd"](model), clip_norm=0.1)
     told = []

@@ -13,7 +13,7 @@ from torch import nn
 import hpctrain as hpc
 from hpctrain.errors import ConfigError
 from hpctrain.replica import HorovodTraining
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 from mpi_tests.ranks.pair import build
 
 

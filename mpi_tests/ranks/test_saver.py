@@ -18,7 +18,7 @@ from torch import nn
 import hpctrain as hpc
 from hpctrain.checkpoint import export, list_checkpoints, read_checkpoint
 from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 from hpctrain.world.guard import AgreedExit
 from mpi_tests.ranks.split import tensors_of
 from mpi_tests.ranks.test_loader import first_ranks

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 import hpctrain as hpc
 from hpctrain.errors import ConfigError
 from hpctrain.replica import HorovodTraining
-from hpctrain.replica.starting import digest
+from hpctrain.replica.equal_ranks import digest
 from mpi_tests.built import BUILT
 from mpi_tests.models import batch
 from mpi_tests.ranks.pair import STEPS, build

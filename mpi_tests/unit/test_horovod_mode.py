@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
 from hpctrain.replica.horovod_settings import HorovodTraining, cut_into_groups
-from hpctrain.replica.modes.horovod_carrier import Wire, check_parameters, near_power_of_two
+from hpctrain.replica.modes.horovod import Wire, check_parameters, near_power_of_two
 
 
 @pytest.mark.parametrize(
