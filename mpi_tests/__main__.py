@@ -55,7 +55,7 @@ def commands(parts: list[str], sizes: list[int], extra: list[str]) -> list[tuple
     todo = []
     for part in parts:
         places = [str(HERE / place) for place in MORE_PARTS.get(part, [part])]
-        pytest = ["-m", "pytest", *places, *extra]
+        pytest = ["-m", "pytest", *places, "--durations=12", *extra]
         if part == "ranks":
             for size in sizes:
                 run = ["-m", "hpctrain", "run", "-n", str(size), "--quiet"]

@@ -18,7 +18,7 @@ from hpctrain.data import files, name_files, open_named, open_npy, scatter, shar
 from hpctrain.errors import ConfigError, DataError, HpcTrainError
 from hpctrain.optim import LAMB, LARS, Recipe, split_parameters
 from hpctrain.tables import nearest
-from hpctrain.train.computing import prediction_of
+from hpctrain.train.computing import MAIN, prediction_of
 from hpctrain.train.config import Config
 from hpctrain.train.config.sections import REFERENCE
 from hpctrain.world import agree
@@ -220,10 +220,6 @@ def _classes(module: Any, base: type) -> dict[str, Callable[..., Any]]:
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, base) and value is not base
     }
-
-
-MAIN = "model"
-"""What the model is called where there is only one."""
 
 
 def build_models(config: Config) -> dict[str, torch.nn.Module]:

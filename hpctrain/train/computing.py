@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
 __all__ = [
+    "MAIN",
     "Computed",
     "arrange",
     "compute",
@@ -32,7 +33,8 @@ __all__ = [
     "supervised",
 ]
 
-
+MAIN = "model"
+"""What the model is called where there is only one."""
 _LABELS = "labels"
 """What transformers call the target, wherever it is in a batch."""
 

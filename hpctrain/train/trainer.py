@@ -18,7 +18,7 @@ from hpctrain.replica import Replica, Step
 from hpctrain.saver import Restored, Saver
 from hpctrain.train.arguments import check_arguments, count_batches
 from hpctrain.train.checkpoints import make_saver
-from hpctrain.train.computing import evaluate, supervised
+from hpctrain.train.computing import MAIN, evaluate, supervised
 from hpctrain.train.config import Checkpoint, Faults, Logging
 from hpctrain.train.figures import (
     Guard,
@@ -35,7 +35,6 @@ from hpctrain.world import World, exit_code_of
 __all__ = ["EVENTS", "Trainer"]
 
 EVENTS = ("start", "step", "epoch", "evaluated", "saved", "end")
-MAIN = "model"
 
 StepFunction = Callable[["Trainer", Any], Any]
 Listener = Callable[["Trainer", Mapping[str, Any]], object]
