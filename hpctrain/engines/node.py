@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hpctrain.engines import encoding
 from hpctrain.engines.encoding import Op
+from hpctrain.wire import Wire, add_decoded
 from hpctrain.world import (
     CoreMap,
     SharedBlock,
@@ -169,6 +170,8 @@ class NodeGroup:
         op: Op = Op.SUM,
         *,
         pieces: Sequence[tuple[Sequence[Tensor], Tensor]] | None = None,
+        wire: Wire | None = None,
+        num_encoded: int = 0,
     ) -> None:
         """Collective: combine every rank's part into the node's `total`, over all nodes.
 
@@ -178,6 +181,8 @@ class NodeGroup:
             op: SUM, MIN or MAX.
             pieces: This rank's slice cut up beforehand: what is combined, by local rank, and into
                 which piece of `total`; None: all of it at once, from the parts.
+            wire: How sums travel between nodes; None: as they are.
+            num_encoded: So many of the first elements are the wire's, the rest travels as it is.
         """
         own = self.own_slice(total.numel())
         if pieces is None:
@@ -190,17 +195,45 @@ class NodeGroup:
                 not self.is_even
             ):  # the slices between nodes are not those of the ranks: wait for all
                 self.barrier.wait()
-            self.combine_across(total, op)
+            self.combine_across(total, op, wire=wire, num_encoded=num_encoded)
         self.barrier.wait()
 
-    def combine_across(self, total: Tensor, op: Op = Op.SUM) -> None:
+    def combine_across(
+        self,
+        total: Tensor,
+        op: Op = Op.SUM,
+        *,
+        wire: Wire | None = None,
+        num_encoded: int = 0,
+    ) -> None:
         """Collective over the counterparts: combine this rank's slice with the other nodes'."""
         if self.num_nodes == 1 or self.local_rank >= self.num_slices:
             return
-        bounds = slice_bounds(total.numel(), self.num_slices)[self.local_rank]
+        first, last = slice_bounds(total.numel(), self.num_slices)[self.local_rank]
+        border = first if wire is None else min(max(num_encoded, first), last)
         most = _MOST_BYTES // total.element_size()
-        for start in range(bounds[0], bounds[1], most):
-            self._combine_piece(total[start : min(start + most, bounds[1])], op)
+        if wire is not None:
+            for start in range(first, border, most):
+                self._add_encoded(total[start : min(start + most, border)], wire)
+        for start in range(border, last, most):
+            self._combine_piece(total[start : min(start + most, last)], op)
+
+    def _add_encoded(self, piece: Tensor, wire: Wire) -> None:
+        """Collective over the counterparts: add up encoded parts; all nodes get the same bits."""
+        counts = encoding.shares(piece.numel(), self.num_nodes)
+        sizes = [wire.num_bytes(count) for count in counts]
+        here = self.across.Get_rank()
+        sent = torch.cat([wire.encode(part) for part in torch.split(piece, counts)])
+        arrived = sent.new_empty(sizes[here] * self.num_nodes)
+        received = [sizes[here]] * self.num_nodes
+        self.across.Alltoallv(_bytes(sent, sizes), _bytes(arrived, received))
+        total = add_decoded(torch.split(arrived, received), wire, piece.new_empty(counts[here]))
+        joined = sent.new_empty(sum(sizes))
+        self.across.Allgatherv(_bytes(wire.encode(total)), _bytes(joined, sizes))
+        for part, target in zip(
+            torch.split(joined, sizes), torch.split(piece, counts), strict=True
+        ):
+            wire.decode(part, target)
 
     def _combine_piece(self, piece: Tensor, op: Op) -> None:
         counts = encoding.shares(piece.numel(), self.num_nodes)

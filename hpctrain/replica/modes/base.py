@@ -110,6 +110,7 @@ class Mode(Gradients, ABC):
     weighs_samples = True
     """Whether ranks count by their samples; Adasum knows no weights."""
     chosen = ""
+    wire = ""
     """What the policy chose, and why."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
