@@ -145,4 +145,4 @@ def test_a_wire_halves_the_bytes_between_nodes(nodes, ranks, engine, tmp_path):
     for wire, rounding in (("bf16", 2**-8), ("fp16", 2**-11)):
         assert f"{wire} between 2 nodes" in told[wire]["describe"]
         assert 0 < told[wire]["error"] <= 3 * rounding
-        assert told[wire]["sent"] == pytest.approx(told["none"]["sent"] / 2, rel=0.1)
+        assert told[wire]["sent"] < 0.55 * told["none"]["sent"]
