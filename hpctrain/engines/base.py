@@ -262,7 +262,7 @@ class Engine(Meeting, ABC):
         Args:
             flat: One-dimensional and contiguous, float32 or float64; as many elements everywhere.
             wire: The same kind on all ranks.
-            what: What this is, for messages.
+            what: What this is, for messages and for the wire: the same in every step.
         """
         self._check("allreduce", flat, Op.SUM, self.ops)
         if flat.dim() != 1 or not flat.is_contiguous() or flat.dtype not in ENCODABLE:
@@ -273,31 +273,25 @@ class Engine(Meeting, ABC):
         if flat.numel() == 0 or self.size == 1:
             return flat
         if wire.sums == "encoded":
-            encoded = wire.encode(flat)
+            encoded = wire.encode(flat, what)
             self.allreduce_(encoded, Op.SUM, what=what)
             wire.decode(encoded, flat)
             return flat
 
         def exchange() -> None:
-            for piece in torch.split(flat, self.chunk):
-                self._add_encoded(piece, wire, what)
+            for number, piece in enumerate(torch.split(flat, self.chunk)):
+                add_decoded(
+                    piece,
+                    wire,
+                    f"{what}/{number}",
+                    counts=encoding.shares(piece.numel(), self.size),
+                    rank=self.rank,
+                    alltoall=partial(self._alltoall, what),
+                    allgather=partial(self._allgather, what),
+                )
 
         self.meet(exchange, "allreduce", what, flat)
         return flat
-
-    def _add_encoded(self, flat: Tensor, wire: Wire, what: str) -> None:
-        """Collective: everybody adds up a slice of all, in rank order, and hands round the sum."""
-        counts = encoding.shares(flat.numel(), self.size)
-        sizes = [wire.num_bytes(count) for count in counts]
-        own = counts[self.rank]
-        sent = torch.cat([wire.encode(part) for part in torch.split(flat, counts)])
-        came = self._alltoall(what, sent, sizes, [sizes[self.rank]] * self.size)
-        total = add_decoded(
-            torch.split(came, [sizes[self.rank]] * self.size), wire, flat.new_empty(own)
-        )
-        joined = self._allgather(what, wire.encode(total), sizes)
-        for part, target in zip(torch.split(joined, sizes), torch.split(flat, counts), strict=True):
-            wire.decode(part, target)
 
     def reduce_scatter(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:
         """Collective: combine and keep this rank's part of dimension 0, as `torch.tensor_split`."""

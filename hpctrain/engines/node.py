@@ -172,6 +172,7 @@ class NodeGroup:
         pieces: Sequence[tuple[Sequence[Tensor], Tensor]] | None = None,
         wire: Wire | None = None,
         num_encoded: int = 0,
+        key: str = "",
     ) -> None:
         """Collective: combine every rank's part into the node's `total`, over all nodes.
 
@@ -183,6 +184,7 @@ class NodeGroup:
                 which piece of `total`; None: all of it at once, from the parts.
             wire: How sums travel between nodes; None: as they are.
             num_encoded: So many of the first elements are the wire's, the rest travels as it is.
+            key: What this is, for the wire: the same in every step.
         """
         own = self.own_slice(total.numel())
         if pieces is None:
@@ -195,7 +197,7 @@ class NodeGroup:
                 not self.is_even
             ):  # the slices between nodes are not those of the ranks: wait for all
                 self.barrier.wait()
-            self.combine_across(total, op, wire=wire, num_encoded=num_encoded)
+            self.combine_across(total, op, wire=wire, num_encoded=num_encoded, key=key)
         self.barrier.wait()
 
     def combine_across(
@@ -205,6 +207,7 @@ class NodeGroup:
         *,
         wire: Wire | None = None,
         num_encoded: int = 0,
+        key: str = "",
     ) -> None:
         """Collective over the counterparts: combine this rank's slice with the other nodes'."""
         if self.num_nodes == 1 or self.local_rank >= self.num_slices:
@@ -214,26 +217,36 @@ class NodeGroup:
         most = _MOST_BYTES // total.element_size()
         if wire is not None:
             for start in range(first, border, most):
-                self._add_encoded(total[start : min(start + most, border)], wire)
+                self._add_encoded(total[start : min(start + most, border)], wire, f"{key}/{start}")
         for start in range(border, last, most):
             self._combine_piece(total[start : min(start + most, last)], op)
 
-    def _add_encoded(self, piece: Tensor, wire: Wire) -> None:
-        """Collective over the counterparts: add up encoded parts; all nodes get the same bits."""
-        counts = encoding.shares(piece.numel(), self.num_nodes)
-        sizes = [wire.num_bytes(count) for count in counts]
-        here = self.across.Get_rank()
-        sent = torch.cat([wire.encode(part) for part in torch.split(piece, counts)])
-        arrived = sent.new_empty(sizes[here] * self.num_nodes)
-        received = [sizes[here]] * self.num_nodes
-        self.across.Alltoallv(_bytes(sent, sizes), _bytes(arrived, received))
-        total = add_decoded(torch.split(arrived, received), wire, piece.new_empty(counts[here]))
-        joined = sent.new_empty(sum(sizes))
-        self.across.Allgatherv(_bytes(wire.encode(total)), _bytes(joined, sizes))
-        for part, target in zip(
-            torch.split(joined, sizes), torch.split(piece, counts), strict=True
-        ):
-            wire.decode(part, target)
+    def _add_encoded(self, piece: Tensor, wire: Wire, key: str) -> None:
+        """Collective over the counterparts: add up encoded; all nodes get the same bits."""
+        if wire.sums == "encoded":
+            encoded = wire.encode(piece, key)
+            self._combine_piece(encoded, Op.SUM)
+            wire.decode(encoded, piece)
+            return
+        add_decoded(
+            piece,
+            wire,
+            key,
+            counts=encoding.shares(piece.numel(), self.num_nodes),
+            rank=self.across.Get_rank(),
+            alltoall=self._alltoall,
+            allgather=self._allgather,
+        )
+
+    def _alltoall(self, sent: Tensor, to: Sequence[int], come: Sequence[int]) -> Tensor:
+        arrived = sent.new_empty(sum(come))
+        self.across.Alltoallv(_bytes(sent, to), _bytes(arrived, come))
+        return arrived
+
+    def _allgather(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
+        joined = mine.new_empty(sum(counts))
+        self.across.Allgatherv(_bytes(mine), _bytes(joined, counts))
+        return joined
 
     def _combine_piece(self, piece: Tensor, op: Op) -> None:
         counts = encoding.shares(piece.numel(), self.num_nodes)

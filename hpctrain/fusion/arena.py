@@ -40,8 +40,8 @@ class PendingMessage(Protocol):
 
 
 Carrier = Callable[[Tensor, int, str], PendingMessage]
-"""Starts a message: its elements, how many of the first are gradients, what it is."""
-"""Collective: starts summing a flat tensor over all ranks in place; the text says what it is."""
+"""Collective: starts summing a flat tensor over all ranks in place. It gets the tensor, how many of
+its first elements are gradients, and what it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,8 @@ from hpctrain.doors import lazy
 if TYPE_CHECKING:
     from hpctrain.wire.casting import Bf16Wire, Fp16Wire
     from hpctrain.wire.registry import NONE, make_wire, wire_names
-    from hpctrain.wire.wire import ENCODABLE, Summing, Wire, add_decoded
+    from hpctrain.wire.summing import add_decoded
+    from hpctrain.wire.wire import ENCODABLE, Summing, Wire
 
 __all__ = [
     "ENCODABLE",
@@ -31,6 +32,7 @@ __getattr__ = lazy(
     {
         ".casting": ("Bf16Wire", "Fp16Wire"),
         ".registry": ("NONE", "make_wire", "wire_names"),
-        ".wire": ("ENCODABLE", "Summing", "Wire", "add_decoded"),
+        ".summing": ("add_decoded",),
+        ".wire": ("ENCODABLE", "Summing", "Wire"),
     },
 )

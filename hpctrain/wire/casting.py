@@ -24,7 +24,7 @@ class Bf16Wire(Wire):
         """Two for each element."""
         return 2 * num_elements
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, key: str) -> Tensor:
         """Round to the nearest bfloat16."""
         return values.to(torch.bfloat16).view(torch.uint8)
 
@@ -46,7 +46,7 @@ class Fp16Wire(Wire):
         """Two for each element, and two for the scale."""
         return 2 * num_elements + 2
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, key: str) -> Tensor:
         """Scale so that the largest element nearly fills float16, and round to the nearest."""
         encoded = torch.empty(values.numel() + 1, dtype=torch.float16, device=values.device)
         if values.numel() == 0:

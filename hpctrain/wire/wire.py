@@ -6,13 +6,12 @@ Inside a node gradients always travel as they are; a wire is for the way between
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["ENCODABLE", "Summing", "Wire", "add_decoded"]
+__all__ = ["ENCODABLE", "Summing", "Wire"]
 
 Summing = Literal["encoded", "decoded"]
 ENCODABLE = (torch.float32, torch.float64)
@@ -37,22 +36,18 @@ class Wire(ABC):
         """How many bytes that many elements take on the way."""
 
     @abstractmethod
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, key: str) -> Tensor:
         """What travels, as a flat tensor in memory of its own.
 
-        Bytes (uint8) where sums are made of what was decoded, else numbers that can be added up.
+        Args:
+            values: What is to be encoded; left as it is.
+            key: What these are, for a wire that keeps a state: the same in every step, and another
+                one for everything else that this rank encodes in a step.
+
+        Returns:
+            Bytes (uint8) where sums are made of what was decoded, else numbers that add up.
         """
 
     @abstractmethod
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         """Write what was encoded into a flat tensor."""
-
-
-def add_decoded(parts: Sequence[Tensor], wire: Wire, total: Tensor) -> Tensor:
-    """Decode and add up, from the first part to the last; returns `total`."""
-    wire.decode(parts[0], total)
-    one = torch.empty_like(total)
-    for part in parts[1:]:
-        wire.decode(part, one)
-        total += one
-    return total

@@ -85,7 +85,7 @@ def sent():
 def make(world, engine, wire):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     return hpc.distribute(world, model, optimizer, engine=engine, wire=wire)
 
 def train(world, replica, steps):

@@ -5,11 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.engines import BetweenNodes
+from hpctrain.engines import BetweenNodes, NodeGroup
 from hpctrain.errors import ConfigError
-from hpctrain.wire import make_wire
+from hpctrain.wire import Wire, make_wire
 
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
+
+
+class FixedPoint(Wire):
+    """Whole numbers of 2 ** -20: their sum is exact, and is made as they are encoded."""
+
+    name = "fixed"
+    sums = "encoded"
+
+    def num_bytes(self, num_elements):
+        return 4 * num_elements
+
+    def encode(self, values, key):
+        return torch.ldexp(values, torch.tensor(20)).round().to(torch.int32)
+
+    def decode(self, encoded, into):
+        into.copy_(torch.ldexp(encoded.to(into.dtype), torch.tensor(-20)))
 
 
 def values_of(rank, size, dtype):
@@ -59,6 +75,48 @@ def test_inside_a_node_sums_are_exact(world, engine, name):
         )
     else:
         check(world, flat, 501, torch.float32, name)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 1001])
+def test_sums_of_what_is_encoded(world, engine, size):
+    flat = values_of(world.rank, size, torch.float64)
+    engine.allreduce_encoded_(flat, FixedPoint(), what="test")
+    if world.size > 1:
+        rounded = (values_of(n, size, torch.float64).mul(2**20).round() for n in range(world.size))
+        assert torch.equal(flat, sum(rounded) / 2**20)
+
+
+@pytest.mark.parametrize("name", [*ROUNDING, "fixed"])
+@pytest.mark.parametrize("size", [0, 1, 5, 1001])
+def test_the_sums_of_a_node_are_encoded_on_their_way_to_others(world, name, size):
+    """Every two ranks share memory, as if each half were a node."""
+    group = NodeGroup(world.comm, domain=world.rank // 2)
+    if world.size < 4:
+        group.close()
+        return
+    assert (group.num_nodes, group.local_size) == (2, 2)
+    block = group.allocate(3 * 4 * (size + 1), "test")
+    *parts, total = (
+        block.tensor(torch.float32, start=4 * (size + 1) * n, num_elements=size + 1)
+        for n in range(3)
+    )
+    mine = values_of(world.rank, size, torch.float32)
+    parts[group.local_rank][:size] = mine
+    parts[group.local_rank][size] = 1 + 2**-20  # too many digits for 16 bits: travels as it is
+    wire = FixedPoint() if name == "fixed" else make_wire(name)
+    group.reduce(parts, total, wire=wire, num_encoded=size, key="test")
+    came = total.clone()
+    group.barrier.wait()
+    del parts, total
+    block.close()
+    group.close()
+    assert came[size] == world.size * (1 + 2**-20)
+    if name == "fixed":
+        pairs = [values_of(n, size, torch.float32) for n in range(4)]
+        sums = [pairs[0] + pairs[1], pairs[2] + pairs[3]]
+        assert torch.equal(came[:size], sum(one.mul(2**20).round() for one in sums) / 2**20)
+    else:
+        check(world, came[:size], size, torch.float32, name)
 
 
 def test_what_cannot_be_encoded_is_refused(world, engine):

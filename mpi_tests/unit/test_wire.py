@@ -19,7 +19,7 @@ ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
 
 
 def through(wire: Wire, values: torch.Tensor) -> torch.Tensor:
-    encoded = wire.encode(values)
+    encoded = wire.encode(values, "test")
     assert encoded.dtype == torch.uint8
     assert encoded.numel() == wire.num_bytes(values.numel())
     came = torch.full_like(values, 7.0)
@@ -51,16 +51,32 @@ def test_what_is_special_arrives(name):
 
 
 @given(st.integers(1, 5), st.integers(0, 40))
-def test_sums_are_of_what_was_decoded(num_parts, size):
+def test_sums_are_of_what_was_decoded(num_peers, size):
+    """The first peer's view: all others have what its seeds say."""
     wire = make_wire("bf16")
-    parts = [
-        torch.randn(size, generator=torch.Generator().manual_seed(n)) for n in range(num_parts)
+    flats = [
+        torch.randn(size, generator=torch.Generator().manual_seed(n)) for n in range(num_peers)
     ]
-    total = add_decoded([wire.encode(part) for part in parts], wire, torch.empty(size))
+    counts = [size, *[0] * (num_peers - 1)]
+
+    def alltoall(sent, to, come):
+        assert sum(to) == sent.numel() == wire.num_bytes(size)
+        return torch.cat([wire.encode(flat, "term") for flat in flats])
+
+    total = flats[0].clone()
+    add_decoded(
+        total,
+        wire,
+        "test",
+        counts=counts,
+        rank=0,
+        alltoall=alltoall,
+        allgather=lambda mine, _: mine,
+    )
     wanted = torch.zeros(size)
-    for part in parts:
-        wanted += part.bfloat16().float()
-    assert torch.equal(total, wanted)
+    for flat in flats:
+        wanted += flat.bfloat16().float()
+    assert torch.equal(total, wanted.bfloat16().float())
 
 
 def test_names():

@@ -110,8 +110,9 @@ class Mode(Gradients, ABC):
     weighs_samples = True
     """Whether ranks count by their samples; Adasum knows no weights."""
     chosen = ""
-    wire = ""
     """What the policy chose, and why."""
+    wire = ""
+    """How gradients travel between nodes, in words; empty where nobody asked."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
         self.names = tuple(names)

@@ -221,6 +221,7 @@ class NodeSums:
                 pieces=pieces,
                 wire=wire,
                 num_encoded=buffer.bucket.flags,
+                key=buffer.bucket.dtype,
             )
 
 
