@@ -13,6 +13,7 @@ from hpctrain.doors import lazy
 if TYPE_CHECKING:
     from hpctrain.engines import differentiable
     from hpctrain.engines.base import Engine, EngineWatch, EngineWatchdog, Pending
+    from hpctrain.engines.between_nodes import BetweenNodes
     from hpctrain.engines.choosing import ChosenEngine, choose, create, needs_horovod_state
     from hpctrain.engines.encoding import Op
     from hpctrain.engines.horovod import HorovodEngine
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO",
     "UNKNOWN_HOROVOD",
+    "BetweenNodes",
     "Capabilities",
     "ChosenEngine",
     "Engine",
@@ -68,6 +70,7 @@ __getattr__ = lazy(
             "HorovodState",
             "probe_horovod",
         ),
+        ".between_nodes": ("BetweenNodes",),
         ".node": ("NodeGroup",),
         ".registry": (
             "AUTO",

@@ -20,6 +20,7 @@ from hpctrain.engines import encoding, rows
 from hpctrain.engines.encoding import Op, as_op
 from hpctrain.engines.registry import Capabilities
 from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.wire import ENCODABLE, Wire, add_decoded
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -253,6 +254,45 @@ class Engine(Meeting, ABC):
 
         return Pending(finish)
 
+    def allreduce_encoded_(self, flat: Tensor, wire: Wire, *, what: str = "") -> Tensor:
+        """Collective: add up a flat tensor over all ranks in place, encoded on the way.
+
+        All ranks get the same bits: what a rank has added up itself is encoded for it as well.
+
+        Args:
+            flat: One-dimensional and contiguous, float32 or float64; as many elements everywhere.
+            wire: The same kind on all ranks.
+            what: What this is, for messages and for the wire: the same in every step.
+        """
+        self._check("allreduce", flat, Op.SUM, self.ops)
+        if flat.dim() != 1 or not flat.is_contiguous() or flat.dtype not in ENCODABLE:
+            raise ConfigError(
+                f"allreduce_encoded_: {flat.dtype} of shape {tuple(flat.shape)}; give a contiguous "
+                "one-dimensional float32 or float64 tensor"
+            )
+        if flat.numel() == 0 or self.size == 1:
+            return flat
+        if wire.sums == "encoded":
+            encoded = wire.encode(flat, what)
+            self.allreduce_(encoded, Op.SUM, what=what)
+            wire.decode(encoded, flat)
+            return flat
+
+        def exchange() -> None:
+            for number, piece in enumerate(torch.split(flat, self.chunk)):
+                add_decoded(
+                    piece,
+                    wire,
+                    f"{what}/{number}",
+                    counts=encoding.shares(piece.numel(), self.size),
+                    rank=self.rank,
+                    alltoall=partial(self._alltoall, what),
+                    allgather=partial(self._allgather, what),
+                )
+
+        self.meet(exchange, "allreduce", what, flat)
+        return flat
+
     def reduce_scatter(self, tensor: Tensor, op: Op = Op.SUM, *, what: str = "") -> Tensor:
         """Collective: combine and keep this rank's part of dimension 0, as `torch.tensor_split`."""
         op = as_op(op)
@@ -308,6 +348,22 @@ class Engine(Meeting, ABC):
             return rows.allgather(self._control, lines, self.chunk, partial(self._allgather, what))
 
         return self.meet(exchange, "allgather", what, lines, rows_vary=True)
+
+    def gather_parts(self, flat: Tensor, counts: Sequence[int], *, what: str = "") -> Tensor:
+        """Collective: join flat tensors whose lengths all ranks know.
+
+        Args:
+            flat: This rank's, `counts[rank]` elements; the dtype must match.
+            counts: Every rank's number of elements.
+            what: What this is, for messages.
+        """
+        self._check("allgather", flat, written=False)
+        sizes = [count * flat.element_size() for count in counts]
+
+        def exchange() -> Tensor:
+            return self._allgather(what, encoding.to_bytes(flat), sizes)
+
+        return self.meet(exchange, "allgather", what, flat, rows_vary=True).view(flat.dtype)
 
     def alltoall(
         self, tensor: Tensor, splits: Sequence[int] | None = None, *, what: str = ""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hpctrain.engines import encoding
 from hpctrain.engines.encoding import Op
+from hpctrain.wire import Wire, add_decoded
 from hpctrain.world import (
     CoreMap,
     SharedBlock,
@@ -169,6 +170,9 @@ class NodeGroup:
         op: Op = Op.SUM,
         *,
         pieces: Sequence[tuple[Sequence[Tensor], Tensor]] | None = None,
+        wire: Wire | None = None,
+        num_encoded: int = 0,
+        key: str = "",
     ) -> None:
         """Collective: combine every rank's part into the node's `total`, over all nodes.
 
@@ -178,6 +182,9 @@ class NodeGroup:
             op: SUM, MIN or MAX.
             pieces: This rank's slice cut up beforehand: what is combined, by local rank, and into
                 which piece of `total`; None: all of it at once, from the parts.
+            wire: How sums travel between nodes; None: as they are.
+            num_encoded: So many of the first elements are the wire's, the rest travels as it is.
+            key: What this is, for the wire: the same in every step.
         """
         own = self.own_slice(total.numel())
         if pieces is None:
@@ -190,17 +197,56 @@ class NodeGroup:
                 not self.is_even
             ):  # the slices between nodes are not those of the ranks: wait for all
                 self.barrier.wait()
-            self.combine_across(total, op)
+            self.combine_across(total, op, wire=wire, num_encoded=num_encoded, key=key)
         self.barrier.wait()
 
-    def combine_across(self, total: Tensor, op: Op = Op.SUM) -> None:
+    def combine_across(
+        self,
+        total: Tensor,
+        op: Op = Op.SUM,
+        *,
+        wire: Wire | None = None,
+        num_encoded: int = 0,
+        key: str = "",
+    ) -> None:
         """Collective over the counterparts: combine this rank's slice with the other nodes'."""
         if self.num_nodes == 1 or self.local_rank >= self.num_slices:
             return
-        bounds = slice_bounds(total.numel(), self.num_slices)[self.local_rank]
+        first, last = slice_bounds(total.numel(), self.num_slices)[self.local_rank]
+        border = first if wire is None else min(max(num_encoded, first), last)
         most = _MOST_BYTES // total.element_size()
-        for start in range(bounds[0], bounds[1], most):
-            self._combine_piece(total[start : min(start + most, bounds[1])], op)
+        if wire is not None:
+            for start in range(first, border, most):
+                self._add_encoded(total[start : min(start + most, border)], wire, f"{key}/{start}")
+        for start in range(border, last, most):
+            self._combine_piece(total[start : min(start + most, last)], op)
+
+    def _add_encoded(self, piece: Tensor, wire: Wire, key: str) -> None:
+        """Collective over the counterparts: add up encoded; all nodes get the same bits."""
+        if wire.sums == "encoded":
+            encoded = wire.encode(piece, key)
+            self._combine_piece(encoded, Op.SUM)
+            wire.decode(encoded, piece)
+            return
+        add_decoded(
+            piece,
+            wire,
+            key,
+            counts=encoding.shares(piece.numel(), self.num_nodes),
+            rank=self.across.Get_rank(),
+            alltoall=self._alltoall,
+            allgather=self._allgather,
+        )
+
+    def _alltoall(self, sent: Tensor, to: Sequence[int], come: Sequence[int]) -> Tensor:
+        arrived = sent.new_empty(sum(come))
+        self.across.Alltoallv(_bytes(sent, to), _bytes(arrived, come))
+        return arrived
+
+    def _allgather(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
+        joined = mine.new_empty(sum(counts))
+        self.across.Allgatherv(_bytes(mine), _bytes(joined, counts))
+        return joined
 
     def _combine_piece(self, piece: Tensor, op: Op) -> None:
         counts = encoding.shares(piece.numel(), self.num_nodes)

@@ -39,8 +39,9 @@ class PendingMessage(Protocol):
         """Block until it has arrived."""
 
 
-Carrier = Callable[[Tensor, str], PendingMessage]
-"""Collective: starts summing a flat tensor over all ranks in place; the text says what it is."""
+Carrier = Callable[[Tensor, int, str], PendingMessage]
+"""Collective: starts summing a flat tensor over all ranks in place. It gets the tensor, how many of
+its first elements are gradients, and what it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,7 +306,8 @@ class Arena:
         self._collect(buffer)
         marks = [1.0 if index in buffer.used else 0.0 for index in buffer.bucket.members]
         buffer.flags.copy_(torch.tensor(marks, dtype=torch.float64), non_blocking=True)
-        buffer.work = self._carry(buffer.message, buffer.text)
+        num_gradients = buffer.bucket.flags - buffer.bucket.start
+        buffer.work = self._carry(buffer.message, num_gradients, buffer.text)
         self._launched += 1
         self.num_messages += 1
 

@@ -25,6 +25,7 @@ from hpctrain.precision import (
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.policy import Options
+from hpctrain.wire import wire_names
 from hpctrain.world import World, agree
 
 __all__ = [
@@ -53,6 +54,7 @@ class DistributeArguments:
     bucket_bytes: int | None
     update: str
     share_parameters: bool
+    wire: str
     timeout_s: float
     horovod: HorovodTraining | None
     precision: PrecisionName
@@ -70,6 +72,7 @@ class DistributeArguments:
             bucket_bytes=self.bucket_bytes,
             update=self.update,
             share_parameters=self.share_parameters,
+            wire=self.wire,
             horovod_fusion=self.horovod is not None and self.horovod.fusion == "horovod",
         )
 
@@ -105,6 +108,8 @@ def _find_mistake(
         return f"bucket_bytes={given.bucket_bytes!r} must be a whole number, at least 1, or None"
     if not _is_flag(given.overlap):
         return f"overlap={given.overlap!r} must be True, False or None"
+    if given.wire not in wire_names():
+        return f"wire={given.wire!r} is unknown; choose {', '.join(wire_names())}"
     if given.nonfinite not in ("stop", "ignore"):
         return f"nonfinite={given.nonfinite!r} is unknown; choose 'stop' or 'ignore'"
     if not isinstance(engine, str | Engine):

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain import log
 from hpctrain.connection import Connection, connect
-from hpctrain.engines import AUTO, Engine
+from hpctrain.engines import AUTO, BetweenNodes, Engine
 from hpctrain.errors import CollectiveError
 from hpctrain.fusion import is_dense
 from hpctrain.optim import combine, members_of, spans_of
@@ -40,6 +40,7 @@ from hpctrain.replica.replica import Replica
 from hpctrain.replica.sweep import SweepTimer
 from hpctrain.sweep_request import sweep_of
 from hpctrain.update import ShardedUpdate, shards_by
+from hpctrain.wire import NONE, make_wire
 from hpctrain.world import World, keep_freed_memory, takes_timeout
 
 __all__ = ["distribute", "gather_facts", "optimizer_facts"]
@@ -57,6 +58,7 @@ def distribute(
     bucket_bytes: int | None = None,
     update: str = "auto",
     share_parameters: bool = False,
+    wire: str = "none",
     timeout_s: float = 600.0,
     horovod: HorovodTraining | None = None,
     precision: PrecisionName = "fp32",
@@ -88,6 +90,8 @@ def distribute(
             where it pays. See `hpctrain.replica.policy`.
         share_parameters: Hold the weights once a node as well, with a sharded update: for models
             that need the memory. Code that writes to weights on every rank works as before.
+        wire: How gradients travel between nodes: `none` (as they are), `bf16` or `fp16`: half the
+            bytes of float32, added up in float32. Inside a node they are always exact.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
         horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
             Adasum, and its switches.
@@ -115,6 +119,7 @@ def distribute(
         bucket_bytes=bucket_bytes,
         update=update,
         share_parameters=share_parameters,
+        wire=wire,
         timeout_s=timeout_s,
         horovod=horovod,
         precision=precision,
@@ -146,6 +151,15 @@ def _find_owner(optimizer: torch.optim.Optimizer) -> str | None:
                 "you distribute again. To train several models, give each an optimizer of its own"
             )
     return None
+
+
+def _describe_wire(used: str, asked: str, num_nodes: int) -> str:
+    """How gradients travel between nodes, where somebody asked; empty where nobody did. Pure."""
+    if asked == NONE:
+        return ""
+    if used == NONE:
+        return f"none ({asked} was asked for; gradients stay on one node, where they are exact)"
+    return f"{used} between {num_nodes} nodes"
 
 
 def _keep() -> None:
@@ -236,6 +250,7 @@ class _Layout:
         choice = choose(facts, given.options)
         mode = self._build(choice, names, parameters)
         mode.chosen = f"{choice.mode}: {choice.why}"
+        mode.wire = _describe_wire(choice.wire, given.wire, facts.num_nodes)
         return mode
 
     def _build(
@@ -250,20 +265,26 @@ class _Layout:
             return self._build_node(choice, names, parameters)
         if choice.mode == "alone":
             return AloneMode(names, parameters)
+        wire = make_wire(choice.wire)
         return ArenaMode(
             self.engine,
             names,
             parameters,
             bucket_bytes=choice.bucket_bytes,
             overlap=choice.overlap,
+            between=None if wire is None else BetweenNodes(self.engine, self._nodes(), wire),
         )
+
+    def _nodes(self) -> list[int]:
+        """The node of each of the engine's ranks."""
+        return [self.world.ranks[rank].node_rank for rank in self.engine.members]
 
     def _build_node(
         self, choice: Choice, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]
     ) -> NodeMode:
         """Collective: sums in shared memory, and the updates divided that are so chosen."""
         group = self.engine.node_group()
-        mode = NodeMode(self.engine, group, names, parameters)
+        mode = NodeMode(self.engine, group, names, parameters, wire=make_wire(choice.wire))
         for (member, span), one in zip(spans_of(self.optimizer), choice.update, strict=True):
             if one.by is not None:
                 mode.updates.append(

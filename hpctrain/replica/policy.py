@@ -77,6 +77,8 @@ class Options:
     bucket_bytes: int | None = None
     update: str = "auto"
     share_parameters: bool = False
+    wire: str = "none"
+    """How gradients travel between nodes."""
     horovod_fusion: bool = False
     """Whether Horovod fuses the gradients itself."""
 
@@ -108,6 +110,8 @@ class Choice:
     """When a bucket is closed; None: everything at once."""
     why: str
     """Why this mode."""
+    wire: str = "none"
+    """How gradients travel between nodes; `none` where they do not leave one."""
 
     @property
     def divides_update(self) -> bool:
@@ -140,11 +144,27 @@ def choose(facts: ReplicaFacts, options: Options = _NOTHING_ASKED) -> Choice:
         raise ConfigError(
             f"share_parameters=True needs a sharded update, and it is replicated: {whole[0].why}"
         )
-    overlap = mode in ("arena", "horovod") and _overlaps(facts, options)
+    wire = _choose_wire(facts, options)
+    overlap = mode in ("arena", "horovod") and wire == "none" and _overlaps(facts, options)
     size = options.bucket_bytes if mode == "arena" else None
     if mode == "arena" and size is None and overlap:
         size = bucket_size(facts.gradient_bytes)
-    return Choice(mode=mode, update=update, overlap=overlap, bucket_bytes=size, why=why)
+    return Choice(mode=mode, update=update, overlap=overlap, bucket_bytes=size, why=why, wire=wire)
+
+
+def _choose_wire(facts: ReplicaFacts, options: Options) -> str:
+    if options.wire == "none":
+        return "none"
+    if options.horovod_fusion:
+        raise ConfigError(
+            f"wire={options.wire!r} with Horovod's own fusion; use its "
+            'HorovodTraining(compression="fp16"), or fusion="arena"'
+        )
+    if options.overlap:
+        raise ConfigError(
+            f"wire={options.wire!r} encodes after backward; leave out overlap=True, or the wire"
+        )
+    return options.wire if facts.num_nodes > 1 else "none"
 
 
 def _choose_mode(facts: ReplicaFacts, options: Options) -> tuple[ModeName, str]:

@@ -548,7 +548,8 @@ class Replica:
     def describe_mode(self) -> list[tuple[str, str]]:
         """Say how gradients travel, and why; as rows."""
         mode = self._exchange.mode
-        return [("mode", mode.chosen), *mode.describe()]
+        wire = [("wire", mode.wire)] if mode.wire else []
+        return [("mode", mode.chosen), *mode.describe(), *wire]
 
     def close(self) -> None:
         """Collective, unless an engine was given: let the model go, and end what was connected.

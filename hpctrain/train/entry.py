@@ -251,6 +251,7 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
             bucket_bytes=chosen.bucket_bytes,
             update=chosen.update,
             share_parameters=chosen.share_parameters,
+            wire=chosen.wire,
             timeout_s=chosen.timeout_s,
             precision=precision.kind,
             scaling=scaling,

@@ -214,6 +214,7 @@ def _choose(
         bucket_bytes=asked.bucket_bytes,
         update=asked.update,
         share_parameters=asked.share_parameters,
+        wire=asked.wire,
     )
     return choose(facts, options)
 

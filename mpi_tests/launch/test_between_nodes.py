@@ -73,3 +73,76 @@ def test_training_between_nodes_and_its_bytes(nodes, ranks, tmp_path):
     expected = 2 * (len(ranks) - 1) / len(ranks) * told["weights"]
     assert len(told["sent"]) == len(ranks)
     assert told["sent"] == [pytest.approx(expected, rel=0.05)] * len(ranks)
+
+
+WIRE = """
+import json, sys, torch, hpctrain as hpc
+
+def sent():
+    with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
+        return int(file.read())
+
+def make(world, engine, wire):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    return hpc.distribute(world, model, optimizer, engine=engine, wire=wire)
+
+def train(world, replica, steps):
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(world.rank))
+    world.comm.Barrier()
+    before = sent()
+    for _ in range(steps):
+        replica.backward(replica(x).square().sum(), num_samples=4)
+        replica.step()
+    world.comm.Barrier()
+    return sent() - before
+
+with hpc.init(seed=1, device="cpu", num_threads=1) as world:
+    engine = hpc.connect(world, sys.argv[1], timeout_s=60).engine
+    found = {}
+    for wire in ("none", "bf16", "fp16"):
+        replica = make(world, engine, wire)
+        start = torch.cat([p.detach().flatten().clone() for p in replica.model.parameters()])
+        train(world, replica, 1)
+        weights = torch.cat([p.detach().flatten().clone() for p in replica.model.parameters()])
+        assert len(set(world.comm.allgather(weights.numpy().tobytes()))) == 1
+        few, many = train(world, replica, 1), train(world, replica, 4)
+        rows = world.comm.allgather(((many - few) / 3, world.local_rank))
+        found[wire] = {"moved": (weights - start), "describe": replica.describe(),
+                       "sent": sum(b for b, local in rows if not local)}
+        replica.close()
+    exact = found["none"]["moved"]
+    for wire in found:
+        moved = found[wire].pop("moved")
+        found[wire]["error"] = float((moved - exact).abs().max() / exact.abs().max())
+    if world.rank == 0:
+        print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "engine"),
+    [(2, (2, 1), "mpi"), (2, (2, 2), "torch")],
+    indirect=["nodes"],
+)
+def test_a_wire_halves_the_bytes_between_nodes(nodes, ranks, engine, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WIRE)
+    hosts = ",".join(f"{host}:{count}" for host, count in zip(nodes.hosts, ranks, strict=True))
+    done = nodes.run(
+        nodes.hosts[0],
+        [*HPCTRAIN, "run", "--hosts", hosts, "--quiet", str(script), engine],
+        timeout_s=120,
+        cwd=ROOT,
+        env={**nodes.environment(mpi_of_this_python().family), "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert "wire" not in told["none"]["describe"]
+    # The terms and the sum are each rounded once, by half a unit of the largest.
+    for wire, rounding in (("bf16", 2**-8), ("fp16", 2**-11)):
+        assert f"{wire} between 2 nodes" in told[wire]["describe"]
+        assert 0 < told[wire]["error"] <= 3 * rounding
+        assert told[wire]["sent"] < 0.55 * told["none"]["sent"]

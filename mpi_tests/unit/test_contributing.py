@@ -13,6 +13,7 @@ from hpctrain import batch_systems, checkpoint, engines
 from hpctrain.batch_systems import registry as batch_registry
 from hpctrain.checkpoint import stores
 from hpctrain.engines import registry as engine_registry
+from hpctrain.wire import registry as wire_registry
 
 ROOT = Path(hpctrain.__file__).parents[1]
 PAGES = ("CONTRIBUTING.md", "docs/architecture.md")
@@ -52,14 +53,14 @@ def test_the_files_that_a_page_names_are_there(page):
 def test_the_names_that_a_page_cites_are_there(page):
     names = [word for word in quoted(page) if re.fullmatch(r"hpctrain(\.\w+)+", word)]
     assert names
-    groups = {engine_registry.GROUP, batch_registry.GROUP, stores.GROUP}
+    groups = {engine_registry.GROUP, batch_registry.GROUP, stores.GROUP, wire_registry.GROUP}
     for name in set(names) - groups:
         resolve(name)
 
 
 def test_the_entry_point_groups_are_those_of_the_code():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    for group in (engine_registry.GROUP, batch_registry.GROUP, stores.GROUP):
+    for group in (engine_registry.GROUP, batch_registry.GROUP, stores.GROUP, wire_registry.GROUP):
         assert f"`{group}`" in text
 
 

@@ -13,9 +13,10 @@ from hpctrain.fusion import Arena, Arrived, Watcher, complete
 from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.base import BackwardWatch, Mode
+from hpctrain.wire import ENCODABLE
 
 if TYPE_CHECKING:
-    from hpctrain.engines import Engine
+    from hpctrain.engines import BetweenNodes, Engine
 
 __all__ = ["ArenaMode"]
 
@@ -31,9 +32,11 @@ class ArenaMode(Mode):
         *,
         bucket_bytes: int | None,
         overlap: bool,
+        between: BetweenNodes | None = None,
     ) -> None:
         super().__init__(names, parameters)
         self.engine = engine
+        self._between = between
         self.overlap = overlap
         self.arena = Arena(names, parameters, bucket_bytes=bucket_bytes)
         self._bucket_bytes = bucket_bytes
@@ -162,8 +165,13 @@ class ArenaMode(Mode):
         self.arena.close()
         if self._watcher is not None:
             self._watcher.stop()
+        if self._between is not None:
+            self._between.close()
 
-    def _carry(self, message: Tensor, what: str) -> Pending:
+    def _carry(self, message: Tensor, num_gradients: int, what: str) -> Pending:
+        if self._between is not None and num_gradients and message.dtype in ENCODABLE:
+            self._between.add_(message[:num_gradients], what)
+            message, what = message[num_gradients:], f"{what}: what was used"
         if self.overlap:
             return self.engine.allreduce_async_(message, Op.SUM, what=what)
         self.engine.allreduce_(message, Op.SUM, what=what)

@@ -111,6 +111,8 @@ class Mode(Gradients, ABC):
     """Whether ranks count by their samples; Adasum knows no weights."""
     chosen = ""
     """What the policy chose, and why."""
+    wire = ""
+    """How gradients travel between nodes, in words; empty where nobody asked."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
         self.names = tuple(names)

@@ -20,6 +20,7 @@ from hpctrain.update import some_names
 if TYPE_CHECKING:
     from hpctrain.engines import Engine, NodeGroup
     from hpctrain.update import ShardedUpdate
+    from hpctrain.wire import Wire
 
 __all__ = ["NodeMode"]
 
@@ -42,6 +43,8 @@ class NodeMode(TorchGradientsMode):
         group: NodeGroup,
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
+        *,
+        wire: Wire | None = None,
     ) -> None:
         super().__init__(names, parameters)
         self.engine = engine
@@ -52,7 +55,7 @@ class NodeMode(TorchGradientsMode):
         self.norms = NodeNorms(engine, group, self.memory.buffers)
         total = sum(p.numel() * p.element_size() for p in self.parameters)
         take = self._take if total >= _TAKE_FROM_BYTES else None
-        self.sums = NodeSums(group, self.memory.buffers)
+        self.sums = NodeSums(group, self.memory.buffers, wire)
         self._watch(Usage(self.names, self.parameters, take))
         self.updates: list[ShardedUpdate] = []
         self.why_update = ""

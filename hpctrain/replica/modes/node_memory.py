@@ -24,10 +24,12 @@ from torch import Tensor
 from hpctrain.fusion import CONTROL_WORDS, Bucket, cut_into_runs, is_dense, like_parameter
 from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.update import flat_memory
+from hpctrain.wire import ENCODABLE
 from hpctrain.world import PrivateView, SharedBlock
 
 if TYPE_CHECKING:
     from hpctrain.engines import Engine, NodeGroup
+    from hpctrain.wire import Wire
 
 __all__ = ["GradientBuffer", "NodeMemory", "NodeNorms", "NodeSums"]
 
@@ -163,10 +165,14 @@ class NodeSums:
     Args:
         group: The ranks.
         buffers: Where gradients meet, one for each dtype.
+        wire: How sums travel between nodes; None: as they are.
     """
 
-    def __init__(self, group: NodeGroup, buffers: Sequence[GradientBuffer]) -> None:
+    def __init__(
+        self, group: NodeGroup, buffers: Sequence[GradientBuffer], wire: Wire | None = None
+    ) -> None:
         self._group = group
+        self._wire = wire
         self._buffers = [(buffer, list(_cut_slice(group, buffer))) for buffer in buffers]
         self._slots = {
             run.member: buffer.slots[buffer.bucket.members.index(run.member)]
@@ -208,7 +214,15 @@ class NodeSums:
                 if run.member is not None and run.member in direct:
                     terms = [*terms[:me], direct[run.member], *terms[me + 1 :]]
                 pieces.append((terms, run.total))
-            self._group.reduce(buffer.parts, buffer.total, pieces=pieces)
+            wire = self._wire if buffer.total.dtype in ENCODABLE else None
+            self._group.reduce(
+                buffer.parts,
+                buffer.total,
+                pieces=pieces,
+                wire=wire,
+                num_encoded=buffer.bucket.flags,
+                key=buffer.bucket.dtype,
+            )
 
 
 def _cut_slice(group: NodeGroup, buffer: GradientBuffer) -> Iterator[_Run]:

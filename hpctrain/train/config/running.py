@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from hpctrain.engines import AUTO, engine_names
 from hpctrain.tables import key
 from hpctrain.train.config.sections import MONITOR, Section
+from hpctrain.wire import NONE, wire_names
 
 __all__ = ["Checkpoint", "EngineChoice", "Faults", "Logging", "Precision"]
 
@@ -61,6 +62,11 @@ class EngineChoice(Section):
         default="auto",
     )
     share_parameters: bool = key("Hold the weights once a node, too.", default=False)
+    wire: str = key(
+        "How gradients travel between nodes: as they are, or in 16 bits.",
+        default=NONE,
+        words=wire_names,
+    )
     timeout_s: float = key(
         "How long a collective may wait for a rank before the job ends and names it.",
         default=600.0,
