@@ -168,14 +168,17 @@ class Arena:
 
     # Around a backward pass
 
-    def attach(self) -> None:
+    def attach(self, *, keep_frozen: bool = False) -> None:
         """Make every gradient a view.
 
-        What is frozen has none, as after torch's own `zero_grad`.
+        Args:
+            keep_frozen: Leave the gradients of frozen parameters as they are: torch steps those
+                that `zero_grad(set_to_none=False)` has left. Else they get none.
         """
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad:
-                parameter.grad = None
+                if not keep_frozen:
+                    parameter.grad = None
             elif not self._is_home(index):
                 self._bring_home(index)
         self.hook()

@@ -6,19 +6,21 @@ same answer on all ranks that see the same sums.
 
 from __future__ import annotations
 
-import struct
-import zlib
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.fusion import CONTROL_WORDS
 
-__all__ = ["ControlWords", "LateSums", "check_counted", "check_sums", "digest_rates", "own_words"]
+__all__ = ["ControlWords", "LateSums", "check_counted", "check_sums", "digest_options", "own_words"]
 
+_COMPARED = (bool, int, float, complex, str, tuple, type(None), np.generic)
+"""Kinds of options that are compared; lists are not."""
 _SEQUENCE_PERIOD = 16
 """Of numbers that are compared: sums of squares stay exact in float32 for 70,000 ranks."""
 
@@ -39,9 +41,9 @@ class ControlWords(NamedTuple):
     """Exchanges and updates so far, and batches since the last one, modulo a small number."""
     sequence_squared: float
     """Equal sums of both mean equal numbers on all ranks."""
-    rates: float
-    """A digest of the learning rates."""
-    rates_squared: float
+    options: float
+    """A digest of the optimizer's options, and of which parameters are frozen."""
+    options_squared: float
     nonfinite: float
     """1 for a rank whose loss or gradient is inf or NaN."""
     nonfinite_rank: float
@@ -49,6 +51,8 @@ class ControlWords(NamedTuple):
     loads: float = 0.0
     """States that were loaded into the optimizer so far, modulo a small number."""
     loads_squared: float = 0.0
+    new_weights: float = 0.0
+    """1 for a rank whose model has loaded a state since its last exchange."""
     interrupted: float = 0.0
     """1 for a rank whose backward pass raised after some gradients had left; the last word, which
     an arena that is abandoned sets by itself."""
@@ -67,14 +71,15 @@ def own_words(
     counted: float,
     plain: bool,
     sequence: int,
-    rates: int,
+    options: int,
     finding: str | None,
     loads: int = 0,
+    new_weights: bool = False,
 ) -> ControlWords:
     """This rank's words."""
     loaded = float(loads % _SEQUENCE_PERIOD) if present else 0.0
     number = float(sequence % _SEQUENCE_PERIOD) if present else 0.0
-    digest = float(rates % _SEQUENCE_PERIOD) if present else 0.0
+    digest = float(options % _SEQUENCE_PERIOD) if present else 0.0
     return ControlWords(
         weight=weight,
         calls=calls,
@@ -83,19 +88,42 @@ def own_words(
         plain=float(plain),
         sequence=number,
         sequence_squared=number * number,
-        rates=digest,
-        rates_squared=digest * digest,
+        options=digest,
+        options_squared=digest * digest,
         nonfinite=float(finding is not None),
         nonfinite_rank=float(rank) if finding is not None else 0.0,
         loads=loaded,
         loads_squared=loaded * loaded,
+        new_weights=float(new_weights),
     )
 
 
-def digest_rates(groups: Sequence[Mapping[str, Any]]) -> int:
-    """A small number that tells learning rates apart; those on a device are not looked at."""
-    rates = [rate for group in groups if isinstance(rate := group.get("lr"), float)]
-    return zlib.crc32(struct.pack(f"{len(rates)}d", *rates))
+def digest_options(
+    groups: Sequence[Mapping[str, Any]], parameters: Sequence[Tensor], *, number: int
+) -> int:
+    """A number that differs where options of an optimizer or frozen parameters differ.
+
+    Tensors on a GPU are left out: looking at them would wait for it.
+
+    Args:
+        groups: The optimizer's.
+        parameters: Trained or frozen.
+        number: Of the exchange. Only a few bits are compared, so a difference that is missed in
+            one exchange is found in a later one.
+    """
+    options = [
+        (name, value.item() if isinstance(value, Tensor) else value)
+        for group in groups
+        for name, value in group.items()
+        if isinstance(value, _COMPARED) or _is_number(value)
+    ]
+    frozen = [index for index, p in enumerate(parameters) if not p.requires_grad]
+    text = repr((number, options, frozen)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu"
 
 
 def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) -> None:
@@ -109,7 +137,7 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
 
     Raises:
         ConfigError: sample counts on some ranks only, a state that was loaded on some ranks only,
-            or different learning rates.
+            or different options.
         CollectiveError: the ranks are not in the same step, or a rank has sent half a pass.
     """
     if sums.interrupted:
@@ -143,11 +171,16 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
             "others since distribute(), so that their updates would differ; load the same state on "
             "every rank, or on rank 0 before distribute(), which makes it everyone's"
         )
-    same = sums.rates == mine.rates * ranks and sums.rates_squared == mine.rates_squared * ranks
+    same = (
+        sums.options == mine.options * ranks
+        and sums.options_squared == mine.options_squared * ranks
+    )
     if mine.present and not same:
         raise ConfigError(
-            "the learning rates of the ranks differ; give schedules the same number on every rank, "
-            "such as ReduceLROnPlateau the mean over all ranks, world.mean(loss)"
+            "the learning rates or other options of the optimizer differ between ranks (weight "
+            "decay, momentum, ...), or they have frozen different parameters; set them alike on "
+            "every rank, and give schedules the same number, such as ReduceLROnPlateau the mean "
+            "over all ranks, world.mean(loss)"
         )
 
 

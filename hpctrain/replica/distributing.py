@@ -326,6 +326,12 @@ def _end_all(world: World) -> None:
     told = {number: replica.num_calls for number, replica in held.items() if replica.is_in_use}
     everyone: list[dict[int, tuple[int, int]]] = world.comm.allgather(told)
     for replica in held.values():
+        if world.rank == 0 and replica.is_in_use and replica.num_calls == (0, 0):
+            log.notice(
+                f"no step was made with the replica of {type(replica.model).__name__}; if this "
+                "script has trained, it used a model or an optimizer that was made after "
+                "distribute()"
+            )
         replica.let_go()
     # A replica that is garbage may be gone on some ranks and not on others.
     for number in set.intersection(*(set(one) for one in everyone)):

@@ -60,6 +60,7 @@ def make_equal(
         found.setdefault(id(parameter), (name, parameter))
     names, tensors = [n for n, _ in found.values()], [p for _, p in found.values()]
     check_structure(world, names, tensors)
+    _check_order(world, model, optimizer)
     if broadcast:
         broadcast_tensors(engine, names, tensors)
     check_equal(world, names, tensors, "before training")
@@ -89,6 +90,26 @@ def check_structure(world: World, names: Iterable[str], tensors: Iterable[Tensor
         pairs = zip([*mine, "nothing"], [*first, "nothing"], strict=False)
         here, there = next((a, b) for a, b in pairs if a != b)
         trouble = f"the model has {here} where rank 0 has {there}; build the same model everywhere"
+    agree(world.comm, trouble, error=ConfigError)
+
+
+def _check_order(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Collective: refuse an optimizer that has the parameters in another order on some rank."""
+    names = iter(named_parameters(model, optimizer)[0])
+    mine = [
+        f"{next(names)} in group {number}"
+        for number, group in enumerate(optimizer.param_groups)
+        for _ in group["params"]
+    ]
+    first: list[str] = world.comm.bcast(mine, root=0)
+    trouble = None
+    if mine != first:
+        pairs = zip([*mine, "nothing"], [*first, "nothing"], strict=False)
+        here, there = next((a, b) for a, b in pairs if a != b)
+        trouble = (
+            f"the optimizer has {here} where rank 0 has {there}; give it the parameters in the "
+            "same order on every rank (a set has another order in every process: use a list)"
+        )
     agree(world.comm, trouble, error=ConfigError)
 
 

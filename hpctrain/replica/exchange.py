@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.engines import Engine, Op
-from hpctrain.errors import HpcTrainError
+from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.fusion import Arrived
 from hpctrain.precision import ScaleAndClip
 from hpctrain.replica.checks import check_gradients, check_unchanged
@@ -21,9 +21,10 @@ from hpctrain.replica.control_words import (
     LateSums,
     check_counted,
     check_sums,
-    digest_rates,
+    digest_options,
     own_words,
 )
+from hpctrain.replica.equal_ranks import check_equal
 from hpctrain.replica.finite import FiniteCheck
 from hpctrain.replica.modes import Mode
 from hpctrain.replica.naming import identity, named_parameters
@@ -80,6 +81,8 @@ class Exchange:
         """Whether ranks may be in different steps: inside `join`."""
         self.is_empty = False
         """Whether the last exchange brought no samples at all."""
+        self.has_new_weights = False
+        """Whether this rank's model has loaded a state since the last exchange."""
         # Losses are divided by what the last sum was divided by, the same on all ranks: while batch
         # sizes stay the same, the sums are averages already, and large counts overflow nothing.
         self.scale: float | None = None
@@ -198,9 +201,12 @@ class Exchange:
             counted=counted,
             plain=plain,
             sequence=self.num_exchanges + self.num_updates + self._num_batches(),
-            rates=digest_rates(self._optimizer.param_groups),
+            options=digest_options(
+                self._optimizer.param_groups, self.mode.parameters, number=self.num_exchanges
+            ),
             finding=self.finite.finding,
             loads=self.num_loads,
+            new_weights=self.has_new_weights,
         )
 
     def _num_batches(self) -> int:
@@ -234,6 +240,7 @@ class Exchange:
         self.num_exchanges += 1
         self._batches_before = self.world.shares.num_batches
         arrived = mode.exchange(words)
+        self.has_new_weights = False
         self.is_empty = False
         plain = window.plain
         alone = self.engine.size == 1  # then this rank knows the totals without asking a GPU
@@ -281,6 +288,7 @@ class Exchange:
         """Refuse what ranks did differently, and keep what all must know at the step."""
         try:
             check_sums(mine, totals, size=self.engine.size, step=self.num_steps)
+            self._check_weights(totals)
         except HpcTrainError:
             self.drop()
             raise
@@ -294,7 +302,21 @@ class Exchange:
             late = self._late.pop(0)
             sums = late.read()
             check_sums(late.mine, sums, size=self.engine.size, step=late.step)
+            self._check_weights(sums)
             self._nonfinite = (sums, late.finding) if sums.nonfinite else None
+
+    def _check_weights(self, totals: ControlWords) -> None:
+        """Collective where some models have loaded a state: they must have the same weights.
+
+        A rank may load weights to evaluate with, as long as it loads its own again.
+        """
+        num_loaded = totals.new_weights
+        if not 0 < num_loaded < totals.present or self.is_joining:
+            return
+        what = f"after model.load_state_dict() on {num_loaded:.0f} of {totals.present:.0f} ranks"
+        if self.world.size != self.engine.size:  # not all of them are here to compare
+            raise ConfigError(f"{what}: weights differ; load the same state on every rank")
+        check_equal(self.world, self._names, self.mode.parameters, what)
 
     def stop_at_nonfinite(self) -> None:
         """Collective if a rank has found something: stop before it gets into the weights.

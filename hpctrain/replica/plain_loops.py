@@ -154,6 +154,7 @@ class PlainLoop:
 
     Args:
         owner: The replica. It lives as long as the hooks: such a loop may hold nothing else of it.
+        model: The replica's.
         exchange: The replica's.
         precision: The replica's.
         optimizer: Whose steps are seen.
@@ -162,6 +163,7 @@ class PlainLoop:
     def __init__(
         self,
         owner: object,
+        model: torch.nn.Module,
         exchange: Exchange,
         precision: Precision,
         optimizer: torch.optim.Optimizer,
@@ -189,6 +191,10 @@ class PlainLoop:
                 member.register_step_post_hook(self._after_step),
                 member.register_load_state_dict_post_hook(self._count_load),
             ]
+        inner: Any = getattr(model, "_orig_mod", model)  # of a compiled one
+        self._step_hooks.append(
+            inner.register_load_state_dict_post_hook(_LoadHook(self._note_weights))
+        )
 
     def say_once(self, text: str) -> None:
         """Give a hint, on rank 0 and once."""
@@ -377,6 +383,27 @@ class PlainLoop:
     def _count_load(self, _optimizer: object) -> None:
         """The user has loaded a state; all ranks must, which the next exchange sees."""
         self._exchange.num_loads += 1
+
+    def _note_weights(self) -> None:
+        """The user has loaded weights; the next exchange compares ranks that have not."""
+        self._exchange.has_new_weights = True
+
+
+class _LoadHook:
+    """Calls back when a model has loaded a state; in copies of the model it does nothing."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, _module: torch.nn.Module, _keys: object) -> None:
+        if self._call is not None:
+            self._call()
+
+    def __deepcopy__(self, _memo: object) -> _LoadHook:
+        return _LoadHook()
+
+    def __reduce__(self) -> tuple[type[_LoadHook], tuple[()]]:
+        return (_LoadHook, ())
 
 
 def has_replica(optimizer: torch.optim.Optimizer) -> bool:

@@ -82,7 +82,7 @@ class Replica:
             stops_at_nonfinite=stops_at_nonfinite,
         )
         self._window = self._exchange.window
-        self._plain = PlainLoop(self, self._exchange, precision, optimizer)
+        self._plain = PlainLoop(self, model, self._exchange, precision, optimizer)
         self._turn = Turn()
         self._release = release
         self._is_let_go = False

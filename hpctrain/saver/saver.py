@@ -150,6 +150,8 @@ class Saver:
         self._saved_step: int | None = None
         self._begun = False
         self._due = Agreed()
+        self._is_due_by_count = False
+        """Until the step is finished in which the count said so."""
         self._stop_reason: str | None = None
         self._agreed = Agreed()
         self._governor = Governor(self._timing.pace, now_s=time.monotonic())
@@ -375,7 +377,7 @@ class Saver:
         first = self.world.rank == 0
         left_s = time_left_s() if first else None
         is_due = first and self._is_due(now)
-        save_due = is_due or self._timing.is_due_by_count(self._step)
+        save_due = is_due or self._is_due_by_count or self._timing.is_due_by_count(self._step)
         is_late = first and self._governor.must_stop(left_s, save_due=save_due)
         return BoundaryMessage(
             signal=signal,
@@ -393,10 +395,12 @@ class Saver:
     def _act(self, metrics: Mapping[str, float] | None) -> None:
         """Collective: do what the ranks have agreed on, unless a step is unfinished."""
         self._due = _either(self._due, self._agreed)
-        counted = self._timing.is_due_by_count(self._step) and self._saved_step != self._step
+        if self._timing.is_due_by_count(self._step) and self._saved_step != self._step:
+            self._is_due_by_count = True
         if self._parts.is_mid_step:
             return
         due, self._due = self._due, Agreed()
+        counted = self._is_due_by_count
         if due.failure is not None:
             agree(self.world.comm, self._store.failed, error=CheckpointError)
         if due.signal is not None or due.stop is not None:
@@ -439,6 +443,7 @@ class Saver:
         )
         self._governor.saved(began)
         self._saved_step = self._step
+        self._is_due_by_count = False
         self._num_saves += 1
         self._at = time.monotonic()
         self._clock.began(began, self._at)

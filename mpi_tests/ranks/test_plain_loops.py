@@ -182,7 +182,8 @@ def test_a_plain_pass_after_one_of_the_replicas_own_is_refused_and_then_works(pl
     p.check()
 
 
-def test_unfrozen_later(plain):
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_unfrozen_later(plain, set_to_none):
     p = plain()
     for model in (p.model, p.alone):
         model.layers[0].requires_grad_(False)
@@ -192,7 +193,7 @@ def test_unfrozen_later(plain):
                 model.layers[0].requires_grad_(True)
                 model.layers[2].requires_grad_(False)
         for optimizer, loss in ((p.optimizer, p.loss), (p.own, p.whole)):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=set_to_none)
             loss(step).backward()
             optimizer.step()
     p.check()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hpctrain as hpc
-from hpctrain.errors import ConfigError
+from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.replica import HorovodTraining
 from hpctrain.replica.equal_ranks import digest
 from mpi_tests.ranks.pair import build
@@ -90,6 +90,98 @@ def test_a_state_that_is_loaded_on_one_rank_alone_is_refused(world, by, update):
     replica.zero_grad()
     train()  # now all have
     replica.close()
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_weights_that_are_loaded_on_one_rank_alone_are_refused(world, update):
+    last = others(world)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    replica = hpc.distribute(world, model, optimizer, update=update, timeout_s=20)
+
+    def train():
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+
+    train()
+    earlier = copy.deepcopy(model.state_dict())
+    train()
+    if world.rank == last:  # to evaluate with them
+        now = copy.deepcopy(model.state_dict())
+        model.load_state_dict(earlier)
+        model.load_state_dict(now)
+    train()
+    if world.rank == last:
+        model.load_state_dict(earlier)
+    told = rf"after model.load_state_dict\(\) on 1 of {world.size} ranks: weight on rank"
+    with pytest.raises(CollectiveError, match=told):
+        train()
+    model.load_state_dict(earlier)
+    replica.zero_grad()
+    train()  # now all have
+    replica.close()
+
+
+def test_copies_of_a_distributed_model_are_models(world, engines, tmp_path):
+    model = build()
+    replica = hpc.distribute(world, model, sgd(model), engine=engines["mpi"])
+    path = tmp_path / f"{world.rank}.pt"
+    torch.save(model, path)
+    for other in (copy.deepcopy(model), torch.load(path, weights_only=False)):
+        other.load_state_dict(model.state_dict())
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+    replica.close()
+
+
+def _swap_groups(groups, parameters):
+    return groups[::-1]
+
+
+def _swap_parameters(groups, parameters):
+    return [{"params": [*groups[0]["params"][::-1]]}, groups[1]]
+
+
+@pytest.mark.parametrize("change", [_swap_groups, _swap_parameters])
+def test_an_optimizer_in_another_order_is_refused(world, change):
+    last = others(world)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    if world.rank == last:
+        groups = change(groups, parameters)
+    told = rf"rank {last}.*the optimizer has \d.\w+ in group 0 where rank 0 has 0.weight in group 0"
+    with pytest.raises(ConfigError, match=told):
+        hpc.distribute(world, model, torch.optim.AdamW(groups, 0.1))
+
+
+@pytest.mark.parametrize("what", ["weight_decay", "betas", "maximize", "frozen"])
+def test_options_that_change_on_one_rank_alone_are_refused(world, what):
+    last = others(world)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    replica = hpc.distribute(world, model, optimizer, timeout_s=20)
+    group = optimizer.param_groups[0]
+    if world.rank == last and what == "frozen":
+        model[0].requires_grad_(False)
+    elif world.rank == last:
+        group[what] = {"weight_decay": 0.5, "betas": (0.8, 0.9), "maximize": True}[what]
+
+    def train():
+        for _ in range(8):  # one exchange may miss it
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+
+    with pytest.raises(ConfigError, match=r"options of the optimizer differ .* frozen different"):
+        train()
+    replica.close()
+
+
+def test_a_replica_without_steps_is_named_at_the_end(comm, capfd):
+    with hpc.init(comm=comm, device="cpu", num_threads=1) as world:
+        model = build()
+        hpc.distribute(world, model, sgd(model))
+    told = "no step was made with the replica of" in capfd.readouterr().err
+    assert told == (comm.rank == 0)
 
 
 def test_optimizers_that_differ_are_refused(world):

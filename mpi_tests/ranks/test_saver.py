@@ -214,6 +214,14 @@ def test_checkpoints_by_steps_and_by_hand(world, tmp_path):
     assert saved[-1] == 12
 
 
+def test_a_checkpoint_that_is_due_inside_a_window_waits_for_its_end(world, tmp_path):
+    saved = []
+    with made(world, common(world, tmp_path), every_steps=5, accumulate=2) as run:
+        run.saver.on("saved", saved.append)
+        assert run.train()
+    assert saved == [6, 10, 12]
+
+
 def test_an_epoch_left_early_and_loops_of_ones_own(world, tmp_path):
     folder = common(world, tmp_path)
     with made(world, folder) as run:

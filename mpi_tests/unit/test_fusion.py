@@ -100,7 +100,7 @@ def test_flags_are_read_only_for_what_could_have_been_used(frozen, taken, needs_
     arena.attach()
     sum(model[i](torch.ones(1, 2)).sum() for i in range(3 - taken, 3)).backward()
     arena.collect()
-    arena.arm(lambda message, text: Arrived(), [1.0] * CONTROL_WORDS, overlap=False)
+    arena.arm(lambda message, num_gradients, text: Arrived(), [1.0] * CONTROL_WORDS, overlap=False)
     used = arena.finish().used()
     assert used == (frozenset(range(3 - taken, 3)) if needs_flags else None)
     assert (model[0].weight.grad is None) == bool(frozen)

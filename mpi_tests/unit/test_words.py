@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.replica.control_words import ControlWords, check_sums, digest_rates, own_words
+from hpctrain.replica.control_words import ControlWords, check_sums, digest_options, own_words
 from hpctrain.world.shares import Shares
 
 
-def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, rates=0, **more):
+def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, options=0, **more):
     return own_words(
         rank=rank,
         weight=1.0,
@@ -21,7 +22,7 @@ def words(rank=0, *, sequence=0, present=True, counted=0.0, plain=False, rates=0
         counted=counted,
         plain=plain,
         sequence=sequence,
-        rates=rates,
+        options=options,
         **{"finding": None, **more},
     )
 
@@ -143,8 +144,27 @@ def test_a_state_that_was_loaded_on_some_ranks_only_is_noticed_by_every_rank(loa
 
 
 def test_learning_rates_are_compared():
-    ranks = [words(rank, rates=digest_rates([{"lr": 0.1 * (1 + rank)}])) for rank in range(2)]
+    ranks = [words(rank, options=digest([{"lr": 0.1 * (1 + rank)}])) for rank in range(2)]
     with pytest.raises(ConfigError, match="learning rates"):
         check_sums(ranks[0], added(ranks), size=2, step=0)
-    assert digest_rates([{"lr": 0.1}]) == digest_rates([{"lr": 0.1, "betas": (0, 1)}])
-    assert digest_rates([{"lr": torch.tensor(0.1)}]) == digest_rates([])
+
+
+def digest(groups, parameters=(), number=0):
+    return digest_options(groups, parameters, number=number)
+
+
+def test_the_digest_of_options():
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "params": [torch.zeros(1)], "fused": None}
+    assert digest([group]) == digest([dict(group, params=[torch.ones(2)])])
+    for other in ({"lr": 0.2}, {"betas": (0.9, 0.98)}, {"maximize": True}, {"fused": True}):
+        assert digest([group | other]) != digest([group])
+    for kind in (torch.tensor, np.float32, int, float):
+        assert digest([{"lr": kind(1)}]) != digest([{"lr": kind(2)}])
+    trained, frozen = torch.zeros(1, requires_grad=True), torch.zeros(1)
+    assert digest([group], [trained, frozen]) != digest([group], [trained, trained])
+    # Four bits are compared: a difference that they miss once is not missed again and again.
+    missed = [
+        digest([{"lr": 1.0}], number=n) % 16 == digest([{"lr": 2.0}], number=n) % 16
+        for n in range(64)
+    ]
+    assert 0 < sum(missed) < 16

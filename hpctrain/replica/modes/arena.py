@@ -83,7 +83,7 @@ class ArenaMode(Mode):
         self._armed = False
         arrived = self.arena.finish()
         if self._taken:  # what this rank has not used gets the others' gradient
-            self.arena.attach()
+            self.arena.attach(keep_frozen=True)
             self._taken = False
         if self._watcher is not None:
             self._agree_on_order(self._watcher)
