@@ -205,7 +205,9 @@ with hpc.init(seed=1, device="cpu", num_threads=1) as world:
 """
 
 
-@pytest.mark.parametrize(("nodes", "engine"), [(3, "mpi"), (3, "torch")], indirect=["nodes"])
+@pytest.mark.parametrize(
+    ("nodes", "engine"), [(3, "mpi"), *([(3, "torch")] if FULL else [])], indirect=["nodes"]
+)
 def test_the_state_of_a_wire_resumes_on_the_same_nodes_and_no_others(nodes, engine, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(STATE)
