@@ -38,9 +38,10 @@ from hpctrain.replica.policy import (
 )
 from hpctrain.replica.replica import Replica
 from hpctrain.replica.sweep import SweepTimer
+from hpctrain.replica.wire_state import WireUse, describe_wire
 from hpctrain.sweep_request import sweep_of
 from hpctrain.update import ShardedUpdate, shards_by
-from hpctrain.wire import NONE, make_wire
+from hpctrain.wire import make_wire
 from hpctrain.world import World, keep_freed_memory, takes_timeout
 
 __all__ = ["distribute", "gather_facts", "optimizer_facts"]
@@ -153,15 +154,6 @@ def _find_owner(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _describe_wire(used: str, asked: str, num_nodes: int) -> str:
-    """How gradients travel between nodes, where somebody asked; empty where nobody did. Pure."""
-    if asked == NONE:
-        return ""
-    if used == NONE:
-        return f"none ({asked} was asked for; gradients stay on one node, where they are exact)"
-    return f"{used} between {num_nodes} nodes"
-
-
 def _keep() -> None:
     """Leave an engine that the caller gave as it is."""
 
@@ -250,7 +242,7 @@ class _Layout:
         choice = choose(facts, given.options)
         mode = self._build(choice, names, parameters)
         mode.chosen = f"{choice.mode}: {choice.why}"
-        mode.wire = _describe_wire(choice.wire, given.wire, facts.num_nodes)
+        mode.wire_chosen = describe_wire(choice.wire, given.wire, facts.num_nodes)
         return mode
 
     def _build(
@@ -265,15 +257,19 @@ class _Layout:
             return self._build_node(choice, names, parameters)
         if choice.mode == "alone":
             return AloneMode(names, parameters)
-        wire = make_wire(choice.wire)
-        return ArenaMode(
+        wire, nodes = make_wire(choice.wire), self._nodes()
+        mode = ArenaMode(
             self.engine,
             names,
             parameters,
             bucket_bytes=choice.bucket_bytes,
             overlap=choice.overlap,
-            between=None if wire is None else BetweenNodes(self.engine, self._nodes(), wire),
+            between=None if wire is None else BetweenNodes(self.engine, nodes, wire),
         )
+        if wire is not None:
+            size = choice.bucket_bytes
+            mode.wire = WireUse(wire, nodes, f"{self.engine.name} with bucket_bytes={size}")
+        return mode
 
     def _nodes(self) -> list[int]:
         """The node of each of the engine's ranks."""
@@ -284,7 +280,11 @@ class _Layout:
     ) -> NodeMode:
         """Collective: sums in shared memory, and the updates divided that are so chosen."""
         group = self.engine.node_group()
-        mode = NodeMode(self.engine, group, names, parameters, wire=make_wire(choice.wire))
+        wire = make_wire(choice.wire)
+        mode = NodeMode(self.engine, group, names, parameters, wire=wire)
+        if wire is not None:
+            shared = f"memory shared by {group.local_sizes} ranks"
+            mode.wire = WireUse(wire, self._nodes(), f"{self.engine.name} with {shared}")
         for (member, span), one in zip(spans_of(self.optimizer), choice.update, strict=True):
             if one.by is not None:
                 mode.updates.append(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hpctrain import log
 from hpctrain.engines import Engine, Op
 from hpctrain.errors import ConfigError, HpcTrainError
 from hpctrain.fusion import Arrived
@@ -121,6 +122,9 @@ class Exchange:
     def rebuild(self, *, broadcast: bool) -> None:
         """Collective: make a new mode for the parameters that there are now."""
         self.mode.close()
+        use = self.mode.wire
+        if use is not None and use.wire.has_state and self.world.rank == 0:
+            log.warn(f"the wire {use.wire.name} begins anew: the parameters have changed")
         num_loads = self.num_loads
         self.mode = self._rebuild(broadcast)
         self.num_loads = num_loads  # others take rank 0's state there

@@ -33,6 +33,7 @@ from hpctrain.replica.modes import Mode
 from hpctrain.replica.naming import load_model
 from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_stepped
 from hpctrain.replica.window import Step, Turn
+from hpctrain.replica.wire_state import trouble_with_wire_state
 from hpctrain.tensor_names import plain_keys
 from hpctrain.world import Observer, World, keep_freed_memory, phase
 
@@ -507,6 +508,27 @@ class Replica:
         self._exchange.scale = counters["scale"]
         self._turn = Turn(usual_steps=counters.get("steps_per_batch"))
 
+    def wire_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The wire's state: what all ranks have in common, and this rank's own; empty: none."""
+        use = self._exchange.mode.wire
+        return ({}, {}) if use is None else (use.common_state(), use.own_state())
+
+    def load_wire_state(self, common: dict[str, Any], own: dict[str, Any]) -> None:
+        """Go on from what `wire_state` gave, or begin anew on other nodes and say so.
+
+        Args:
+            common: The same on every rank.
+            own: This rank's; empty on another number of ranks.
+        """
+        use = self._exchange.mode.wire
+        now = {} if use is None else use.common_state()
+        trouble = trouble_with_wire_state(common, now) if common else None
+        if trouble is not None and self.world.rank == 0:
+            log.warn(f"the state of the wire {common['name']} is not used: {trouble}")
+        if use is not None:
+            state = common.get("state", own) if common and trouble is None else {}
+            use.wire.load_state_dict(state)
+
     @property
     def num_skipped(self) -> int:
         """Steps that an overflow made all ranks skip. Waits for a GPU."""
@@ -548,7 +570,7 @@ class Replica:
     def describe_mode(self) -> list[tuple[str, str]]:
         """Say how gradients travel, and why; as rows."""
         mode = self._exchange.mode
-        wire = [("wire", mode.wire)] if mode.wire else []
+        wire = [("wire", mode.wire_chosen)] if mode.wire_chosen else []
         return [("mode", mode.chosen), *mode.describe(), *wire]
 
     def close(self) -> None:

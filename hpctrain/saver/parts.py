@@ -169,7 +169,10 @@ class Parts:
             del optimizer["model"]  # it is above, with rank 0's statistics
             common[_key(name, "optimizer")] = optimizer
             kind = label_of(replica.optimizer)
-            common[_key(name, "counters")] = replica.counters() | {"optimizer": kind}
+            counters = replica.counters() | {"optimizer": kind}
+            told, mine = replica.wire_state()
+            common[_key(name, "counters")] = counters | ({"wire": told} if told else {})
+            own[_key(name, "counters")] = {"wire": mine}
         for name, other in self.others.items():
             state = other.state_dict()
             if isinstance(other, Module) and not are_plain(state):
@@ -212,7 +215,10 @@ class Parts:
         for name, replica in self.replicas.items():
             _load_model(replica.model, common[_key(name, "model")])
             replica.load_state_dict(common[_key(name, "optimizer")])
-            replica.load_counters(common[_key(name, "counters")])
+            counters = common[_key(name, "counters")]
+            replica.load_counters(counters)
+            mine = {} if own is None else own.get(_key(name, "counters"), {})
+            replica.load_wire_state(counters.get("wire", {}), mine.get("wire", {}))
             if own is not None:
                 _load_buffers(replica, own[_key(name, "model")])
         for name, other in self.others.items():

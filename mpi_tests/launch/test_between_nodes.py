@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
+from mpi_tests.built import OUTSIDE
 from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.full import FULL
 from mpi_tests.launch.commands import HPCTRAIN, ROOT
@@ -146,3 +148,93 @@ def test_a_wire_halves_the_bytes_between_nodes(nodes, ranks, engine, tmp_path):
         assert f"{wire} between 2 nodes" in told[wire]["describe"]
         assert 0 < told[wire]["error"] <= 3 * rounding
         assert told[wire]["sent"] < 0.55 * told["none"]["sent"]
+
+
+STATE = """
+import json, sys, torch, hpctrain as hpc
+from contextlib import closing
+
+def make(world, engine):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    return hpc.distribute(world, model, optimizer, engine=engine, wire="feedback")
+
+def train(world, replica, steps):
+    for step in steps:
+        draw = torch.Generator().manual_seed(97 * step + world.rank)
+        replica.backward(replica(torch.randn(4, 64, generator=draw)).square().sum(), num_samples=4)
+        replica.step()
+    return torch.cat([p.detach().flatten() for p in replica.model.parameters()]).clone()
+
+def left(replica):
+    return {key: value.clone() for key, value in replica.wire_state()[1].items()}
+
+with hpc.init(seed=1, device="cpu", num_threads=1) as world:
+    engine = hpc.connect(world, sys.argv[1], timeout_s=60).engine
+    told = {}
+    if sys.argv[3] == "save":
+        replica = make(world, engine)
+        with closing(hpc.Saver(world, sys.argv[2], replica, every_s=None, every_steps=99)) as saver:
+            train(world, replica, range(3))
+            at_save = left(replica)
+            saver.save(wait=True)
+            whole = train(world, replica, range(3, 6))
+        told["num_kept"] = len(at_save)
+        replica.close()
+    replica = make(world, engine)
+    with closing(hpc.Saver(world, sys.argv[2], replica, every_s=None, every_steps=99)) as saver:
+        assert saver.restore() is not None
+        loaded = left(replica)
+        told["num_loaded"] = len(loaded)
+        resumed = train(world, replica, range(3, 6))
+        if sys.argv[3] == "save":
+            same = all(torch.equal(loaded[key], at_save[key]) for key in at_save)
+            told["same"] = same and torch.equal(whole, resumed)
+    replica.close()
+    if sys.argv[3] == "save":  # it matters: with nothing left over, the weights become others
+        replica = make(world, engine)
+        with closing(hpc.Saver(world, sys.argv[2], replica, every_s=None, every_steps=99)) as saver:
+            saver.restore()
+            replica.load_wire_state({}, {})
+            told["without"] = torch.equal(whole, train(world, replica, range(3, 6)))
+        replica.close()
+    every = world.comm.gather(told, root=0)
+    if world.rank == 0:
+        print(json.dumps(every))
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "engine"), [(3, "mpi"), *([(3, "torch")] if FULL else [])], indirect=["nodes"]
+)
+def test_the_state_of_a_wire_resumes_on_the_same_nodes_and_no_others(nodes, engine, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(STATE)
+    args = (engine, str(tmp_path / "run"))
+    paths = os.pathsep.join([str(ROOT), str(OUTSIDE)])
+
+    def run(hosts, what):
+        done = nodes.run(
+            nodes.hosts[0],
+            [*HPCTRAIN, "run", "--hosts", ",".join(hosts), "--quiet", str(script), *args, what],
+            timeout_s=120,
+            cwd=ROOT,
+            env={**nodes.environment(mpi_of_this_python().family), "PYTHONPATH": paths},
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+    told, text = run([f"{host}:1" for host in nodes.hosts[:2]], "save")
+    for one in told:
+        # What went to either node, and a sum: for each message.
+        assert one["num_kept"] == one["num_loaded"] >= 3
+        assert one["same"]
+        assert not one["without"]
+    assert "is not used" not in text
+    told, text = run([f"{host}:1" for host in nodes.hosts], "other")
+    assert [one["num_loaded"] for one in told] == [0, 0, 0]
+    assert (
+        "the state of the wire feedback is not used: it is of 2 nodes, and this run has 3" in text
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
 from hpctrain.replica.policy import Options, choose
-from hpctrain.wire import NONE, Wire, add_decoded, make_wire, wire_names
+from hpctrain.replica.wire_state import WireUse, trouble_with_wire_state
+from hpctrain.wire import NONE, Bf16Wire, Wire, add_decoded, make_wire, wire_names
+from mpi_tests.built import OUTSIDE
 from mpi_tests.unit.test_policy import facts
 
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
@@ -86,6 +89,61 @@ def test_names():
         make_wire("fp8")
     check = "import sys, hpctrain.wire; hpctrain.wire.NONE; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+def test_a_wire_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
+    assert "feedback" not in wire_names()
+    monkeypatch.syspath_prepend(str(OUTSIDE))
+    assert wire_names()[-1] == "feedback"
+    assert make_wire("feedback").name == "feedback"
+    info = tmp_path / "broken_wire-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-wire\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hpctrain.wires]\nbroken = math:pi\nbf16 = math:pi\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"not a subclass of hpctrain\.wire\.Wire"):
+        make_wire("broken")
+    assert isinstance(make_wire("bf16"), Bf16Wire)  # nobody takes a name of this package's
+
+
+class Learned(Bf16Wire):
+    """A state that all ranks have in common."""
+
+    name = "learned"
+    shares_state = True
+
+    def state_dict(self):
+        return {"scale": 3.0}
+
+
+def test_what_a_state_belongs_to(monkeypatch):
+    monkeypatch.syspath_prepend(str(OUTSIDE))
+    here = WireUse(make_wire("feedback"), [0, 0, 1, 1], "mpi with memory shared by [2, 2] ranks")
+    saved = here.common_state()
+    assert "state" not in saved
+    assert trouble_with_wire_state(saved, here.common_state()) is None
+    for changed, why in [
+        (replace(here, nodes=[0, 1, 2, 3]), "it is of 2 nodes, and this run has 4"),
+        (replace(here, nodes=[0, 1, 0, 1]), "its ranks were placed otherwise on their nodes"),
+        (replace(here, exchange="torch"), "this run's is torch"),
+        (replace(here, wire=Learned()), "this run's wire is learned"),
+        (replace(here, wire=make_wire("bf16")), "this run has no wire with a state"),
+    ]:
+        assert why in trouble_with_wire_state(saved, changed.common_state())
+
+
+def test_a_state_that_all_ranks_have_in_common_goes_anywhere():
+    here = WireUse(Learned(), [0, 1], "mpi")
+    assert here.common_state()["state"] == {"scale": 3.0}
+    assert here.own_state() == {}
+    there = WireUse(Learned(), [0, 1, 2], "torch")
+    assert trouble_with_wire_state(here.common_state(), there.common_state()) is None
+
+
+def test_most_wires_have_no_state():
+    use = WireUse(make_wire("fp16"), [0, 1], "mpi")
+    assert not use.wire.has_state
+    assert use.common_state() == use.own_state() == {}
 
 
 def test_where_a_wire_is_used():

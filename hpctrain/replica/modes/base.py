@@ -15,6 +15,7 @@ from torch import Tensor
 from hpctrain.fusion import Arrived, Usage
 from hpctrain.precision import Gradients
 from hpctrain.replica.control_words import ControlWords
+from hpctrain.replica.wire_state import WireUse
 
 __all__ = ["BackwardWatch", "Hooks", "Mode", "TorchGradientsMode", "look_at", "unfrozen"]
 
@@ -111,8 +112,10 @@ class Mode(Gradients, ABC):
     """Whether ranks count by their samples; Adasum knows no weights."""
     chosen = ""
     """What the policy chose, and why."""
-    wire = ""
-    """How gradients travel between nodes, in words; empty where nobody asked."""
+    wire: WireUse | None = None
+    """How gradients travel between nodes; None: as they are."""
+    wire_chosen = ""
+    """The same in words; empty where nobody asked."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
         self.names = tuple(names)
