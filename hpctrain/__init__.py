@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hpctrain.connection import connect, init
     from hpctrain.data import Loader, Shard, files, gather, reshuffle, scatter, share, stage
     from hpctrain.faults import Sentinel
+    from hpctrain.grid import Grid
     from hpctrain.replica import Replica, distribute
     from hpctrain.saver import Saver
     from hpctrain.train import Trainer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Grid",
     "Keep",
     "Loader",
     "Replica",
@@ -59,6 +61,7 @@ __getattr__ = lazy(
         ".connection": ("connect", "init"),
         ".data": ("Loader", "Shard", "files", "gather", "reshuffle", "scatter", "share", "stage"),
         ".faults": ("Sentinel",),
+        ".grid": ("Grid",),
         ".replica": ("Replica", "distribute"),
         ".saver": ("Saver",),
         ".train": ("Trainer",),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         HorovodState,
         probe_horovod,
     )
+    from hpctrain.engines.mpi import MpiEngine
     from hpctrain.engines.node import NodeGroup
     from hpctrain.engines.registry import (
         AUTO,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         communicating_names,
         engine_names,
     )
+    from hpctrain.engines.torch_dist import MeetingPoint, open_store
 
 __all__ = [
     "AUTO",
@@ -44,6 +46,8 @@ __all__ = [
     "HorovodEngine",
     "HorovodOptions",
     "HorovodState",
+    "MeetingPoint",
+    "MpiEngine",
     "NodeGroup",
     "Op",
     "Pending",
@@ -54,6 +58,7 @@ __all__ = [
     "differentiable",
     "engine_names",
     "needs_horovod_state",
+    "open_store",
     "probe_horovod",
 ]
 
@@ -71,6 +76,7 @@ __getattr__ = lazy(
             "probe_horovod",
         ),
         ".between_nodes": ("BetweenNodes",),
+        ".mpi": ("MpiEngine",),
         ".node": ("NodeGroup",),
         ".registry": (
             "AUTO",
@@ -79,5 +85,6 @@ __getattr__ = lazy(
             "communicating_names",
             "engine_names",
         ),
+        ".torch_dist": ("MeetingPoint", "open_store"),
     },
 )

@@ -14,7 +14,7 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-Keep Loader Replica Saver Sentinel Shard Store Trainer World __version__ agree connect data
+Grid Keep Loader Replica Saver Sentinel Shard Store Trainer World __version__ agree connect data
 distribute errors files gather inference init metrics optim precision reshuffle scatter share stage
 """
 MOVED = """
