@@ -59,7 +59,7 @@ def parse_request(text: str) -> SweepRequest:
         return SweepRequest(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise LaunchError(
-            f"{BENCH_VARIABLE} is not as `hpctrain bench` writes it ({error}); unset it"
+            f"{BENCH_VARIABLE} is not in the format of `hpctrain bench` ({error}); unset it"
         ) from None
 
 

@@ -102,7 +102,7 @@ class Measurement:
     memory_bytes_per_node: int
     training: tuple[TrainingSample, ...] = ()
     foreign_load: float = 0.0
-    """The share of all cores that others used meanwhile, where it was watched."""
+    """The background load as a share of all cores, if it was monitored."""
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""

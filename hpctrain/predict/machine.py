@@ -108,7 +108,7 @@ class Machine:
     measured: bool = False
     """Whether `hpctrain bench fit` wrote it, or somebody from documentation."""
     foreign_load: float = 0.0
-    """The largest share of all cores that others used while it was measured."""
+    """The largest background load while it was measured, as a share of all cores."""
     as_of: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
     """For each number, by its dotted key, where it is from."""
@@ -130,7 +130,7 @@ class Machine:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether others used so much of the machine that its numbers are not to be trusted."""
+        """Whether background load was too high for its numbers to be trusted."""
         return self.foreign_load > LOAD_LIMIT
 
     def costs_of(self, engine: str | None) -> Costs:
@@ -360,7 +360,8 @@ def _warning(machine: Machine) -> str:
     if not machine.is_disturbed:
         return ""
     return (
-        f"# Others used {machine.foreign_load:.0%} of the cores while this was measured: do not\n"
+        f"# Other processes used {machine.foreign_load:.0%} of the cores while this was measured: "
+        "do not\n"
         "# trust these numbers; measure again on a quiet machine.\n"
     )
 

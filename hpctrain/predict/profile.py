@@ -106,7 +106,7 @@ def parse_profile(text: str, where: str = "the profile") -> Profile:
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from error
+        raise ConfigError(f"{where} is not JSON: {error}") from error
     fields = set(Profile.__dataclass_fields__)
     needed = {"schema", "model", "batch", "forward_s", "layers", "update_s"}
     table = dict(check_keys(data, where, needed=needed, known=fields | {"schema"}))

@@ -72,7 +72,8 @@ def read_run(folder: Path) -> Run:
     """
     if not is_run(folder):
         raise ConfigError(
-            f"{folder} has neither {_METRICS} nor summary.json: it is no run directory; give the "
+            f"{folder} has neither {_METRICS} nor summary.json: it is not a run directory; give "
+            "the "
             "directory that `hpctrain train` wrote"
         )
     lines, num_unreadable = parse_metrics(_text(folder / _METRICS))

@@ -69,7 +69,7 @@ class Batches(Iterator[Batch]):
             TypeError: the data are a stream, which does not say how long it is.
         """
         if self._length is None:
-            raise TypeError("a stream does not say how long it is")
+            raise TypeError("a stream has no length")
         return self._length
 
 

@@ -285,7 +285,7 @@ def job_states(directory: Path, ask: Ask) -> dict[int, JobState]:
 
 
 def task_states(entry: SubmittedJob, ask: Ask) -> dict[int, JobState]:
-    """How the tasks of a job are doing, counted from 0; a job that is no array is task 0."""
+    """How the tasks of a job are doing, counted from 0; a job that is not an array is task 0."""
     first = find_system(entry.batch).first_index
     found: dict[int, JobState] = {}
     for state in ask_states(entry, ask):
@@ -363,7 +363,7 @@ def read_results(
     Args:
         directory: Of the sweep.
         metric: What to rank by.
-        largest: Whether the largest is the best.
+        largest: Whether larger is better.
         jobs: How the job of each point is doing, for points that left no result themselves.
 
     Raises:

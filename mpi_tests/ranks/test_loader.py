@@ -467,7 +467,7 @@ def test_streams_that_are_split_already_give_every_sample_once(world, workers):
     later = hpc.Loader(world, data, **options)
     later.load_state_dict(state)
     assert seen + numbers_of(world, later) == batches
-    with pytest.raises(ConfigError, match="the new split has other samples on each rank"):
+    with pytest.raises(ConfigError, match="the new split puts other samples on each rank"):
         later.load_state_dict(state | {"num_ranks": world.size + 1})
     later.load_state_dict(state | {"num_ranks": world.size + 1, "consumed": 0, "epoch": 1})
     plain = hpc.Loader(world, Counting(9), global_batch=8)

@@ -256,7 +256,7 @@ def test_a_log_is_followed_to_the_end_of_its_job(tmp_path):
     assert [p.name for p in log_paths(entry("5", array_size=2), job="5_1")] == ["n-5_1.out"]
     with pytest.raises(ConfigError, match="has tasks 0 to 1"):
         log_paths(entry("5", array_size=2), job="5_2")
-    with pytest.raises(ConfigError, match="is no array"):
+    with pytest.raises(ConfigError, match="is not an array"):
         log_paths(entry("5"), 0)
 
 

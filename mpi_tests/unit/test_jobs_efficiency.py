@@ -222,7 +222,7 @@ def test_why_accounting_knows_nothing_is_said():
     assert SLURM.ask_use("1", lambda *_: None) == ([], "sacct is not on PATH")
     uses, why = SLURM.ask_use("1", answer(1, "", "Slurm accounting storage is disabled\n"))
     assert (uses, why) == ([], "sacct failed: Slurm accounting storage is disabled")
-    assert SLURM.ask_use("1", answer(0, "", ""))[1] == "sacct knows no job 1 that has started"
+    assert SLURM.ask_use("1", answer(0, "", ""))[1] == "sacct has no record of job 1 starting"
     asked = []
 
     def record(words, stdin):
@@ -335,7 +335,7 @@ def test_accounting_is_asked_first_for_any_job(tmp_path, capsys, monkeypatch):
     sacct.write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n")
     assert main(["job", "efficiency", "77"]) != 0
     said = capsys.readouterr().err
-    assert "it is not known what job 77 used: sacct failed: Slurm accounting storage" in said
+    assert "no record of what job 77 used: sacct failed: Slurm accounting storage" in said
     made = {"batch": "slurm", "name": "a", "site": "slurm", "script": "s", "log_dir": "logs"}
     entry = SubmittedJob(
         job="77", directory=str(tmp_path), submitted="2026-11-15T06:30:00Z", **made

@@ -377,10 +377,10 @@ def test_a_fit_says_how_unsure_it_is_and_who_disturbed_it(files, tmp_path, capsy
     assert fit_contention([quick, quick, slow, slower])[1] == pytest.approx(0.03 / 1.23 / 0.23)
     loaded = replace(MACHINE, foreign_load=0.34)
     write_machine(loaded, tmp_path / "m.toml")
-    assert (tmp_path / "m.toml").read_text().startswith("# Others used 34% of the cores")
+    assert (tmp_path / "m.toml").read_text().startswith("# Other processes used 34% of the cores")
     assert find_machine(tmp_path / "m.toml").foreign_load == 0.34
     assert main(["plan", *files, "--ranks", "4"]) == 0
-    assert "others used 34% of the cores: not to be trusted" in capsys.readouterr().out
+    assert "under 34% background load: do not trust it" in capsys.readouterr().out
     assert main(["bench", "fit", "--ranks", "1,0", str(tmp_path / "x.toml")]) == 2
     assert "at least 1" in capsys.readouterr().err
     assert main(["bench", "fit", "--repeats", "0", str(tmp_path / "x.toml")]) == 2

@@ -140,7 +140,7 @@ def test_flags_of_actions():
     ("words", "told"),
     [
         (["horovod", "build", "--help"], "Compile Horovod for exactly the torch, MPI"),
-        (["horovod", "check", "--help"], "Say whether the installed Horovod can be imported"),
+        (["horovod", "check", "--help"], "Check whether the installed Horovod can be imported"),
         (["run", "--logdir", "d", "train.py"], "usage: hpctrain run [options]"),
         (["doctor", "--nosuch"], "usage: hpctrain doctor"),
     ],

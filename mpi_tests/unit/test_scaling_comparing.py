@@ -151,7 +151,7 @@ def test_ranks_are_best_only_where_they_beat_one_process_beyond_noise():
     assert why == "1.20 [1.10, 1.30] times as fast as one process with 4 threads"
     best, why = best_layout([node, row(2, 1.05, 0.98), row(4, 0.7, 0.6)])
     assert best is node
-    assert "no layout of ranks is faster beyond noise; 2 ranks were 1.05 [0.98, 1.12]" in why
+    assert "no layout of ranks is faster by more than noise; 2 ranks were 1.05 [0.98, 1.12]" in why
     once = {key: row(2, 2.77, 2.77)[key] for key in (*node, "over_node")}
     del once["over_node_low"], once["over_node_high"]
     best, why = best_layout([node, once])
@@ -219,7 +219,7 @@ def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path)
     doubtful = {**known, "target": "/c/x.py", "num_disturbed": 2}
     book.add(BestLayout(arguments=(), num_ranks=2, num_threads=1, **doubtful))
     (said,) = find(target="/c/x.py")[1]
-    assert said.startswith("2 of 3 rounds were disturbed by others")
+    assert said.startswith("2 of 3 rounds were disturbed by other processes")
     book.add(BestLayout(arguments=(), num_ranks=2, num_threads=1, **{**doubtful, "num_rounds": 0}))
     assert find(target="/c/x.py")[1] == ["how often it was measured is not recorded"]
     book.path.write_text("broken")

@@ -101,7 +101,7 @@ def test_a_law_is_named_where_it_holds_and_none_where_none_does(name, best):
     (law,) = result["scale"]["laws"]
     assert law["best"] == best
     lines = describe_laws(result)
-    assert ("no law of scaling describes the data" in lines[1]) == (best is None)
+    assert ("no scaling law fits the data" in lines[1]) == (best is None)
     check_sentences(lines, curve_of(result))
 
 
@@ -189,7 +189,7 @@ def test_results_of_older_versions_are_concluded_from_anew():
     check_sentences(describe_laws(result), curve_of(result))
     (study,) = understand(result, "x").studies
     assert not any("does not fall below" in line for line in study.fits)
-    assert any("no law of scaling" in line for line in study.fits)
+    assert any("no scaling law" in line for line in study.fits)
 
 
 COSTS = st.lists(st.tuples(st.floats(0.01, 1e4), st.floats(0.01, 1e6)), min_size=1, max_size=12)

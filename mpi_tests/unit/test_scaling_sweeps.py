@@ -201,12 +201,12 @@ def test_too_few_points_are_not_fitted_and_one_repeat_shows_no_trend():
     (law,) = result["scale"]["laws"]
     assert (law["best"], law["fits"], law["falls_below"]) == (None, [], None)
     _, said = describe_laws(result)
-    assert said.startswith("mpi: too few points to fit a law of scaling; measure at least two")
+    assert said.startswith("mpi: too few points to fit a scaling law; measure at least two")
     once = make_sweep(mode="strong", repeats=1)
     result = result_of(once, measure(once, lambda p: 0.1 * p.num_ranks + 0.9 / p.num_ranks))
     _, first, second = describe_laws(result)
     assert "too few points" in first
-    assert second.endswith("measured once, so a trend cannot be told from noise.")
+    assert second.endswith("measured once, so a trend cannot be distinguished from noise.")
 
 
 def test_a_failed_point_is_a_row_that_says_why_and_the_others_stay():
