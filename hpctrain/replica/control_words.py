@@ -20,7 +20,7 @@ from hpctrain.fusion import CONTROL_WORDS
 __all__ = ["ControlWords", "LateSums", "check_counted", "check_sums", "digest_rates", "own_words"]
 
 _SEQUENCE_PERIOD = 16
-"""Of numbers that are compared: sums of squares stay exact in float32 for 70,000 ranks."""
+"""Modulus of compared numbers: sums of squares stay exact in float32 for 70,000 ranks."""
 
 
 class ControlWords(NamedTuple):
@@ -34,11 +34,11 @@ class ControlWords(NamedTuple):
     counted: float
     """Backward calls that came with sample counts."""
     plain: float
-    """1 for a rank whose gradients came by `loss.backward()`: they are not weighed yet."""
+    """1 for a rank that called `loss.backward()`: its gradients are not weighted yet."""
     sequence: float
     """Exchanges and updates so far, and batches since the last one, modulo a small number."""
     sequence_squared: float
-    """Equal sums of both mean equal numbers on all ranks."""
+    """If both sums are equal, the numbers are equal on all ranks."""
     rates: float
     """A digest of the learning rates."""
     rates_squared: float
@@ -47,11 +47,11 @@ class ControlWords(NamedTuple):
     nonfinite_rank: float
     """That rank's number, else 0."""
     loads: float = 0.0
-    """States that were loaded into the optimizer so far, modulo a small number."""
+    """Number of states loaded into the optimizer, modulo a small number."""
     loads_squared: float = 0.0
     interrupted: float = 0.0
-    """1 for a rank whose backward pass raised after some gradients had left; the last word, which
-    an arena that is abandoned sets by itself."""
+    """1 for a rank whose backward pass raised after some gradients were sent; the last word, which
+    an abandoned arena sets itself."""
 
 
 if len(ControlWords._fields) != CONTROL_WORDS:
@@ -115,7 +115,7 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
     if sums.interrupted:
         raise CollectiveError(
             f"a backward pass was interrupted on {sums.interrupted:.0f} of {size} ranks while "
-            "gradients were travelling; catch an exception on all ranks or on none, or use "
+            "gradients were being sent; catch an exception on all ranks or on none, or use "
             "overlap=False"
         )
     check_counted(sums.calls, sums.counted, here=mine.counted > 0)
@@ -131,9 +131,9 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
     )
     if mine.present and not same:
         raise CollectiveError(
-            f"the ranks are not in the same step (this one has made {step}): some rank has taken a "
-            "batch, or called backward or step, where others have not, so that different steps "
-            "met; do each of these equally often on every rank (a `continue` or an `if` that only "
+            f"the ranks are not in the same step (this one has made {step}): some rank took a "
+            "batch, or called backward or step, and others did not, so their steps do not match; "
+            "do each of these equally often on every rank (a `continue` or an `if` that only "
             "some ranks take is the usual cause)"
         )
     same = sums.loads == mine.loads * ranks and sums.loads_squared == mine.loads_squared * ranks
@@ -141,7 +141,7 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
         raise ConfigError(
             "a state was loaded into the optimizer (load_state_dict) on some ranks and not on "
             "others since distribute(), so that their updates would differ; load the same state on "
-            "every rank, or on rank 0 before distribute(), which makes it everyone's"
+            "every rank, or on rank 0 before distribute(), which copies it to all ranks"
         )
     same = sums.rates == mine.rates * ranks and sums.rates_squared == mine.rates_squared * ranks
     if mine.present and not same:

@@ -137,9 +137,9 @@ class Study:
     doubts: tuple[str, ...] = ()
     """Why its numbers should not be quoted."""
     notes: tuple[str, ...] = ()
-    """What a reader must know of how it was measured."""
+    """How it was measured, for the reader."""
     unit: str = "step"
-    """What was timed: a `step`, or a whole `launch` of a script that tells no steps."""
+    """What was timed: a `step`, or a whole `launch` of a script that reports no steps."""
 
     @cached_property
     def engines(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class LogEnd:
     """What the end of a log says of its job."""
 
     exit_code: int | None = None
-    """None: the job has not come to its end, or was killed with its script."""
+    """None: the job has not ended, or was killed with its script."""
     elapsed_s: int | None = None
     next_job: str | None = None
     """The id of its restart, where that is another job."""
@@ -163,7 +163,7 @@ def log_paths(
     count = entry.array_size
     if task is not None and (count is None or not 0 <= task < count):
         has = "is not an array" if count is None else f"has tasks 0 to {count - 1}"
-        raise ConfigError(f"job {entry.job} {has}; task {task} is none of it")
+        raise ConfigError(f"job {entry.job} {has}; there is no task {task}")
     tasks = [task] if task is not None or count is None else list(range(count))
     return [Path(entry.log_dir) / system.log_name(entry.name, entry.job, each) for each in tasks]
 

@@ -63,12 +63,12 @@ def shards_by(optimizer: torch.optim.Optimizer) -> tuple[str | None, str]:
         )
     if f"{kind.__module__}.".startswith("torch.optim."):
         if kind.__name__ in _BY_ELEMENT:
-            return "element", f"{kind.__name__} treats every element alone"
+            return "element", f"{kind.__name__} updates every element independently"
         if kind.__name__ in _BY_PARAMETER:
-            return "parameter", f"{kind.__name__} treats every parameter alone"
+            return "parameter", f"{kind.__name__} updates every parameter independently"
     return None, (
-        f"{kind.__name__} is not known to treat elements or parameters alone (a class of your own "
-        'can say so: shards_by = "element" or "parameter")'
+        f"{kind.__name__} is not known to update elements or parameters independently (your own "
+        'class can declare it: shards_by = "element" or "parameter")'
     )
 
 

@@ -200,7 +200,7 @@ def preflight(comm: Comm, *, host: str, local_size: int, config: str, mpi: str, 
         raise LaunchError(
             "preflight refused the job:\n  - "
             + "\n  - ".join(refused)
-            + "\n(init(preflight='off') goes on regardless)"
+            + "\n(init(preflight='off') skips these checks)"
         )
     if comm.Get_rank() == 0:
         for finding in findings:

@@ -189,7 +189,7 @@ def test_a_world_that_has_ended(comm):
         loss = replica(torch.ones(3, 12).double(), 0).mean()
     with pytest.raises(ConfigError, match="its world is closed: do this inside"):
         replica.backward(loss)
-    with pytest.raises(ConfigError, match="this world's block has ended"):
+    with pytest.raises(ConfigError, match="this world is closed"):
         hpc.distribute(world, model, sgd(model))
 
 

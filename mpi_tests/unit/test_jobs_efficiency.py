@@ -175,7 +175,7 @@ def test_advice():
     (said,) = advise_request(replace(USE, used_memory_bytes=10 * GIB))
     assert said == "16 % of the memory was used: --memory 7G a node is enough."
     (said,) = advise_request(replace(USE, used_memory_bytes=63 * GIB))
-    assert "98 % full: ask for more" in said
+    assert "98 % full: request more" in said
     (said,) = advise_request(replace(USE, state="OUT_OF_MEMORY", used_memory_bytes=10 * GIB))
     assert "ran out of memory" in said
     (said,) = advise_request(replace(USE, limit_s=86400))

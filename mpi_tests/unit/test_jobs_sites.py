@@ -292,7 +292,7 @@ def test_unknown_sites_list_the_known():
         ("polaris", {"image": "x.sif"}, "leave --image out"),
         ("perlmutter", {"template": "slurm-apptainer"}, "give --image"),
         ("lumi", {"ranks_per_node": 9}, "cores for 8"),
-        ("lumi", {"ranks_per_node": 8, "gpus_per_node": 4}, "ask for fewer ranks"),
+        ("lumi", {"ranks_per_node": 8, "gpus_per_node": 4}, "request fewer ranks"),
         ("frontier", {"ranks_per_node": 4}, "make them equal"),
         ("polaris", {"memory_mib": 1024}, "whole"),
         ("polaris", {"qos": "high"}, "cannot be written for pbs"),

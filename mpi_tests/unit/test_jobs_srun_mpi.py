@@ -52,8 +52,8 @@ def test_an_mpi_that_srun_cannot_start_is_refused_before_the_queue():
 @pytest.mark.parametrize(
     ("fields", "more", "why"),
     [
-        ({}, {"offered": None}, "srun cannot be asked here"),
-        ({}, {"offered": ""}, "srun cannot be asked here"),
+        ({}, {"offered": None}, "srun cannot be queried here"),
+        ({}, {"offered": ""}, "srun cannot be queried here"),
         ({}, {"family": None}, "loads no MPI here"),
         ({"template": "slurm-apptainer", "image": "x.sif"}, {}, "the MPI in x.sif is not known"),
     ],

@@ -17,7 +17,7 @@ from hpctrain.replica import OptimizerFacts, Options, ReplicaFacts, choose
 from hpctrain.replica.policy import UPDATES, bucket_size, may_share_memory
 
 MIB = 1 << 20
-SGD = OptimizerFacts(keeps_state=False, why="SGD treats every element alone")
+SGD = OptimizerFacts(keeps_state=False, why="SGD updates every element independently")
 COUPLED = OptimizerFacts(shards_by=None, why="it couples parameters")
 
 
@@ -114,7 +114,7 @@ def test_one_of_several_optimizers_may_be_divided():
     assert [one.by for one in choice.update] == ["element", None]
     assert choice.divides_update
     scattered = OptimizerFacts(scattered="head.weight")
-    assert "head.weight does not lie" in choose(facts(optimizers=(scattered,))).update[0].why
+    assert "head.weight is not contiguous" in choose(facts(optimizers=(scattered,))).update[0].why
 
 
 any_facts = st.builds(

@@ -112,7 +112,7 @@ def test_the_page_says_everything_and_needs_nothing(inputs, tmp_path):
         "hpctrain bench scale train.py --ranks 1,2,4,8,16 --mode weak",
         "hpctrain train a.toml",
         "2 restarts and 12 checkpoints",
-        "Rank 3 was the slowest in 75 % of the steps that say so, 8 % behind",
+        "Rank 3 was the slowest in 75 % of the steps that record it, 8 % behind",
         'search for "step 7"',
         "MPICH 5.0.2",
         "other names no command",

@@ -272,7 +272,7 @@ def test_files_of_an_earlier_larger_run_are_left_out(tmp_path):
 
 
 def test_what_is_no_trace_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="no rank recorded there"):
+    with pytest.raises(ConfigError, match="no rank recorded a trace there"):
         merge_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"a\.jsonl is not the trace"):
         read_rank('{"some": "thing"}\n', "a.jsonl")

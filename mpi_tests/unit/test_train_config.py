@@ -97,7 +97,7 @@ kind = "fp61"
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("train.epochs=2|train.steps=5", "train.epochs and train.steps both say"),
+        ("train.epochs=2|train.steps=5", "train.epochs and train.steps both define"),
         ("train.accumulate=7", "does not divide train.global_batch=64"),
         ("schedule.warmup_steps=5", 'belongs to schedule.name="recipe"'),
         ("schedule.name=recipe|schedule.every=epoch", "torch's schedules"),

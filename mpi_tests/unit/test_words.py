@@ -109,7 +109,7 @@ def test_which_of_several_uneven_batches_is_not_guessed(given):
     shares = Shares()
     for num_samples in given:
         note(shares, num_samples)
-    with pytest.raises(ConfigError, match=rf"{len(given)} were handed out.*num_samples"):
+    with pytest.raises(ConfigError, match=rf"{len(given)} were returned.*num_samples"):
         shares.take()
 
 
