@@ -415,7 +415,7 @@ def test_a_foreign_mpirun_gets_the_cure(tmp_path):
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = run(foreign[0], "-n", "2", sys.executable, path, env=as_root)
     assert done.code != 0
-    assert "belongs to another MPI" in done.text, done.text
+    assert "belongs to a different MPI" in done.text, done.text
     assert "hpctrain run -n 2" in done.text
     assert "size 1" not in done.text
 

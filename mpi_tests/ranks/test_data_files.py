@@ -176,7 +176,7 @@ def test_several_files_are_rows_or_columns_as_it_is_said(world, folder):
         assert len(source) == 18
         assert np.array_equal(source.take(rows % 18)[1], given[1::2][rows % 18])
     write(world, lambda: np.save(paths[1], given[:5]))
-    with pytest.raises(ConfigError, match=r"have \[18, 5\] rows, so they are no columns"):
+    with pytest.raises(ConfigError, match=r"have \[18, 5\] rows, so they are not columns"):
         hpc.share(world, *paths)
     with pytest.raises(ConfigError, match=r"p1\.npy has 5; .* are rows="):
         hpc.files(world, columns=paths)

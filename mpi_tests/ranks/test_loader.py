@@ -677,6 +677,6 @@ def test_a_local_shuffle_exchanges_nothing(world):
     inside = loader.state_dict() | {"consumed": 16}
     order = Order(kind="numpy", num_samples=41, seed=4, epoch=0)
     dealt = hpc.Loader(world, Shares(world.comm, 41, order), global_batch=8, shuffle="local")
-    with pytest.raises(ConfigError, match="dealt to the ranks in another order"):
+    with pytest.raises(ConfigError, match="distributed in another order"):
         dealt.load_state_dict(inside)
     dealt.load_state_dict(loader.state_dict())  # between epochs any deal will do

@@ -418,7 +418,7 @@ def test_uneven_batches_that_are_not_trained_in_turn_are_refused(world, plain, w
             cross_entropy(p.model(mine, 0), targets).backward()
             p.optimizer.step()
 
-    with pytest.raises(ConfigError, match="not known which of them"):
+    with pytest.raises(ConfigError, match="unknown which batch"):
         train()
 
 

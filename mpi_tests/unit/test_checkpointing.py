@@ -114,7 +114,7 @@ def test_copies_and_files_work():
         (["layers.*"], r"pattern 'layers.\*' matches no module; there are blocks, blocks.0"),
         (["*"], None),
         ([], "pattern '' matches no module"),
-        (["blocks.*", "blocks.*.mlp"], r"blocks.0.mlp lies within blocks.0"),
+        (["blocks.*", "blocks.*.mlp"], r"blocks.0.mlp is inside blocks.0"),
     ],
 )
 def test_patterns(patterns, message):

@@ -49,7 +49,7 @@ def test_what_is_said_of_files_means_one_thing():
         ([], ["a", None], None, "None is of type NoneType"),
         ([], None, {"x": np.zeros(2)}, "is of type ndarray"),
         ([], [], None, "rows= is empty"),
-        ([], None, None, "was given no file"),
+        ([], None, None, "got no file"),
     ],
 )
 def test_what_can_mean_two_things_is_refused(paths, rows, columns, message):

@@ -106,7 +106,7 @@ def test_a_chain_names_the_job_before(recorder):
     assert ["afterok:4711" in script for script in scripts] == [False, True, True]
     recorder.record.unlink()
     words = ["--site", "pbs", "--time", "2h", "--chain", "2", "--requeue", "1", "--", "python", "x"]
-    assert "not both" in hpctrain(recorder, "job", "submit", *words).stderr
+    assert "use either those or --requeue" in hpctrain(recorder, "job", "submit", *words).stderr
     assert recorder.calls() == []  # not even the first was handed over
 
 

@@ -318,7 +318,7 @@ def test_a_run_that_says_what_it_used_is_shown_where_there_is_no_accounting(tmp_
     write_summary(tmp_path / "old", used=None)
     assert read_used(tmp_path / "old" / "summary.json") is None
     assert main(["job", "efficiency", "--run", str(tmp_path / "old")]) != 0
-    assert "does not say what the run used" in capsys.readouterr().err
+    assert "does not record what the run used" in capsys.readouterr().err
 
 
 def test_accounting_is_asked_first_for_any_job(tmp_path, capsys, monkeypatch):

@@ -301,7 +301,11 @@ def test_unknown_sites_list_the_known():
         ("perlmutter", {"signal": "TERM"}, "srun kills its ranks on TERM"),
         ("perlmutter", {"signal": "HUP", "signal_lead_s": 60}, "srun kills its ranks on HUP"),
         ("lsf", {"walltime_s": 90, "signal_lead_s": 61}, "LSF counts in minutes"),
-        ("pbs", {"max_requeues": 1, "after": ("7",), "script": "/s"}, "not both"),
+        (
+            "pbs",
+            {"max_requeues": 1, "after": ("7",), "script": "/s"},
+            "use either those or --requeue",
+        ),
         ("lsf", {"memory_mib": 1024}, "cannot be written for lsf"),
         ("flux", {"array_size": 4, "array_limit": 2}, "cannot be written for flux"),
     ],

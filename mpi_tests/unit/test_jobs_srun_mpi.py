@@ -55,7 +55,7 @@ def test_an_mpi_that_srun_cannot_start_is_refused_before_the_queue():
         ({}, {"offered": None}, "srun cannot be queried here"),
         ({}, {"offered": ""}, "srun cannot be queried here"),
         ({}, {"family": None}, "loads no MPI here"),
-        ({"template": "slurm-apptainer", "image": "x.sif"}, {}, "the MPI in x.sif is not known"),
+        ({"template": "slurm-apptainer", "image": "x.sif"}, {}, "the MPI in x.sif is unknown"),
     ],
 )
 def test_where_it_cannot_be_known_that_is_said(fields, more, why):

@@ -92,7 +92,7 @@ def test_what_is_chosen(given_facts, options, mode, overlap, bucket, update):
     ("given_facts", "options", "words"),
     [
         (facts(), Options(update="both"), "choose auto, sharded, replicated"),
-        (facts("torch"), Options(update="sharded"), "do not meet in shared memory"),
+        (facts("torch"), Options(update="sharded"), "are not summed in shared memory"),
         (facts(optimizers=(COUPLED,)), Options(update="sharded"), "couples parameters"),
         (facts(has_masters=True), Options(update="sharded"), "masters"),
         (facts("torch"), Options(share_parameters=True), "needs a sharded update"),

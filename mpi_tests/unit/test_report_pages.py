@@ -292,7 +292,7 @@ def test_mistakes_are_refused_by_name(tmp_path, capsys):
     cases = [
         ([tmp_path / "a.json"], {}, "is not a benchmark result"),
         ([tmp_path / "none.json"], {}, "cannot be read"),
-        ([tmp_path / "empty"], {}, "no run directory"),
+        ([tmp_path / "empty"], {}, "not a run directory"),
         ([tmp_path / "a.json"], {"formats": ("html", "doc")}, "'doc' is unknown"),
     ]
     for inputs, more, words in cases:

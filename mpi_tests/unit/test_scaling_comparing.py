@@ -69,7 +69,7 @@ def test_points_of_one_result_alone_are_listed_and_other_machines_refused():
     found = {row.variant: row.verdict for row in compare_times(old, new)}
     assert found == {"a": "missing", "b": "same", "c": "missing"}
     other = {**new, "machine": {**MACHINE, "cpu": "y"}}
-    with pytest.raises(ConfigError, match="say nothing about the software"):
+    with pytest.raises(ConfigError, match="cannot be compared"):
         compare_times(old, other)
     with pytest.raises(ConfigError, match="cannot be compared"):
         compare_times(old, {**new, "benchmark": "other"})
@@ -212,7 +212,7 @@ def test_a_layout_is_found_by_script_and_machine_and_says_what_changed(tmp_path)
     assert find(arguments=("--big",))[0].num_ranks == 4
     assert "other arguments: none" in find(arguments=("--small",))[1][0]
     assert find(digest="other")[1] == ["the script has changed since it was measured"]
-    with pytest.raises(ConfigError, match="on another kind of machine it has been"):
+    with pytest.raises(ConfigError, match="it was measured on another kind of machine"):
         find(machine="other")
     with pytest.raises(ConfigError, match=r"bench layout other\.py` first"):
         find(target="/b/other.py")

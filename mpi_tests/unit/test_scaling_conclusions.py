@@ -117,7 +117,7 @@ def test_what_is_known_of_each_law_is_said():
     assert "falls below 80 % at 3.0 ranks" in said["Gustafson"]
     assert "it rises, so overhead grows" in said["communication"]
     assert "faster than ideal" in said["superlinear"]
-    assert "below 0, so more than ideal" in said["superlinear"]
+    assert "below 0, so better than ideal" in said["superlinear"]
     # A common factor of 0.58 is not ideal scaling.
     assert "58.0 % at 2, 58.0 % at 4" in said["distributing costs"]
     assert "does not fall below" not in said["distributing costs"]
