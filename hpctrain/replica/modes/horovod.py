@@ -321,7 +321,7 @@ class Wire:
     def __init__(self, *, half: bool) -> None:
         self.half = half
         self.divisor = 1.0
-        """What gradients are divided by before they leave; nobody multiplies on arrival."""
+        """What gradients are divided by before they are sent; not undone on arrival."""
 
     def carried_as(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a gradient on its way. Halves are summed as float32: 65504 is soon full."""
@@ -359,8 +359,7 @@ def check_parameters(names: Sequence[str], parameters: Sequence[Tensor], *, adas
     for name, parameter in zip(names, parameters, strict=True):
         if adasum and parameter.is_complex():
             raise ConfigError(
-                f"parameter {name} is complex, and op='adasum' means nothing for it; use "
-                "op='average'"
+                f"parameter {name} is complex, which op='adasum' does not support; use op='average'"
             )
         count = parameter.numel() * (2 if parameter.is_complex() else 1)
         if count > _MOST:
