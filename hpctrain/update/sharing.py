@@ -147,8 +147,7 @@ def _nearest_cut(wanted: int, start: int, size: int) -> int:
 
 
 def divide_parameters(sizes: Sequence[int], *, num_ranks: int) -> list[list[Fragment]]:
-    """Give each rank whole parameters, largest first, each to the rank with the least so far so
-    far."""
+    """Give each rank whole parameters, largest first, each to the rank with the least so far."""
     shares = largest_first([size + 1 for size in sizes], num_ranks)  # 1: empty ones count, too
     return [[Fragment(index, 0, sizes[index]) for index in share] for share in shares]
 
