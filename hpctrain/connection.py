@@ -21,7 +21,7 @@ __all__ = ["Connection", "connect", "init"]
 
 P = ParamSpec("P")
 
-_ENDED = "its world has ended: do this inside the `with hpctrain.init()` block"
+_ENDED = "its world is closed: do this inside the `with hpctrain.init()` block"
 
 
 def _watched(join: Callable[P, World]) -> Callable[P, World]:

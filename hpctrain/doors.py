@@ -36,7 +36,7 @@ def lazy(
         if name in former:
             module = import_module(former[name], package)
             warnings.warn(
-                f"{package}.{name} is {module.__name__}.{name} now; the old name will go",
+                f"{package}.{name} is now {module.__name__}.{name}; the old name will be removed",
                 DeprecationWarning,
                 stacklevel=2,
             )

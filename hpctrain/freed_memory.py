@@ -16,7 +16,7 @@ __all__ = ["MIMALLOC_VARIABLE", "VARIABLE", "find_choice", "launch_variables", "
 VARIABLE = "HPCTRAIN_KEEP_MEMORY"
 MIMALLOC_VARIABLE = "MIMALLOC_PURGE_DELAY"
 _MIMALLOC_MS = "60000"
-"""Longer than a step; what is not asked for again within it goes back to the kernel."""
+"""Longer than a step; memory not reused within this time is returned to the kernel."""
 _GLIBC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
 _OTHERS = ("jemalloc", "tcmalloc", "mimalloc")
 

@@ -56,7 +56,7 @@ def format_hours(hours: float) -> str:
 def format_done(done: int, asked: int | None, unit: str) -> str:
     """How much of what was asked for is done, where nothing is left. Pure."""
     if asked is not None and done > asked:
-        return f"{asked} {unit} were asked for, and {done} are done already"
+        return f"{asked} {unit} were requested, and {done} are already done"
     return f"{done} of {asked} {unit} are done"
 
 

@@ -48,7 +48,7 @@ def total(world: World, value: Any) -> Any:
     kinds = {(type(one), getattr(one, "shape", None)) for one in told}
     if len(kinds) > 1:
         raise ConfigError(
-            f"metrics.total: the ranks gave different kinds: {sorted(map(str, kinds))}"
+            f"metrics.total: the ranks passed different kinds: {sorted(map(str, kinds))}"
         )
     if isinstance(number, float):
         return _rounded(told)
@@ -116,7 +116,7 @@ class Mean(Sum):
         """
         parts, count = self._all(world)
         if count == 0:
-            raise ConfigError("Mean.value: no rank has added a sample; there is no mean")
+            raise ConfigError("Mean.value: no rank has added a sample, so there is no mean")
         if not all(map(math.isfinite, parts)):
             return _rounded(parts)
         return float(sum(map(Fraction, parts), Fraction()) / count)
@@ -168,7 +168,7 @@ class Confusion:
         taken, true = _classes(predicted, "predicted"), _classes(wanted, "wanted")
         size = len(self.counts)
         if len(taken) != len(true):
-            raise ConfigError(f"{len(taken)} predicted classes for {len(true)} wanted ones")
+            raise ConfigError(f"{len(taken)} predicted classes for {len(true)} true ones")
         for name, given in (("predicted", taken), ("wanted", true)):
             if len(given) and not 0 <= given.min() <= given.max() < size:
                 raise ConfigError(

@@ -80,9 +80,9 @@ class Piece:
     """A tensor of which this rank holds a part."""
 
     tensor: Tensor
-    """What is here. May be empty: every rank has a piece of every sharded tensor."""
+    """This rank's part. May be empty: every rank has a piece of every sharded tensor."""
     offset: _Shape | int
-    """Where it begins in the whole: in each dimension, or in elements counted flat (then `tensor`
+    """Where it begins in the whole: in each dimension, or as a flat element offset (then `tensor`
     has one dimension)."""
     shape: _Shape
     """Of the whole."""
@@ -166,7 +166,7 @@ def trouble_with_cover(shape: Sequence[int], holders: Mapping[Region, Sequence[i
     for one, other in _overlapping(list(holders)):
         return (
             f"{_who(one, holders)} and {_who(other, holders)}, which overlap in part; pieces must "
-            "be the same or have nothing in common"
+            "be identical or disjoint"
         )
     found, total = sum(region.num_elements for region in holders), math.prod(shape)
     if found == total:

@@ -36,6 +36,6 @@ def load_plugin(point: EntryPoint, what: str) -> object:
     except Exception as error:  # whatever somebody else's package raises
         raise ConfigError(
             f"{what} of the entry point {point.value} cannot be imported "
-            f"({type(error).__name__}: {error}); repair or uninstall the package that has it"
+            f"({type(error).__name__}: {error}); fix or uninstall its package"
         ) from error
     return loaded

@@ -31,7 +31,7 @@ class SweepRequest:
     report: str
     """The file that rank 0 writes the step times to."""
     batch: int | None = None
-    """Samples of one share, instead of the script's own default."""
+    """Samples of one share, instead of the script's default."""
     factor: int = 1
     """How many shares the ranks have together: their number in weak scaling, 1 in strong."""
     engine: str | None = None
@@ -59,7 +59,7 @@ def parse_request(text: str) -> SweepRequest:
         return SweepRequest(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise LaunchError(
-            f"{BENCH_VARIABLE} is not as `hpctrain bench` writes it ({error}); unset it"
+            f"{BENCH_VARIABLE} is not in the format of `hpctrain bench` ({error}); unset it"
         ) from None
 
 
@@ -91,9 +91,9 @@ class Bench:
     def __init__(self, asked: SweepRequest) -> None:
         self.asked = asked
         self.reads: set[str] = set()
-        """What the script has read, so that the sweep can tell what it had no influence on."""
+        """What the script has read, so that the sweep can report settings without effect."""
         self.batch: int | None = None
-        """What the script was told last as its global batch."""
+        """The global batch last returned to the script."""
         self._has_replica = False
 
     def take_replica(self) -> bool:

@@ -64,7 +64,7 @@ class Key:
     high: float | None = None
     below: float | None = None
     form: str | None = None
-    """What a text must look like, as a regular expression; `form_in_words` says it."""
+    """A regular expression for texts; `form_in_words` describes it."""
     form_in_words: str = ""
 
     @property

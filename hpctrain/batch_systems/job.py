@@ -29,11 +29,11 @@ class Template:
     name: str
     """Of the file, without its suffixes."""
     batch: str
-    """The name of the batch system it is for."""
+    """The name of its batch system."""
     launcher: str
     """What starts the ranks: `mpirun`, `mpiexec`, or the batch system's own."""
     mpis: tuple[str, ...]
-    """What `mpi` may be with this launcher; () where the launcher has only one way."""
+    """Values of `mpi` that this launcher supports; () if there is only one way."""
     needs_image: bool = False
     suffix: str = ".sh"
     """Of what it renders: a script, or `.yaml` for a manifest."""
@@ -140,7 +140,7 @@ class JobState:
 
     job: str
     state: str
-    """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT and so on, for every batch system."""
+    """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT etc., for every batch system."""
     name: str = ""
     exit_code: int | None = None
     elapsed: str = ""
@@ -168,7 +168,7 @@ class JobUse:
     cores: int = 0
     """Of all nodes of the job."""
     busy_cores: float | None = None
-    """How many of them were busy on average; MPI that waits by polling is busy too."""
+    """How many were busy on average; MPI that polls while it waits counts as busy."""
     memory_bytes: int | None = None
     """Of all nodes together."""
     used_memory_bytes: int | None = None

@@ -47,7 +47,7 @@ class Kubernetes(BatchSystem):
     def not_submitted(self) -> str:
         """The manifest is written, and started by kubectl."""
         return (
-            "hpctrain submits nothing to Kubernetes; write the manifest with `hpctrain job render "
+            "hpctrain does not submit to Kubernetes; write the manifest with `hpctrain job render "
             "-o job.yaml`, and start it with `kubectl create -f job.yaml`"
         )
 
@@ -90,8 +90,8 @@ class Kubernetes(BatchSystem):
             given = getattr(request, entry.name)
             if entry.name not in _WRITTEN and given != default:
                 raise ConfigError(
-                    f"{entry.name} = {given!r} has no place in an MPIJob; leave it out, or put it "
-                    "into the image"
+                    f"{entry.name} = {given!r} is not supported in an MPIJob; remove it, or put "
+                    "it into the image"
                 )
         last = f"{request.name}-worker-{request.num_nodes - 1}"
         if not _LABEL.fullmatch(request.name) or len(last) > _LONGEST_LABEL:

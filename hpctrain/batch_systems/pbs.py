@@ -94,11 +94,9 @@ class Pbs(BatchSystem):
     def check(self, plan: PlannedJob) -> None:
         """Besides: nodes that are given out whole, and arrays, of which no task is restarted."""
         if plan.site.whole_nodes and plan.request.memory_mib:
-            raise ConfigError(f"{plan.site.title} gives nodes out whole; leave --memory out")
+            raise ConfigError(f"{plan.site.title} allocates whole nodes; leave out --memory")
         if plan.request.max_requeues and plan.is_array:
-            raise ConfigError(
-                "a task of a PBS array cannot be submitted again; leave --requeue out"
-            )
+            raise ConfigError("a task of a PBS array cannot be resubmitted; leave out --requeue")
         super().check(plan)
 
     def submit_words(self, script: Path, *, index: int | None = None) -> list[str]:

@@ -57,8 +57,8 @@ def _plugins() -> tuple[BatchSystem, ...]:
             )
         if system.name in {each.name for each in (*_OWN, *found)}:
             raise ConfigError(
-                f"the batch system {point.name} ({point.value}) has the name {system.name!r} of "
-                "another; rename it or uninstall its package"
+                f"the batch system {point.name} ({point.value}) uses the name {system.name!r}, "
+                "which is taken; rename it or uninstall its package"
             )
         found.append(system)
     return tuple(found)

@@ -254,7 +254,7 @@ class Slurm(BatchSystem):
         if answer.code != 0:
             return [], f"sacct failed: {' '.join(answer.err.split()) or f'exit code {answer.code}'}"
         found = read_accounting(answer.out)
-        return found, "" if found else f"sacct knows no job {job} that has started"
+        return found, "" if found else f"sacct has no record of job {job} starting"
 
     def log_name(self, name: str, job: str, task: int | None) -> str:
         """As the directive `--output` has it."""

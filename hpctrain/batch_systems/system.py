@@ -24,7 +24,7 @@ _LIMIT_S = 60.0
 LONG_OPTION = re.compile(r"--([a-z][a-z0-9-]*)(?:=(.+))?")
 
 Ask = Callable[[Sequence[str], "Path | None"], "Answer | None"]
-"""Runs an argument vector, with a file as standard input; None where there is no such program."""
+"""Runs an argument vector with a file as standard input; None if there is no such program."""
 
 
 def ask_program(
@@ -53,21 +53,21 @@ class BatchSystem:
 
     # Identity.
     name: str
-    """As site profiles, templates and the list of submitted jobs call it."""
+    """Name used in site profiles, templates and the list of submitted jobs."""
     title: str
-    """As people call it."""
+    """Name for people to read."""
     tools: tuple[str, ...] = ()
     """Programs whose presence on PATH shows that it is installed."""
 
     # Inside a job.
     job_variables: tuple[str, ...] = ()
-    """Set in every job, all of them; the first holds the job's id."""
+    """All are set in every job; the first holds the job id."""
     variable_prefixes: tuple[str, ...] = ()
-    """Variables that begin so are the batch system's own."""
+    """Prefixes of variables that belong to the batch system."""
     end_time_variable: str = ""
     """Holds the Unix time at which the allocation ends."""
     index_variable: str = ""
-    """Holds the task of an array, where the job's id does not; 0 means no array."""
+    """Holds the array task if the job id does not; 0 means no array."""
     launcher: LauncherRow | None = None
     """The variables of its own launcher."""
     mpirun_variables: tuple[tuple[str, str], ...] = ()
@@ -83,9 +83,9 @@ class BatchSystem:
     option_form: str = "--name=value"
     """That form, for messages."""
     managed: tuple[str, ...] = ()
-    """Options that hpctrain writes itself, or that would make the script another one."""
+    """Options that hpctrain writes itself, or that would change the script."""
     lacks: tuple[str, ...] = ()
-    """Of constraint, qos, reservation, memory and array_limit: what it has no directive for."""
+    """Which of constraint, qos, reservation, memory and array_limit have no directive."""
     has_arrays = True
     first_index = 0
     """Of the tasks of an array."""
@@ -101,7 +101,7 @@ class BatchSystem:
     # Client commands.
     reads_script_from_stdin = False
     has_accounting = False
-    """Whether `ask_use` can tell of any job what it used."""
+    """Whether `ask_use` can report what any job used."""
 
     def cluster(self, environ: Mapping[str, str]) -> str | None:
         """The name of the cluster whose job ids these are, inside a job."""
@@ -189,8 +189,8 @@ class BatchSystem:
             return
         if request.after:
             raise ConfigError(
-                f"a restart in {self.name} is a new job, for which no other would wait; use "
-                "--after and --chain, or --requeue, not both"
+                f"a restart in {self.name} is a new job, which --after and --chain jobs would not "
+                "wait for; use either those or --requeue"
             )
         if request.script is None:
             raise ConfigError(
@@ -233,7 +233,7 @@ class BatchSystem:
 
     def ask_use(self, job: str, ask: Ask) -> tuple[list[JobUse], str]:
         """What a job used, from accounting; else why that is not known."""
-        return [], f"{self.name} is not asked for accounting"
+        return [], f"{self.name} has no accounting that hpctrain can query"
 
     def log_name(self, name: str, job: str, task: int | None) -> str:
         """The file in the log directory that a job writes to."""
@@ -284,7 +284,7 @@ def unreadable(program: str, said: str) -> JobError:
     """The error for an answer without a job id."""
     return JobError(
         f"{program} answered {said.strip()!r}, which contains no job id; check with the batch "
-        "system itself whether the job is queued"
+        "system whether the job is queued"
     )
 
 

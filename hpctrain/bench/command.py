@@ -42,30 +42,34 @@ def add_arguments(
         "--blocks", type=int, default=blocks, metavar="K", help=f"blocks (default: {blocks})"
     )
     parser.add_argument("--variants", metavar="A,B", help="variants (default: all that are built)")
-    parser.add_argument("--seed", type=int, default=0, help="of the shuffled orders (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the shuffled orders (default: 0)"
+    )
     parser.add_argument(
         "--load-limit",
         type=float,
         default=0.05,
         metavar="X",
-        help="share of all cores that others may use in a block that counts (default: 0.05)",
+        help="share of all cores that other processes may use in a valid block (default: 0.05)",
     )
     parser.add_argument(
         "--retries",
         type=int,
         metavar="R",
-        help="how many blocks a case may repeat for background load (default: as many as --blocks)",
+        help="how many blocks a case may repeat because of background load (default: --blocks)",
     )
     parser.add_argument(
         "--bind",
         choices=("none", "numa"),
         default=bind,
-        help=f"numa: each rank keeps to cores of its own (default: {bind})",
+        help=f"numa: bind each rank to its own cores (default: {bind})",
     )
-    parser.add_argument("--quick", action="store_true", help="see that it works, in seconds")
+    parser.add_argument("--quick", action="store_true", help="quick check that it works")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the result to a file")
     parser.add_argument(
-        "--save", action="store_true", help="write the result, if quiet, to benchmarks/results"
+        "--save",
+        action="store_true",
+        help="write the result to benchmarks/results if the machine was quiet",
     )
     parser.add_argument("--worker", metavar="ADDRESS", help=argparse.SUPPRESS)
 
@@ -73,9 +77,9 @@ def add_arguments(
 def rules_of(args: argparse.Namespace) -> Rules:
     """What the options say about blocks; `--quick` takes two, whatever the load."""
     if args.quick and args.save:
-        raise ConfigError("--quick measures nothing worth saving; use --json")
+        raise ConfigError("--quick results are not worth saving; use --json")
     if args.save and not RESULTS.is_dir():
-        raise ConfigError("--save keeps results in a checkout of hpctrain; use --json OUT")
+        raise ConfigError("--save needs a checkout of hpctrain; use --json OUT")
     retries = args.blocks if args.retries is None else args.retries
     return Rules(
         # Where several numbers can be asked for, each variant has its own.
@@ -125,7 +129,7 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> int:
     """Check a result, print its tables, and write it where it was asked for."""
     wrong = validate(result)
     if wrong:
-        raise ConfigError("the result is not as the schema says: " + "; ".join(wrong))
+        raise ConfigError("the result does not match the schema: " + "; ".join(wrong))
     print(caption(result), end="\n\n")
     for headers, rows in tables(result):
         print(log.table(headers, rows), end="\n\n")
@@ -133,7 +137,9 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> int:
     if args.json is not None:
         args.json.write_text(text)
     if result["num_noisy"]:
-        log.warn(f"{result['num_noisy']} blocks were disturbed by others; do not quote this")
+        log.warn(
+            f"{result['num_noisy']} blocks were disturbed by other processes; do not quote this"
+        )
     if not args.save:
         return 0
     if result["num_noisy"]:

@@ -56,8 +56,8 @@ def compare_times(
     if any(old["machine"][what] != new["machine"][what] for what in ("id", "cpu")):
         raise ConfigError(
             f"times on {old['machine']['cpu']} ({old['machine']['id']}) and "
-            f"{new['machine']['cpu']} ({new['machine']['id']}) say nothing about the software; "
-            "compare results of one kind of machine, or --counts"
+            f"{new['machine']['cpu']} ({new['machine']['id']}) cannot be compared; use results "
+            "from one kind of machine, or --counts"
         )
     before, after = _times(old), _times(new)
     rows = []

@@ -162,7 +162,7 @@ class WorkerLaunch:
             if data == b"":
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=_END_S)
-                raise LaunchError(f"launch {self.name}: a rank has left\n{self._tail()}")
+                raise LaunchError(f"launch {self.name}: a rank has exited\n{self._tail()}")
             received += data or b""
             self._check_alive(deadline, "did not answer")
         answer: Message = json.loads(received)

@@ -151,9 +151,7 @@ def collect_jobs(
                 left += 1
                 continue
             point, repeat = folder.launch_of(sweep, key)
-            word = (
-                state.state if state is not None else "and is no longer known to the batch system"
-            )
+            word = state.state if state is not None else "and the batch system no longer lists it"
             why = f"job {entry.job} ended {word}: {_tail(entry, task)}"
             say(f"{point.name}, repeat {repeat + 1}: {why.splitlines()[0]}")
             folder.write(key, Measured(point=point.name, repeat=repeat, wall_s=0.0, why=why))

@@ -59,7 +59,7 @@ _MATERIAL = 0.01  # serial fractions that differ by less are the same, however s
 _CONFIDENCE = 0.95
 _ALIKE = 2.0  # laws whose AICc differs by less cannot be told apart
 CLOSE_ENOUGH = 0.1
-"""A law describes a curve if it misses no measured speed-up by more than this."""
+"""A law fits a curve if no measured speed-up differs from it by more than this."""
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 LAWS: dict[str, Callable[[Array, Array], Array]] = {
@@ -78,11 +78,11 @@ class Law:
     """The serial fraction s; 0 of the ideal law."""
     low: float
     high: float
-    """A 95 % interval of s; with fewer than four data the whole range that is possible."""
+    """A 95 % interval of s; the whole possible range with fewer than four data points."""
     aicc: float | None
     """None where the data are too few for it."""
     error: float
-    """Root of the mean square of the logarithms' residuals: about the relative error."""
+    """RMS of the residuals of the logarithms: about the relative error."""
 
     def speedup(self, num_ranks: float) -> float:
         """What the law says."""
@@ -101,7 +101,7 @@ def fit_laws(ranks: Sequence[int], speedups: Sequence[float], *, seed: int = 0) 
         ConfigError: the data are not of at least two numbers of ranks, or not above 0.
     """
     if len(ranks) != len(speedups) or len(set(ranks)) < 2 or min(ranks) <= 1:
-        raise ConfigError("a law needs speed-ups at two numbers of ranks or more, all above 1")
+        raise ConfigError("a law needs speed-ups at two or more numbers of ranks, all above 1")
     if min(speedups) <= 0 or not all(map(math.isfinite, speedups)):
         raise ConfigError("speed-ups must be above 0")
     n = np.asarray(ranks, dtype=float)
@@ -247,7 +247,7 @@ def fall_below(law: Law, efficiency: float = 0.8, *, serial: float | None = None
 
 
 LIMIT = 0.8
-"""The efficiency below which more ranks are called a waste."""
+"""The efficiency below which more ranks are a waste."""
 _FEWEST_RANKS = 2
 _AUTO = "auto"
 

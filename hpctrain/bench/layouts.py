@@ -46,7 +46,7 @@ class BestLayout:
     num_rounds: int = 0
     """How often every layout was measured; 0: not recorded."""
     num_disturbed: int = 0
-    """Rounds in which others used the machine."""
+    """Rounds with background load."""
 
 
 def this_machine() -> str:
@@ -80,7 +80,7 @@ def best_layout(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], s
     cores = f"one process with {node['num_threads']} threads"
     if best is node or best.get("over_node_low", 0.0) <= 1.0:
         nearest = "" if best is node else f"; {best['num_ranks']} ranks were {_ratio(best)}"
-        return node, f"{cores}: no layout of ranks is faster beyond noise{nearest}"
+        return node, f"{cores}: no layout of ranks is faster by more than noise{nearest}"
     return best, f"{_ratio(best)} as fast as {cores}"
 
 
@@ -114,7 +114,7 @@ class LayoutBook:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{self.path}, which remembers layouts, cannot be read ({error}); move it away"
+                f"{self.path}, the file of saved layouts, cannot be read ({error}); move it away"
             ) from error
 
     def add(self, layout: BestLayout) -> None:
@@ -154,7 +154,7 @@ def find_layout(
     known = [each for each in layouts if each.target == target and each.machine == machine]
     if not known:
         elsewhere = any(each.target == target for each in layouts)
-        tail = " (on another kind of machine it has been)" if elsewhere else ""
+        tail = " (it was measured on another kind of machine)" if elsewhere else ""
         raise ConfigError(
             f"-n auto: no layout of {Path(target).name} has been measured on this machine{tail}; "
             f"run `hpctrain bench layout {Path(target).name}` first, or give -n a number"
@@ -166,8 +166,8 @@ def find_layout(
         differences.append("how often it was measured is not recorded")
     elif found.num_disturbed:
         differences.append(
-            f"{found.num_disturbed} of {found.num_rounds} rounds were disturbed by others when it "
-            "was measured"
+            f"{found.num_disturbed} of {found.num_rounds} rounds were disturbed by other "
+            "processes when it was measured"
         )
     if not same:
         words = " ".join(found.arguments) or "none"

@@ -28,9 +28,9 @@ class Reading:
 
     wall_s: float
     busy_s: float
-    """CPU time of everybody since the machine started."""
+    """CPU time of all processes since the machine started."""
     own_s: float
-    """CPU time of our own processes."""
+    """CPU time of our processes."""
 
 
 def busy_ticks(stat: str) -> int:

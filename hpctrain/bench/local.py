@@ -26,7 +26,7 @@ def run_sweep(
     """Measure what is still missing; what fails is kept with its reason, and the rest continues."""
     pending = folder.pending(sweep)
     if len(pending) < len(sweep.order()):
-        say(f"{len(sweep.order()) - len(pending)} launches were measured before; resuming")
+        say(f"{len(sweep.order()) - len(pending)} launches are already measured; resuming")
     for number, (name, repeat) in enumerate(pending, start=1):
         point = sweep.point(name)
         measured = _measure(folder, sweep, point, repeat, environ)
@@ -92,7 +92,7 @@ def explain_other_device(launch: Measured, others: Iterable[Measured]) -> str:
         if other.report is not None and not other.why and _device(other.report) != own:
             return (
                 f"it computed on {own}, and {other.point} on {_device(other.report)}; measure all "
-                "points alike (CUDA_VISIBLE_DEVICES), in another --dir"
+                "points on the same device (CUDA_VISIBLE_DEVICES), in another --dir"
             )
     return ""
 

@@ -236,25 +236,25 @@ def _notes(
     notes = []
     _, used = fill_arguments(sweep, sweep.points[0])
     if not by_steps:
-        taken = "all ranks together are taken to do the work of one process"
+        taken = "all ranks together are assumed to do the work of one process"
         if "batch" in used:
-            taken = "their work is taken to be the batch"
+            taken = "their work is assumed to be the batch"
         elif sweep.settings.mode == "weak":
-            taken = "every rank is taken to do as much as one process alone"
+            taken = "every rank is assumed to do as much as one process alone"
         notes.append(
-            "The script does not train through hpctrain.distribute, so whole launches were timed, "
-            f"start and end included; {taken}."
+            "The script does not train through hpctrain.distribute, so whole launches were "
+            f"timed, including start and exit; {taken}."
         )
     reports = [m.report for p in good for m in whole[p.name] if m.report is not None]
     if by_steps and "batch" not in used and not all("batch" in r["reads"] for r in reports):
         notes.append(
             "The script does not read world.bench.global_batch, so it was measured with its own "
-            "batches, whatever the mode says."
+            "batches, regardless of the mode."
         )
     if by_steps and reports and not all(report["sees_forward"] for report in reports):
         notes.append("The model is not called as replica(x): input is part of forward.")
     if by_steps and any(_samples(m) is None for p in good for m in whole[p.name]):
-        notes.append("The script tells no num_samples, so efficiency is that of steps.")
+        notes.append("The script passes no num_samples, so efficiency counts steps.")
     if by_steps:
         notes += _fused_notes(sweep, good, whole)
     return notes
@@ -274,7 +274,7 @@ def _fused_notes(
     if asked and not all(_is_fused(whole[p.name]) for p in good if p.role != NODE):
         give = "optimizer.args.fused = true" if configured else "fused=True"
         return [
-            "One process with all cores has a fused optimizer, other points have not; "
+            "One process with all cores has a fused optimizer, the other points do not; "
             f"{give} gives it to all."
         ]
     return []

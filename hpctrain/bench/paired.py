@@ -110,7 +110,7 @@ class Kept:
 
     indices: tuple[int, ...]
     num_noisy: int
-    """How many of them were measured under too much background load, because too few were quiet."""
+    """How many were measured under too much background load because too few were quiet."""
 
 
 def choose_blocks(loads: Sequence[float], *, wanted: int, limit: float) -> Kept:
@@ -120,7 +120,7 @@ def choose_blocks(loads: Sequence[float], *, wanted: int, limit: float) -> Kept:
     are slow would be cheating.
     """
     if wanted < 1 or len(loads) < wanted:
-        raise ConfigError(f"{len(loads)} blocks were measured and {wanted} are wanted")
+        raise ConfigError(f"{len(loads)} blocks were measured, {wanted} are required")
     quiet = [index for index in range(len(loads)) if loads[index] <= limit][:wanted]
     noisy = sorted(set(range(len(loads))) - set(quiet), key=lambda index: loads[index])
     filled = noisy[: wanted - len(quiet)]

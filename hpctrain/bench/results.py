@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 SCHEMA = 2
-"""Raised whenever a result of the new form could be misread by a reader of the old one."""
+"""Incremented whenever a reader of the old form could misread the new one."""
 
 _TOP: dict[str, Any] = {
     "schema": int,
@@ -129,7 +129,7 @@ def upgrade(result: object) -> object:
 
 def _misfits(item: object, fields: Mapping[str, Any], where: str) -> list[str]:
     if not isinstance(item, dict):
-        return [f"{where} is no object"]
+        return [f"{where} is not an object"]
     wrong = [f"{where}: {name} is missing" for name in fields if name not in item]
     wrong += [
         f"{where}: {name} is {item[name]!r}"
@@ -163,7 +163,9 @@ def _contradictions(result: Mapping[str, Any]) -> list[str]:
     thrown = sum(not block["kept"] for block in result["blocks"])
     noisy = sum(block["kept"] and block["noisy"] for block in result["blocks"])
     if (thrown, noisy) != (result["num_thrown_away"], result["num_noisy"]):
-        wrong.append(f"{thrown} blocks thrown away and {noisy} noisy ones; it says otherwise")
+        wrong.append(
+            f"{thrown} blocks thrown away and {noisy} noisy ones; the result's counts differ"
+        )
     return wrong
 
 
@@ -181,7 +183,7 @@ def parse_file_name(name: str) -> tuple[str, str, str] | None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-"""What holds the package: a checkout, or an environment's site-packages."""
+"""The parent of the package: a checkout, or an environment's site-packages."""
 _PACKAGES = ("torch", "mpi4py", "horovod", "numpy")
 
 

@@ -30,7 +30,7 @@ class Variant:
 
     name: str
     launch: str
-    """Variants of one launch share processes; those that disturb others have their own."""
+    """Variants of one launch share processes; those that disturb others get their own."""
     environ: Mapping[str, str] = field(default_factory=dict)
     kind: str = ""
     """Variants of one kind differ in their layout alone; empty: the name."""
@@ -55,7 +55,7 @@ class Case:
     warmup: int
     repeats: int
     without: frozenset[str] = frozenset()
-    """Variants that have nothing to do in it."""
+    """Variants that it does not apply to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +68,10 @@ class Rules:
     retries: int
     """How many more blocks a case may take when some are thrown away."""
     load_limit: float
-    """The share of all cores that others may use during a block that counts."""
+    """The share of all cores that other processes may use during a valid block."""
     seed: int = 0
     bind: str = "none"
-    """Whether ranks keep to cores of their own, as `hpctrain.init` takes it."""
+    """Whether ranks are bound to their own cores, as in `hpctrain.init`."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -89,7 +89,7 @@ class BenchPlan:
     cases: Sequence[Case]
     variants: Sequence[Variant]
     comparisons: Sequence[tuple[str, str]]
-    """Variant and baseline; pairs of which one is not measured are left out."""
+    """Variant and baseline; pairs with an unmeasured member are left out."""
     rules: Rules
     settings: Mapping[str, object]
 

@@ -126,15 +126,15 @@ def percent(share: float) -> str:
 
 _MEANING = {
     "rises": "it rises, so overhead grows with the ranks",
-    "falls": "it falls: what is lost does not grow as fast as the ranks",
+    "falls": "it falls: overhead grows more slowly than the ranks",
     "level": "level within its intervals, as a fixed serial part would be",
     "zero": "no serial part can be seen",
-    "negative": "below 0, so more than ideal: there is no serial part to see",
-    "mixed": "it goes up and down beyond its intervals, as no serial part does",
-    "unrepeated": "measured once, so a trend cannot be told from noise",
+    "negative": "below 0, so better than ideal: there is no visible serial part",
+    "mixed": "it varies beyond its intervals, which no serial part does",
+    "unrepeated": "measured once, so a trend cannot be distinguished from noise",
 }
 _TOO_FEW = (
-    "too few points to fit a law of scaling; measure at least two numbers of ranks above 1, each "
+    "too few points to fit a scaling law; measure at least two numbers of ranks above 1, each "
     "at least twice"
 )
 
@@ -159,11 +159,11 @@ def _explain(curve: Mapping[str, Any]) -> str:
 def _explain_none(curve: Mapping[str, Any]) -> str:
     nearest = min(curve["fits"], key=lambda fit: fit["largest_miss"])
     text = (
-        f"no law of scaling describes the data: the nearest, {_law_name(nearest)}, is "
+        f"no scaling law fits the data: the nearest, {_law_name(nearest)}, is "
         f"{percent(nearest['largest_miss'])} off at {_ranks(nearest['largest_miss_at'])}"
     )
     if curve["trend"] == "negative":
-        text += "; the ranks are faster than ideal, which none of the laws knows"
+        text += "; the ranks are faster than ideal, which none of the laws allows"
     return text
 
 
@@ -243,7 +243,7 @@ _OPTIONS = {
     "--retries": "retries",
 }
 _FIRST_OWN = "train.global_batch={batch}"
-"""What a sweep itself sets first of a configuration; before it are the user's own."""
+"""The first key that a sweep itself sets; the user's keys come before it."""
 
 
 def repeat_command(sweep: Sweep, *, directory: Path, output: Path | None) -> str:

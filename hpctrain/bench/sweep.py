@@ -36,7 +36,7 @@ MODES = ("weak", "strong")
 ALONE = "alone"
 """The undistributed baseline: one process with one rank's cores."""
 NODE = "node"
-"""One process with all cores of a node: what a user of one node has already."""
+"""One process with all cores of a node: what a single-node user already has."""
 RANKS = "ranks"
 _RESERVED = ("batch", "engine", "ranks")
 
@@ -47,7 +47,7 @@ class SweepSettings:
 
     mode: str = "weak"
     batch: int | None = None
-    """Samples a rank (weak) or of all ranks (strong); None: the script's own."""
+    """Samples per rank (weak) or over all ranks (strong); None: the script's default."""
     steps: int = 20
     warmup: int = 3
     repeats: int = 3
@@ -84,7 +84,7 @@ class SweepPoint:
     num_threads: int
     num_nodes: int = 1
     factor: int = 1
-    """Shares of the batch that the ranks have together."""
+    """Total number of shares of the batch."""
     values: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -220,7 +220,7 @@ class Sweep:
     kind: str = "scale"
     """Or `layout`."""
     label: str = ""
-    """What a user calls it; empty: as the target is called."""
+    """The user's name for it; empty: the target's name."""
 
     @property
     def title(self) -> str:
@@ -246,11 +246,11 @@ class Measured:
     repeat: int
     wall_s: float
     why: str = ""
-    """What went wrong; empty when nothing did."""
+    """Why it failed; empty on success."""
     foreign_load: float | None = None
-    """None where it was not watched, as in a batch job with nodes of its own."""
+    """None if not monitored, as in a batch job with exclusive nodes."""
     report: Mapping[str, Any] | None = field(default=None)
-    """What the replica said of its steps; None: the script has none."""
+    """The replica's step report; None if the script has no replica."""
     num_tries: int = 1
 
 
@@ -274,7 +274,7 @@ def fill_arguments(sweep: Sweep, point: SweepPoint) -> tuple[tuple[str, ...], fr
         known["batch"] = str(batch)
     words, used = fill_words(sweep.arguments, known)
     if "batch" in used and batch is None:
-        raise ConfigError("the arguments have {batch}, so the sweep must name one; give --batch")
+        raise ConfigError("the arguments contain {batch}, so a batch size is needed; give --batch")
     return words, frozenset(used & known.keys())
 
 
@@ -286,7 +286,7 @@ def describe_difference(there: Sweep, asked: Sweep) -> str:
         for each in fields(SweepSettings)
     ]
     said = [
-        f"{name}: {_show(old)} there, {_show(new)} asked" for name, old, new in pairs if old != new
+        f"{name}: {_show(old)} there, {_show(new)} here" for name, old, new in pairs if old != new
     ]
     old, new = ([point.name for point in sweep.points] for sweep in (there, asked))
     for verb, names in (
@@ -296,7 +296,7 @@ def describe_difference(there: Sweep, asked: Sweep) -> str:
         if names:
             said.append(f"it {verb} the points {', '.join(names)}")
     if not said and there.points != asked.points:
-        said.append("points of the same name have other settings")
+        said.append("points with the same name have different settings")
     return "; ".join(said) or "it was written by another version"
 
 
@@ -333,7 +333,7 @@ class Folder:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{self.path} has no sweep ({error}); name the folder that one is kept in"
+                f"{self.path} has no sweep ({error}); give the folder of one"
             ) from error
 
     def begin(self, sweep: Sweep) -> None:

@@ -20,7 +20,7 @@ from hpctrain.faults import CHAOS_VARIABLE, Injection
 __all__ = ["Attempt"]
 
 _TOKEN = "HPCTRAIN_CHAOS_ATTEMPT"
-"""In the environment of every process of an attempt, by which they are found."""
+"""Set in the environment of every process of an attempt, to find them."""
 _POLL_S = 0.02
 _SILENCE_S = 10.0
 

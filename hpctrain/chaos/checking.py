@@ -27,7 +27,7 @@ class AttemptLog:
     """What the ranks of one attempt have written down."""
 
     from_step: int
-    """The step of the checkpoint that it went on from; 0: it began anew."""
+    """The step of the checkpoint it resumed from; 0: it started from scratch."""
     steps: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """The epoch and the samples, over all ranks, of each step."""
 
@@ -65,7 +65,7 @@ def check_samples(
         again = sum(1 for count in counts.values() if count > 1)
         strange = len(set(counts) - set(range(num_samples)))
         if absent or again or strange or epoch >= num_epochs:
-            wrong.append(f"epoch {epoch}: {absent} samples absent, {again} more than once")
+            wrong.append(f"epoch {epoch}: {absent} samples missing, {again} seen more than once")
     return wrong
 
 

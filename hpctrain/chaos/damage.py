@@ -12,7 +12,7 @@ __all__ = ["SmallDisk", "flip_byte", "num_bytes_of", "truncate", "valid_checkpoi
 
 _PAGE_BYTES = 4096
 _NUM_CHECKPOINTS = 6
-"""As many as a small disk has room for: three that are kept, one that is written, and two more."""
+"""What fits on a small disk: three that are kept, one being written, and two more."""
 
 
 def valid_checkpoints(directory: Path) -> list[Entry]:

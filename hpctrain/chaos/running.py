@@ -110,7 +110,7 @@ class Row:
     expected: str
     happened: str
     seconds: float
-    """From the disturbance to the end, or of the whole launch where nothing came of it."""
+    """From the disturbance to the end, or of the whole launch if nothing happened."""
     good: bool
 
 
@@ -193,7 +193,7 @@ class Chain:
         if code != 0:
             said = "\n".join(attempt.text.splitlines()[-20:])
             raise LaunchError(
-                f"the training does not end well undisturbed (exit code {code}); "
+                f"the undisturbed training failed (exit code {code}); "
                 f"`hpctrain train {self._files['undisturbed']} -n {self._num_ranks}` said:\n{said}"
             )
 
@@ -233,7 +233,12 @@ class Chain:
             words.append(f"resuming from step {last} ")
         came = injection is None or disturbed is not None
         return self._judge(
-            scenario, attempt, code, seconds, words, [] if came else [f"step {step} never came"]
+            scenario,
+            attempt,
+            code,
+            seconds,
+            words,
+            [] if came else [f"step {step} was never reached"],
         )
 
     def _damage(self, scenario: Scenario) -> Entry:
@@ -244,7 +249,9 @@ class Chain:
             self._launch("disturbed", asked).wait(self._timeout_s)
         entries = valid_checkpoints(self._checkpoints)
         if len(entries) < 2:
-            raise CheckpointError(f"{self._checkpoints} has no two checkpoints to damage one of")
+            raise CheckpointError(
+                f"{self._checkpoints} has fewer than two checkpoints, so none can be damaged"
+            )
         (truncate if scenario.kind == "truncate" else flip_byte)(entries[-1].path)
         return entries[-1]
 
@@ -292,7 +299,7 @@ class Chain:
             wrong.append(f"exit code {code}")
         if seconds > scenario.limit_s:
             wrong.append(f"{seconds:.0f} s")
-        wrong += [f"not said: {word}" for word in words if not re.search(word, text)]
+        wrong += [f"not in the output: {word}" for word in words if not re.search(word, text)]
         wrong += [f"left behind: {one}" for one in attempt.leftovers()]
         if wrong:
             wrong.append(f"see {attempt.output}")
@@ -323,7 +330,7 @@ class Chain:
             wrong += [differs] if differs else []
         return Row(
             name="end",
-            done="restarted, and left alone",
+            done="restarted, and not disturbed again",
             expected="the weights of an undisturbed run"
             + (f" within {self._tolerance:g}" if self._tolerance else ", bit for bit"),
             happened="; ".join(wrong) or "as expected",

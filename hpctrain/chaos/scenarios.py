@@ -25,9 +25,9 @@ class Scenario:
     expected: str
     code: int
     words: tuple[str, ...]
-    """Patterns that its output must have; {rank}, {next}, {bad}, {before}, {n} are filled in."""
+    """Patterns that its output must match; {rank}, {next}, {bad}, {before}, {n} are filled in."""
     limit_s: float = 30.0
-    """From the disturbance to the end of all processes."""
+    """Time from the disturbance to the exit of all processes."""
     signal: str = ""
 
 
@@ -106,14 +106,14 @@ SCENARIOS: dict[str, Scenario] = {
             name="pause",
             kind="pause",
             done="one rank stopped for 2 s, then continued",
-            expected="the others wait, the run ends well",
+            expected="the others wait, the run succeeds",
             code=0,
             words=(),
             limit_s=600.0,
         ),
     )
 }
-"""By name, in the order in which they happen; the last one lets the run come to its end."""
+"""By name, in execution order; the last one lets the run finish."""
 
 
 def choose(names: Sequence[str] | None) -> list[Scenario]:

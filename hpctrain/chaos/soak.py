@@ -28,11 +28,11 @@ _CODES = {"rank": DIED, "mpirun": DIED, "save": DIED, "disk": 1, "end": 0}
 MOST_RANKS = 4
 _PAUSE_S = 0.02
 _LONGEST_S = 1.0
-"""From the first step of an attempt to its end, at most; and as many steps as fit, and some."""
+"""Most seconds from an attempt's first step to its end; it has more steps than fit into that."""
 _STEPS_A_ROUND = 60
 _SAVE_S = 60.0
 _DAMAGE = 0.25
-"""How often a byte of the newest checkpoint is changed between two attempts."""
+"""Probability that a byte of the newest checkpoint is changed between two attempts."""
 _SUBJECT = "hpctrain.chaos.soak_subject"
 
 
@@ -43,12 +43,12 @@ class Round:
     kind: str
     ranks: int
     from_step: int | None
-    """Where it went on; None: it was killed before."""
+    """Where it resumed; None: it was killed before that."""
     last_step: int
-    """The last step that a rank has made."""
+    """The last step that a rank completed."""
     code: int | None
     damaged: str | None
-    """The checkpoint that was damaged before it."""
+    """The checkpoint that was damaged before this attempt."""
     seconds: float
     trouble: tuple[str, ...] = ()
 
@@ -158,9 +158,7 @@ class Soak:
         code = attempt.wait(self._timeout_s)
         if code != 0:
             said = "\n".join(attempt.text.splitlines()[-20:])
-            raise LaunchError(
-                f"the training does not end well undisturbed (exit code {code}):\n{said}"
-            )
+            raise LaunchError(f"the undisturbed training failed (exit code {code}):\n{said}")
         return _read_result(folder)
 
     def _round(self, number: int, kind: str) -> Round:
@@ -184,9 +182,9 @@ class Soak:
         self._logs += [log] if begun else []
         trouble += [f"left behind: {one}" for one in attempt.leftovers()]
         if path is not None and Path(path) not in [entry.path for entry in valid]:
-            trouble.append(f"went on from {Path(path).name}, which is not valid")
+            trouble.append(f"resumed from {Path(path).name}, which is not valid")
         if begun and valid and log.from_step != valid[-1].step:
-            trouble.append(f"went on from step {log.from_step}, not {valid[-1].step}")
+            trouble.append(f"resumed from step {log.from_step}, not {valid[-1].step}")
         if code != _CODES[kind]:
             trouble.append(f"exit code {code}, see {attempt.output}")
         return Round(
@@ -218,7 +216,7 @@ class Soak:
         if not attempt.wait_until(
             lambda: log.exists() and log.read_bytes().count(b"\n") > 1, self._timeout_s
         ):
-            return [f"no step came, see {attempt.output}"]
+            return [f"no step was made, see {attempt.output}"]
         time.sleep(delay_s)
         pid = json.loads(log.read_text().splitlines()[0])["pid"]
         if kind == "save":
@@ -226,7 +224,7 @@ class Soak:
             if not attempt.wait_until(
                 lambda: not before >= set(self._checkpoints.glob(".partial-*")), _SAVE_S
             ):
-                return [f"no save came, see {attempt.output}"]
+                return [f"nothing was saved, see {attempt.output}"]
         try:
             if kind == "mpirun":
                 pid = psutil.Process(attempt.process.pid).children()[0].pid

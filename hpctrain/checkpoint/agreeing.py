@@ -75,7 +75,7 @@ def largest_of_all(world: World, mine: np.ndarray, what: str, *, timeout_s: floa
 
 
 NO_MARKS = (0, 0, 0, 0, 0)
-"""The marks of a rank that has nothing to save, because something is wrong there."""
+"""The marks of a rank that has nothing to save because of an error there."""
 
 
 def marks_of(flat: Flat, *, step: int, has_own: bool) -> tuple[int, ...]:
@@ -140,19 +140,19 @@ def refuse_differences(world: World, flat: Flat, marks: tuple[int, ...]) -> NoRe
     if marks[0] != step:
         trouble = f"step is {marks[0]} and on rank 0 {step}"
     elif marks[1] != has_own:
-        trouble = "own is given and on rank 0 not, or the other way round"
+        trouble = "own is given and not on rank 0, or vice versa"
     elif flat.leaves != leaves:
         trouble = first_difference(flat.leaves, leaves)
     else:
         names = [name for name, head in heads.items() if head != first_heads[name]]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            trouble = f"tensor {names[0]}{more} has other values than on rank 0"
+            trouble = f"tensor {names[0]}{more} has different values than on rank 0"
     told: list[str | None] = world.comm.allgather(trouble)
     rank = next((rank for rank, text in enumerate(told) if text), 0)
     raise CheckpointError(
-        f"the state to be saved differs between ranks: on rank {rank} {told[rank]}; make it equal, "
-        "or put what differs by rank into own="
+        f"the state to be saved differs between ranks: on rank {rank} {told[rank]}; make it "
+        "equal, or put rank-specific state into own="
     )
 
 

@@ -60,9 +60,9 @@ __all__ = [
 
 _DIRECTIONS = ("min", "max")
 _PATIENCE_S = 24 * 3600.0
-"""After which nobody can still be writing: no job waits that long for a disk."""
+"""After this no process can still be writing: no job waits that long for a disk."""
 _NAMELESS_PATIENCE_S = 600.0
-"""The same for a directory whose owner was killed before it could say who it is."""
+"""The same for a directory whose owner was killed before it wrote its identity."""
 _NAP_S = 0.01
 
 
@@ -75,7 +75,7 @@ class Entry:
     step: int
     manifest: Manifest | None = None
     trouble: str | None = None
-    """What is wrong with it at first sight (manifest, missing files, sizes), or None."""
+    """What a quick check (manifest, missing files, sizes) found wrong, or None."""
     saved_at: float = 0.0
     """Seconds since 1970."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -165,13 +165,14 @@ class Keep:
     """Which checkpoints stay when there is a new one; what any of the rules wants stays."""
 
     last: int = 3
-    """So many of the newest. Two or more: if the newest is damaged, there is another."""
+    """How many of the newest to keep. With two or more there is another if the newest is
+    damaged."""
     best: str | None = None
     """`min:loss` or `max:accuracy`: the best by a metric that was given to `save`."""
     best_count: int = 1
-    """So many of the best."""
+    """How many of the best to keep."""
     every_hours: float | None = None
-    """One for each so many hours of the run, for ever."""
+    """Keep one for every so many hours of the run, permanently."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -248,7 +249,7 @@ def _one_every(valid: Sequence[Entry], keep: Keep) -> set[int]:
 
 
 in_writing: set[Path] = set()
-"""What this process is writing: another of its stores must not take it for a leftover."""
+"""What this process is writing, so that its other stores do not treat it as a leftover."""
 
 
 def await_own_writing(directory: Path, timeout_s: float) -> Path | None:
@@ -301,7 +302,7 @@ def is_abandoned(
 
 
 def sweep(directory: Path, me: Mapping[str, Any], *, but: Path | None = None) -> list[Path]:
-    """Remove what saves and removals that never came to their end have left; returns what."""
+    """Remove what interrupted saves and removals left behind; return what was removed."""
     swept = []
     for path in sorted(directory.iterdir()):
         if path == but or path in in_writing or not is_leftover(path):
@@ -330,7 +331,9 @@ def retain(directory: Path, keep: Keep) -> list[Path]:
             try:
                 remove(entry.path)
             except OSError as error:
-                log.warn(f"{entry.path} need not stay and cannot be removed ({error.strerror})")
+                log.warn(
+                    f"{entry.path} is no longer needed and cannot be removed ({error.strerror})"
+                )
             else:
                 removed.append(entry.path)
     return removed

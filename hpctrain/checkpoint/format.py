@@ -54,11 +54,11 @@ OWNER = "owner.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})-step-(\d+)")
 _LEFTOVER = re.compile(r"\.(?:partial|trash)-checkpoint-(\d{6,})-step-(\d+)\.[0-9a-f]+")
 BLOCK_BYTES = 16 << 20
-"""Each so many bytes of a file have a checksum of their own: several ranks can read and check one
-file, and a message can say where it is broken."""
+"""Each block of this many bytes has its own checksum: several ranks can read and check one
+file, and a message can locate the damage."""
 _FORMAT = "hpctrain-checkpoint"
 _VERSIONS = (1, 2)
-"""2 has tensors in pieces; where there are none, 1 is written, which older releases read."""
+"""Version 2 has tensors in pieces; without pieces 1 is written, which older releases read."""
 _TAIL = ',\n "crc32": "'
 
 
@@ -136,7 +136,7 @@ class Manifest:
     tree: FileSpec
     parts: tuple[FileSpec, ...]
     own: tuple[tuple[int, int, int], ...] | None
-    """For each rank the part, start and length of what it alone knew; None: nothing was given."""
+    """For each rank the part, start and length of its own state; None: nothing was given."""
     metrics: Mapping[str, float]
     note: Any
     block_bytes: int = BLOCK_BYTES
@@ -172,7 +172,7 @@ def parse_manifest(text: str, path: object) -> Manifest:
     """
     body, found, tail = text.rpartition(_TAIL)
     if not found or tail != f'{zlib.crc32(body.encode()):08x}"\n}}\n':
-        raise CheckpointError(f"{path} is damaged: its checksum does not match what it says")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its contents")
     try:
         told = json.loads(body + "\n}")
         if told["format"] != _FORMAT or told["version"] not in _VERSIONS:
@@ -196,7 +196,7 @@ def parse_manifest(text: str, path: object) -> Manifest:
             version=int(told["version"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no manifest of a checkpoint ({error!r})") from error
+        raise CheckpointError(f"{path} is not a checkpoint manifest ({error!r})") from error
 
 
 def parse_file(told: Mapping[str, Any]) -> FileSpec:
@@ -220,13 +220,13 @@ def read_manifest(folder: Path) -> Manifest:
         text = path.read_bytes().decode("ascii")
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is missing: {folder} is no checkpoint, or has lost its manifest"
+            f"{path} is missing: {folder} is not a checkpoint, or its manifest was lost"
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     manifest = parse_manifest(text, path)
     if manifest.tree.name != TREE:
-        raise CheckpointError(f"{path} calls its tree {manifest.tree.name!r} and not {TREE!r}")
+        raise CheckpointError(f"{path} names its tree {manifest.tree.name!r}, not {TREE!r}")
     return manifest
 
 
@@ -260,7 +260,7 @@ def check_block(path: Path, file: FileSpec, block: int, data: memoryview, block_
         )
     if f"{zlib.crc32(data):08x}" != file.blocks[block]:
         raise CheckpointError(
-            f"{path} is damaged: bytes {start} to {start + wanted} have another checksum than "
+            f"{path} is damaged: bytes {start} to {start + wanted} have a different checksum than "
             "when they were written"
         )
 

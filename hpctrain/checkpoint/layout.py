@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 MOST_PER_NODE = 4
-"""One process seldom fills a node's link to its file system; beyond four, files are added."""
+"""One process rarely saturates a node's file system link; more than four only add files."""
 LEAST_PART_BYTES = 64 << 20
-"""Below it making, syncing and closing a file costs more than a second writer brings."""
+"""Below it creating, syncing and closing a file costs more than a second writer saves."""
 MOST_PARTS = 256
-"""So many streams fill the file systems that are known; more files only load its directory."""
+"""This many streams saturate known file systems; more files only load the directory."""
 
 
 Source = str | tuple[str, Region]

@@ -60,14 +60,14 @@ def refuse_misfit(tree: Tree, like: Mapping[str, Flat | Cut]) -> None:
     for key, wanted in like.items():
         found = tensor_shapes(tree.skeleton, stored, key)
         if found is None:
-            raise CheckpointError(f"it holds no {key}")
+            raise CheckpointError(f"it contains no {key}")
         if not isinstance(wanted, Flat):
             continue
         shapes = {name: shape for name, (_, shape) in wanted.kinds.items()}
         here = tensor_shapes(wanted.skeleton, shapes) or {}
         wrong = differences(plain_keys(found), plain_keys(here))
         if wrong:
-            raise CheckpointError(f"its {key} is of another model: {'; '.join(wrong)}")
+            raise CheckpointError(f"its {key} belongs to another model: {'; '.join(wrong)}")
 
 
 def want(tree: Tree, like: Mapping[str, Flat | Cut]) -> tuple[Any, list[Wanted]]:
@@ -235,7 +235,7 @@ class Loaded:
 
     state: Any
     own: Any
-    """What this rank alone knew; None if it was saved by another number of ranks, or not at all."""
+    """This rank's own state; None if saved by a different number of ranks, or not at all."""
     step: int
     note: Any
     path: Path
@@ -245,7 +245,7 @@ class Loaded:
 
 
 _Offer = tuple[Path, Manifest, Tree]
-"""What rank 0 tells all: a checkpoint to try."""
+"""What rank 0 broadcasts: a checkpoint to try."""
 
 
 def load(
@@ -291,10 +291,10 @@ def load(
         return None
     if path is not None:
         asked = ": ".join(refused[0])
-        raise CheckpointError(f"the checkpoint that was asked for cannot be used: {asked}")
+        raise CheckpointError(f"the requested checkpoint cannot be used: {asked}")
     raise CheckpointError(
-        f"none of the checkpoints in {directory} can be used:\n  {_by_reason(refused)}\nto begin "
-        "anew, move them away or choose another directory"
+        f"none of the checkpoints in {directory} can be used:\n  {_by_reason(refused)}\nto start "
+        "from scratch, move them away or choose another directory"
     )
 
 
@@ -310,7 +310,7 @@ def _agree_on_wanted(
         trouble = f"like= cannot be used: {error}"
     agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
     mine = any(not isinstance(each, Flat) or bool(each.pieces) for each in wanted.values())
-    (is_same,) = same_on_all(world, [mine], "asking for pieces", timeout_s=timeout_s)
+    (is_same,) = same_on_all(world, [mine], "request for pieces", timeout_s=timeout_s)
     return wanted, mine or not is_same
 
 

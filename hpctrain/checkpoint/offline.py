@@ -184,10 +184,10 @@ def export(path: Path, to: Path, *, key: str | None = "model", ema: bool = False
         CheckpointError: the checkpoint is damaged, or the file cannot be written.
     """
     if to.suffix not in _FORMS:
-        raise ConfigError(f"{to} must end in {', '.join(_FORMS)}: the ending says what is written")
+        raise ConfigError(f"{to} must end in {', '.join(_FORMS)}: the suffix selects the format")
     state = read_checkpoint(path)
     if not ema and key is not None and average_name(key) in state:
-        log.notice(f"{path.name} has averaged weights, too: --ema, in Python ema=True, writes them")
+        log.notice(f"{path.name} has averaged weights, too: --ema (ema=True in Python) writes them")
     if ema:
         state, key = weights_in(state, path, ema=True, key=key or "model"), None
     for word in key.split("/") if key else ():
@@ -221,8 +221,8 @@ def import_torch(path: Path) -> Any:
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be imported: {str(error).splitlines()[0]}; only files of tensors and "
-            "plain values are read, because reading anything else could run code. Save the model's "
-            "state_dict() with torch.save where the file came from"
+            "plain values are read, because reading anything else could run code. On the source "
+            "machine, save the model's state_dict() with torch.save"
         ) from error
 
 

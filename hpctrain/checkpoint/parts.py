@@ -68,7 +68,7 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
     places: Mapping[Region, tuple[FileRange, ...]]
-    """By block: where its bytes are. A tensor that every rank had is one block."""
+    """Where its bytes are, by block. A tensor that every rank held is one block."""
 
     @property
     def num_bytes(self) -> int:
@@ -146,7 +146,7 @@ def parse_tree(text: bytes, path: object) -> Tree:
         }
         return Tree(told["state"], tensors)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no tree of a checkpoint ({error!r})") from error
+        raise CheckpointError(f"{path} is not the tree of a checkpoint ({error!r})") from error
 
 
 def _parse_places(spec: Mapping[str, Any]) -> dict[Region, tuple[FileRange, ...]]:
@@ -170,8 +170,8 @@ def pack(tree: object) -> bytes:
     flat = flatten(tree)
     if flat.pieces:
         raise CheckpointError(
-            f"{next(iter(flat.pieces))} is a piece of a tensor, and what one rank alone knows has "
-            "whole ones; put it into the state"
+            f"{next(iter(flat.pieces))} is a piece of a tensor, but a rank's own state takes "
+            "whole tensors only; put it into the state"
         )
     (segments,) = divide(items_of(flat.tensors), 1)
     image = lay_out(segments, flat, {})

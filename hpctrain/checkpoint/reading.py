@@ -209,7 +209,9 @@ class Assembly:
             raise CheckpointError(f"part {place.part} of {len(parts)} is not there")
         begin = parts[place.part].data_start + place.start
         if begin + place.num_bytes > parts[place.part].num_bytes:
-            raise CheckpointError(f"{parts[place.part].name} ends before what should be in it")
+            raise CheckpointError(
+                f"{parts[place.part].name} is shorter than its contents should be"
+            )
         low, high = max(low, place.at), min(high, place.at + place.num_bytes)
         if low < high:
             start = begin + low - place.at

@@ -158,7 +158,7 @@ class Saving:
     task: WriteTask | None
     """None: this rank writes nothing."""
     records: Records | None
-    """Rank 0 alone: what it knows of all parts."""
+    """Rank 0 only: the list of all parts."""
     written: list[Record]
     """This rank's part, once it is on disk."""
 
@@ -221,7 +221,7 @@ def _begin(
     any_changed = changed or not same.pop(1)
     if prepared is None or marks is None or not same[0]:
         agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
-        raise CheckpointError("nothing was prepared to be saved")  # not reached: a rank said why
+        raise CheckpointError("nothing was prepared for saving")  # not reached: a rank said why
     if not all(same):
         refuse_differences(world, prepared.flat, marks)
     if prepared.flat.pieces:
@@ -289,7 +289,7 @@ def _copy(
         sources = {}
         parts = _divide(items, len(writers))
     moves = Moves.plan(world.rank, flat, parts, writers, sources)
-    with world.watching.announce("gathering what each rank knows alone"):
+    with world.watching.announce("gathering each rank's own state"):
         own = _gather_own(world, prepared.own, node_of, writers)
     path = settings.directory / checkpoint_name(number, prepared.step)
     records = Records() if world.rank == 0 else None

@@ -30,7 +30,7 @@ from hpctrain.world import World, agree, parse_cpus, roll_call
 __all__ = ["Loaded", "Store"]
 
 _GRACE_S = 60.0
-"""What rank 0 may need longer than the others before all learn how a save ended."""
+"""How much longer rank 0 may take than the others before all learn how a save ended."""
 _MARGIN_S = 5.0
 
 
@@ -349,7 +349,7 @@ class Store:
         if unfinished is not None:
             return (
                 f"this process has been writing {unfinished} for more than {self.timeout_s:g} s; "
-                "the disk does not answer: save into another directory"
+                "the disk does not respond: save into another directory"
             )
         if swept:
             log.notice(f"{self.directory}: removed {len(swept)} unfinished checkpoints")

@@ -121,7 +121,7 @@ def store_class(name: str) -> Any:
     if name not in others:
         known = ", ".join([_OWN, *others])
         raise ConfigError(
-            f"store={name!r} is none of the checkpoint stores that are installed: {known}"
+            f"store={name!r} is not an installed checkpoint store; installed: {known}"
         )
     return load_plugin(others[name], f"checkpoint store {name!r}")
 

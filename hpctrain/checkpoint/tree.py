@@ -89,11 +89,11 @@ class Flat:
 
     skeleton: _Json = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By name; a tensor that stands in several places is here once."""
+    """By name; a tensor that occurs in several places is listed once."""
     pieces: dict[str, Piece] = field(default_factory=dict)
     """By name: tensors of which this rank holds a part."""
     leaves: dict[str, str] = field(default_factory=dict)
-    """What stands at each place, in words: ranks compare it."""
+    """A description of each place: ranks compare it."""
 
     @property
     def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -159,9 +159,11 @@ class _Encoder:
     def _inside(self, value: Any, path: tuple[str, ...], place: str, depth: int) -> _Json:
         """What is in a container, each item under its key."""
         if id(value) in self._above:
-            raise CheckpointError(f"{place} contains itself; a tree has no circles")
+            raise CheckpointError(f"{place} contains itself; a tree has no cycles")
         if depth >= MOST_DEPTH:
-            raise CheckpointError(f"{place} is {depth} levels deep; at most {MOST_DEPTH} are kept")
+            raise CheckpointError(
+                f"{place} is {depth} levels deep; at most {MOST_DEPTH} are allowed"
+            )
         self._above.add(id(value))
         encoded = _CONTAINERS[type(value)](self, value, path, place, depth + 1)
         self._above.discard(id(value))
@@ -212,8 +214,8 @@ class _Encoder:
         if value.dtype.hasobject or value.dtype.fields is not None:
             raise CheckpointError(
                 f"{place} is a numpy array of {value.dtype}; arrays of numbers, text, dates or "
-                "bytes are kept, objects and records are not: store the fields of a record each "
-                "for itself"
+                "bytes are kept, objects and records are not: store each field of a record "
+                "separately"
             )
         shape, dtype = list(value.shape), value.dtype.str
         tensor = _array_tensor(value)
@@ -316,7 +318,7 @@ def _as_ordered(walk: _Encoder, value: Any, path: tuple[str, ...], place: str, d
         encoded["metadata"] = walk.encode(inside, path, f"{place}._metadata", depth)
     if extra:
         raise CheckpointError(
-            f"{place} is an OrderedDict with attributes of its own ({', '.join(extra)}), which "
+            f"{place} is an OrderedDict with extra attributes ({', '.join(extra)}), which "
             "cannot be stored; put them into the tree"
         )
     return encoded

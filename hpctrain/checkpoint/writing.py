@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _NICENESS = 10
-"""Training goes first: the writer takes what is left, and a tenth of a core where nothing is."""
+"""Training goes first: the writer uses idle time, or a tenth of a core if there is none."""
 _CHUNK_BYTES = 2 << 20
 """A chunk is written and then checksummed while it is still in the processor's cache."""
 _LONGEST_NAP_S = 0.5
@@ -94,7 +94,7 @@ class WriteTask:
     def _too_slow(self, elapsed_s: float, timeout_s: float) -> str:
         return (
             f"{self.what} has taken {elapsed_s:.0f} s and {timeout_s:g} s are allowed; "
-            "the disk is too slow, or does not answer"
+            "the disk is too slow, or does not respond"
         )
 
 
@@ -164,7 +164,7 @@ class Record:
     part: int
     file: FileSpec
     own: Mapping[int, tuple[int, int]]
-    """By rank: where what it alone knows begins behind the header, and how long it is."""
+    """By rank: offset of its own state behind the header, and its length."""
 
 
 class Records:
@@ -312,8 +312,8 @@ def _await(
         if time.monotonic() > deadline:
             ranks = format_ranges((writers[part] for part in missing), limit=16)
             raise CheckpointError(
-                f"{path}: the parts of rank {ranks} were not on disk in time; the disk is "
-                "too slow there, or does not answer"
+                f"{path}: the parts of rank {ranks} were not on disk in time; the disk is too "
+                "slow there, or does not respond"
             )
         with records.changed:
             records.changed.wait(nap)
@@ -333,7 +333,7 @@ def _look(folder: Path, part: int, records: Records) -> None:
 def _cure(folder: Path, error: OSError) -> str:
     if not folder.exists():
         return (
-            "; its directory is not there: it must be on a file system that all nodes share, and "
-            "no other job may save into it"
+            "; its directory is missing: it must be on a file system that all nodes share, and no "
+            "other job may save into it"
         )
     return "; make room, or save elsewhere"

@@ -19,30 +19,30 @@ from hpctrain.errors import ConfigError, HpcTrainError
 __all__ = ["VERBS", "main"]
 
 _NO_READER = 141
-"""As shells say it of a process that SIGPIPE has ended."""
+"""What shells report for a process killed by SIGPIPE."""
 
 VERBS = {
     # verb: its line in the overview; the module hpctrain.cli.VERB has the rest
-    "run": "run a script on all ranks, starting mpirun where nothing has",
+    "run": "run a script on all ranks, starting mpirun outside a launcher",
     "train": "train from a TOML file: evaluation, checkpoints, logs, a run directory",
-    "config": "explain, check and list what such a file may say",
+    "config": "explain, check and list the keys of such a file",
     "watch": "follow a run from its directory, on a login node too",
-    "data": "write a data set as shards, say what is in one, or check it",
+    "data": "write a data set as shards, describe or check one",
     "checkpoint": "list checkpoints, check them, export the model, or import a torch file",
-    "chaos": "kill, stop, damage and fill up a training of yours, and see that no run is lost",
-    "doctor": "check MPI, torch, Horovod and the machine, with the cure for what is broken",
+    "chaos": "kill, stop and damage a training, fill its disk, and check that no run is lost",
+    "doctor": "check MPI, torch, Horovod and the machine, with fixes for what is broken",
     "bench": "measure how a script scales, the best layout of a node, collectives, data",
     "job": "write, submit, watch and lint job scripts",
     "sweep": "run a command over many settings, here or as a job array, and rank the results",
     "report": "make a page, pictures and tables of benchmark results and run directories",
     "trace": "merge what the ranks of a traced run recorded into one timeline",
-    "plan": "predict a training step at N ranks, and what to ask a machine for; all simulated",
-    "pack": "put an environment into one archive that jobs unpack on every node's own disk",
-    "horovod": "build Horovod against this torch and this MPI, or check the one that is here",
+    "plan": "predict a training step at N ranks, and what to request; all simulated",
+    "pack": "pack an environment into an archive that jobs unpack on every node's local disk",
+    "horovod": "build Horovod against this torch and this MPI, or check the installed one",
 }
 
 _EPILOG = """\
-exit codes: 0 well; 1 something is broken; 2 the command line or a setting is wrong;
+exit codes: 0 success; 1 something is broken; 2 the command line or a setting is wrong;
 otherwise the code of the rank that failed. `hpctrain VERB --help` explains a verb.
 """
 

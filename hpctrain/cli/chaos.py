@@ -17,15 +17,15 @@ __all__ = ["add_arguments", "main"]
 
 _MORE = """\
 `run` trains a short copy of a configuration of `hpctrain train` in a scratch folder, disturbs it
-once for each scenario, restarts it each time, and compares its last weights with those of a run
-that was left alone. `soak` kills a small built-in training at random moments.
+once for each scenario, restarts it each time, and compares its last weights with those of an
+undisturbed run. `soak` kills a small built-in training at random moments.
 
 examples:
   hpctrain chaos run train.toml -n 4
   hpctrain chaos run train.toml -n 2 --scenarios kill,disk
   hpctrain chaos soak --rounds 20
 
-exit codes: 0 all went as expected; 1 something did not; 2 the command line or a setting is wrong
+exit codes: 0 all as expected; 1 something failed; 2 the command line or a setting is wrong
 """
 
 
@@ -35,11 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog = _MORE
     kinds = parser.add_subparsers(dest="kind", metavar="run|soak", required=True)
-    run = kinds.add_parser("run", help="every scenario, on a configuration of yours")
+    run = kinds.add_parser("run", help="every scenario, on your configuration")
     run.add_argument("config", type=Path, metavar="CONFIG.toml", help="what to train")
     run.add_argument("--scenarios", metavar="A,B", help=f"which (all): {', '.join(SCENARIOS)}")
     run.add_argument("-n", "--ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
-    run.add_argument("--steps", type=int, metavar="K", help="of the training (default: enough)")
+    run.add_argument(
+        "--steps", type=int, metavar="K", help="steps of the training (default: enough)"
+    )
     run.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
         help="replace a key of the file",
@@ -49,16 +51,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest relative difference of weights at the end (default: 0, bit for bit)",
     )  # fmt: skip
     run.add_argument(
-        "--timeout-s", type=float, default=600.0, metavar="S", help="of one launch (default: 600)"
+        "--timeout-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds for one launch (default: 600)",
     )
     soak = kinds.add_parser("soak", help="kill a small training at random moments")
     soak.add_argument("--rounds", type=int, default=20, metavar="R", help="kills (default: 20)")
-    soak.add_argument("--seed", type=int, default=0, metavar="S", help="of chance (default: 0)")
+    soak.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
     soak.add_argument(
-        "-n", "--ranks", type=int, metavar="N", help="of every attempt (default: each has 1 to 4)"
+        "-n",
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks of every attempt (default: each has 1 to 4)",
     )
     for child in (run, soak):
-        child.add_argument("--keep", type=Path, metavar="DIR", help="keep what was written, there")
+        child.add_argument("--keep", type=Path, metavar="DIR", help="keep all files there")
         child.add_argument("--json", action="store_true", help="the result as JSON")
 
 
@@ -89,7 +99,9 @@ def _run(args: argparse.Namespace, scratch: Path) -> bool:
     scenarios = choose(args.scenarios.split(",") if args.scenarios else None)
     num_steps = args.steps or steps_for(len(scenarios))
     if args.ranks < 2:
-        raise ConfigError(f"-n {args.ranks}: one rank of several is disturbed; give at least 2")
+        raise ConfigError(
+            f"-n {args.ranks}: a scenario disturbs one rank of several; give at least 2"
+        )
     if num_steps < steps_for(len(scenarios)):
         raise ConfigError(
             f"--steps {num_steps} is too short for {len(scenarios)} scenarios; give at least "

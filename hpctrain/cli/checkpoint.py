@@ -28,7 +28,7 @@ examples:
   hpctrain checkpoint export runs/one/checkpoints/checkpoint-000012-step-1200 all.pt --all
   hpctrain checkpoint import somebody.pt --to runs/two/checkpoints
 
-exit codes: 0 well; 1 a checkpoint is damaged or missing (it is named); 2 wrong usage
+exit codes: 0 success; 1 a checkpoint is damaged or missing (it is named); 2 usage error
 """
 
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="list|verify|export|import"
     )
-    listing = actions.add_parser("list", help="say which checkpoints there are")
+    listing = actions.add_parser("list", help="list the checkpoints")
     listing.add_argument("path", type=Path, metavar="PATH", help=_PATH)
     listing.add_argument("--json", action="store_true", help="as JSON")
     verify = actions.add_parser("verify", help="read all files and compare the checksums")
@@ -51,11 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("to", type=Path, metavar="FILE", help=".safetensors, .pt or .pth")
     what = export.add_mutually_exclusive_group()
     what.add_argument(
-        "--key", default="model", metavar="K", help="what of the state, as a/b (default: model)"
+        "--key",
+        default="model",
+        metavar="K",
+        help="which part of the state, as a/b (default: model)",
     )
     what.add_argument("--all", action="store_true", help="the whole state")
     export.add_argument(
-        "--best", action="store_true", help="the best that is kept instead of the newest"
+        "--best", action="store_true", help="the best kept one instead of the newest"
     )
     export.add_argument(
         "--metric",
@@ -65,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--ema", action="store_true", help="the averaged weights instead of the last ones"
     )
-    importing = actions.add_parser("import", help="make a checkpoint of a torch file")
+    importing = actions.add_parser("import", help="make a checkpoint from a torch file")
     importing.add_argument("file", type=Path, metavar="FILE", help="made by torch.save")
     importing.add_argument(
         "--to", type=Path, required=True, metavar="PATH", help="a directory of checkpoints"
@@ -73,9 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     importing.add_argument(
         "--key", default="model", metavar="K", help="where in the state (default: model)"
     )
-    importing.add_argument(
-        "--step", type=int, default=0, metavar="N", help="the step it stands for (default: 0)"
-    )
+    importing.add_argument("--step", type=int, default=0, metavar="N", help="its step (default: 0)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -127,7 +128,7 @@ def _export(args: argparse.Namespace) -> int:
     if args.metric is not None and not args.best:
         raise ConfigError(f"--metric {args.metric} belongs to --best")
     if args.ema and args.all:
-        raise ConfigError("--all has the averages in it; leave --ema out")
+        raise ConfigError("--all includes the averages; leave out --ema")
     path = find_checkpoint(args.path, best=(args.metric or True) if args.best else False)
     if args.best:
         _remark_on_better(args.path, path, args.metric)

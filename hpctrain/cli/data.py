@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "main"]
 
 _MORE = """\
-`shard` and `verify` use all ranks that there are, each for a part of the shards:
+`shard` and `verify` use all ranks of the job, each for a part of the shards:
 
 examples:
   hpctrain data shard train.npz --to shards --samples-per-shard 10000
@@ -30,7 +30,7 @@ examples:
   hpctrain data inspect shards
   srun -n 64 hpctrain data verify shards
 
-exit codes: 0 well; 1 a file is missing or broken (it is named); 2 wrong usage
+exit codes: 0 success; 1 a file is missing or broken (it is named); 2 usage error
 """
 
 
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="applied to each batch of samples before it is written",
     )
-    shard.add_argument("--overwrite", action="store_true", help="replace shards that are there")
-    inspect = actions.add_parser("inspect", help="say what a data set consists of")
+    shard.add_argument("--overwrite", action="store_true", help="replace existing shards")
+    inspect = actions.add_parser("inspect", help="describe a data set")
     inspect.add_argument("path", type=Path, metavar="PATH", help="a file, or a folder of shards")
     inspect.add_argument("--json", action="store_true", help="as JSON")
     verify = actions.add_parser("verify", help="read all shards and compare the checksums")

@@ -12,13 +12,13 @@ from hpctrain.errors import ConfigError
 
 __all__ = ["HELP", "add_arguments", "main"]
 
-HELP = "check MPI, torch, Horovod and the machine, with the cure for what is broken"
+HELP = "check MPI, torch, Horovod and the machine, with fixes for what is broken"
 
 _EPILOG = """\
-Each line is ok, warning or broken, with the cure under it; docs/doctor.md explains every check.
+Each line is ok, warning or broken, with the fix under it; docs/doctor.md explains every check.
 
-exit codes: 0 nothing is broken (warnings may be there); 1 something is broken, or --all-nodes found
-an outlier; 2 wrong usage
+exit codes: 0 nothing is broken (warnings are possible); 1 something is broken, or --all-nodes found
+an outlier; 2 usage error
 
 examples:
   hpctrain doctor
@@ -31,9 +31,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the verb's options."""
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "--json", action="store_true", help="print what was found as one JSON object"
-    )
+    parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     parser.add_argument(
         "--all-nodes",
         action="store_true",
@@ -42,14 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clean",
         action="store_true",
-        help="remove shared memory that killed jobs of yours have left on this node, and say what",
+        help="remove shared memory that your killed jobs left on this node, and list it",
     )
     parser.add_argument(
         "--time-limit",
         type=float,
         metavar="S",
-        help="seconds for each program that is asked (default: 90), or for all of --all-nodes "
-        "(default: 600)",
+        help="seconds for each probe (default: 90), or for all of --all-nodes (default: 600)",
     )
 
 
@@ -61,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--time-limit {args.time_limit:g} is not possible; give seconds above 0")
     if args.clean:
         if args.all_nodes:
-            raise ConfigError("--clean sweeps one node; give it without --all-nodes, on each node")
+            raise ConfigError("--clean cleans one node; give it without --all-nodes, on each node")
         return _clean(as_json=args.json)
     launch = detect(os.environ)
     is_rank = launch.row is not None and launch.row.starts_mpi
@@ -97,7 +94,7 @@ def _clean(*, as_json: bool) -> int:
     for line in trouble:
         print(line)
     if not found:
-        print("nothing of yours is left behind in shared memory")
+        print("no leftovers of yours in shared memory")
     return 1 if trouble else 0
 
 

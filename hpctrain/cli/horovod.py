@@ -21,11 +21,11 @@ _BUILD = (
     "keep the wheel in a cache and install it."
 )
 _CHECK = (
-    "Say whether the installed Horovod can be imported, what it was built with and bound to, "
-    "whether that is what is here now, and whether two ranks can sum with it."
+    "Check whether the installed Horovod can be imported, what it was built with and linked to, "
+    "whether that matches what is installed now, and whether two ranks can allreduce with it."
 )
-_BUILD_EXITS = "exit codes: 0 built and installed; 1 failed (the cause is printed); 2 wrong usage"
-_CHECK_EXITS = "exit codes: 0 works; 1 broken; 2 wrong usage; 3 not installed"
+_BUILD_EXITS = "exit codes: 0 built and installed; 1 failed (the cause is printed); 2 usage error"
+_CHECK_EXITS = "exit codes: 0 works; 1 broken; 2 usage error; 3 not installed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuda",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="insist on CUDA and NCCL, or do without NCCL (default: if they are usable)",
+        help="require CUDA and NCCL, or build without NCCL (default: if they are usable)",
     )
-    build.add_argument("--jobs", type=int, metavar="N", help="compilers at a time")
+    build.add_argument("--jobs", type=int, metavar="N", help="parallel compilers")
     build.add_argument("--force", action="store_true", help="compile even if the wheel is cached")
     build.add_argument(
         "--cache-dir",
@@ -67,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     check = actions.add_parser(
         "check",
-        help="is it importable, fitting, working over two ranks",
+        help="is it importable, does it match, does it work over two ranks",
         description=_CHECK,
         epilog=_CHECK_EXITS,
     )
-    check.add_argument("--json", action="store_true", help="print what was found as JSON")
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.add_argument("--no-run", action="store_true", help="leave out the two-rank allreduce")
 
 
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
         log.notice(str(error))
         return 1
     except KeyboardInterrupt:
-        log.notice("interrupted; nothing was left half done")
+        log.notice("interrupted; nothing was left half installed")
         return 130
 
 
@@ -118,8 +118,8 @@ def _check(args: argparse.Namespace) -> int:
         print(f"Horovod {found.version or 'not installed'}: {found.status}")
         if found.version:
             print(f"  built with: {built}; two-rank allreduce: {found.run}")
-            print(f"  bound to: {_list(found.bound) or 'unknown: hpctrain did not build it'}")
-            print(f"  here now: {_list(found.here)}")
+            print(f"  linked to: {_list(found.bound) or 'unknown: hpctrain did not build it'}")
+            print(f"  installed now: {_list(found.here)}")
         for problem in found.problems:
             print(f"  {problem}")
         if found.cure:

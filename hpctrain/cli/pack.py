@@ -12,10 +12,10 @@ from hpctrain.submit import outside_paths, pack_environment
 __all__ = ["add_arguments", "main"]
 
 _EPILOG = """\
-The archive goes to every node's own disk with `hpctrain job submit --pack FILE`: by sbcast in
-Slurm, else read once by one process per node. The interpreter itself stays where it is.
+The archive is copied to every node's local disk with `hpctrain job submit --pack FILE`: by sbcast
+in Slurm, else read once by one process per node. The interpreter itself is not packed.
 
-exit codes: 0 packed; 2 it is no virtual environment, or the archive cannot be written
+exit codes: 0 packed; 2 not a virtual environment, or the archive cannot be written
 """
 
 
@@ -38,6 +38,6 @@ def main(args: argparse.Namespace) -> int:
     """Pack, and say what is left outside."""
     count = pack_environment(args.prefix.absolute(), args.output)
     for path in outside_paths(args.prefix.absolute()):
-        log.warn(f"{path} is outside the environment and not in the archive; ranks go there for it")
+        log.warn(f"{path} is outside the environment and not in the archive; ranks read it there")
     print(f"{args.output}: {count} entries, {args.output.stat().st_size >> 20} MiB")
     return 0

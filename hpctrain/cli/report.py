@@ -10,8 +10,8 @@ __all__ = ["add_arguments", "main"]
 
 _MORE = """\
 RESULTS are files that `hpctrain bench` wrote, run directories of `hpctrain train`, and folders that
-`hpctrain run --trace` recorded into, in any mixture. The page needs nothing but itself: no network,
-no script. png and pdf need matplotlib: pip install 'hpctrain[plot]'.
+`hpctrain run --trace` recorded into, in any mixture. The page is self-contained: no network, no
+scripts. png and pdf need matplotlib: pip install 'hpctrain[plot]'.
 
 examples:
   hpctrain report scale.json -o scaling.html
@@ -46,16 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples to train on, all epochs together: prices every point in node-hours",
     )
     parser.add_argument(
-        "--runs", type=int, default=1, metavar="K", help="how many trainings (default: 1)"
+        "--runs", type=int, default=1, metavar="K", help="number of trainings (default: 1)"
     )
     parser.add_argument(
         "--reserve",
         type=float,
         default=0.25,
         metavar="R",
-        help="what to ask for beyond that (default: 0.25)",
+        help="extra share to request (default: 0.25)",
     )
-    parser.add_argument("--json", action="store_true", help="name the files as JSON")
+    parser.add_argument("--json", action="store_true", help="list the files as JSON")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ __all__ = ["add_arguments", "hint_at_order", "main"]
 
 _MORE = """\
 Outside a launcher, the mpirun that belongs to mpi4py's MPI is started; under mpirun, mpiexec or
-srun the script is only run. Whatever ends one rank ends all of them, with that rank's traceback.
+srun the script is only run. When one rank fails, all ranks end, with that rank's traceback.
 `python train.py` is the script train.py; any other command runs as it is, once per rank.
 
 The script sees RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="D",
-        help="record what every rank does when, in D/trace.json.gz for ui.perfetto.dev",
+        help="record a timeline of all ranks in D/trace.json.gz, for ui.perfetto.dev",
     )
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="show the output of rank 0 alone"
@@ -106,12 +106,12 @@ def main(args: argparse.Namespace) -> int:
         return run_here(program, launch, environ, log_dir=args.log_dir)
     if program.is_command and is_another_python(program.target):
         log.notice(
-            f"{program.target} is not the Python of this hpctrain ({sys.executable}); it runs with "
-            "what it has installed itself"
+            f"{program.target} is not the Python of this hpctrain ({sys.executable}); it runs "
+            "with its own packages"
         )
     if args.ranks == AUTO:
         if args.hosts or args.hostfile:
-            raise ConfigError("-n auto is the best of this machine alone; with hosts, give numbers")
+            raise ConfigError("-n auto is for this machine only; with hosts, give numbers")
         program.check()
         if program.is_command:
             raise ConfigError(
@@ -156,7 +156,7 @@ def hint_at_order(target: str, arguments: Sequence[str]) -> str | None:
         name = word.partition("=")[0]
         if name in _PLACING:
             return (
-                f"{name} stands after {target} and is passed to it; the script runs on 1 rank. If "
+                f"{name} comes after {target} and is passed to it; the script runs on 1 rank. If "
                 f"it is meant for hpctrain, put it first: hpctrain run {name} ... {target}"
             )
     return None

@@ -72,7 +72,7 @@ def add_variables(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="a variable for all ranks, also on other hosts, which get few others",
+        help="a variable for all ranks, also on other hosts, which inherit few others",
     )
 
 

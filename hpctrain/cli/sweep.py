@@ -43,12 +43,11 @@ from hpctrain.submit import (
 __all__ = ["add_arguments", "main"]
 
 _EPILOG = """\
-The command has {key} where a value goes, {run_dir} for the point's own directory and {index} for
-its number. What it writes to {run_dir}/result.json, an object of numbers, is what `table` ranks by;
-of `hpctrain train` with logging.directory={run_dir} it is the last evaluation, once it
-has finished.
+In the command, {key} is replaced by a value, {run_dir} by the point's directory and {index} by its
+number. What it writes to {run_dir}/result.json, an object of numbers, is what `table` ranks by; of
+`hpctrain train` with logging.directory={run_dir} it is the last evaluation, once it has finished.
 
-exit codes: 0 well; 1 a point failed (run), or the batch system refused; 2 wrong usage
+exit codes: 0 success; 1 a point failed (run), or the batch system refused; 2 usage error
 
 examples:
   hpctrain sweep run --grid lr=0.1,0.01 --grid batch=32,64 -- python train.py --lr {lr} \\
@@ -65,25 +64,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the actions."""
     parser.epilog = _EPILOG
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    run = actions.add_parser("run", help="one after the other on this machine")
+    run = actions.add_parser("run", help="run the points one after the other on this machine")
     array = actions.add_parser("submit", help="as a job array")
-    table = actions.add_parser("table", help="the results, best on top")
+    table = actions.add_parser("table", help="the results, best first")
     for child in (run, array, table):
         child.add_argument("--dir", type=Path, default=Path("sweep"), help="default: sweep")
     for child in (run, array):
         child.usage = f"hpctrain sweep {child.prog.split()[-1]} [options] -- COMMAND [ARGS ...]"
         kind = child.add_mutually_exclusive_group(required=True)
         kind.add_argument("--grid", action="append", metavar="K=A,B", help="all combinations")
-        kind.add_argument("--random", action="append", metavar="K=D", help="draws from D")
+        kind.add_argument("--random", action="append", metavar="K=D", help="draw from D")
         kind.add_argument("--list", type=Path, metavar="F", help="JSON list of objects")
         child.add_argument("--num", type=int, metavar="N", help="number of random points")
-        child.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+        child.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     add_job_options(array)
     add_snapshot(array)
     for child in (run, array):
         child.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     table.add_argument("--metric", default="loss", help="key of result.json (default: loss)")
-    table.add_argument("--max", action="store_true", help="the largest is the best")
+    table.add_argument("--max", action="store_true", help="larger is better")
     table.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
@@ -149,7 +148,9 @@ def _points(args: argparse.Namespace) -> list[Point]:
 def _check_programs(commands: tuple[tuple[str, ...], ...]) -> None:
     for program in {command[0]: None for command in commands}:
         if shutil.which(program) is None:
-            raise ConfigError(f"{program} cannot be started: it is not here, or not executable")
+            raise ConfigError(
+                f"{program} cannot be started: it does not exist, or is not executable"
+            )
 
 
 def _run(directory: Path, commands: tuple[tuple[str, ...], ...]) -> int:
@@ -163,7 +164,7 @@ def _run(directory: Path, commands: tuple[tuple[str, ...], ...]) -> int:
         if code:
             failed += 1
             log.warn(f"point {index} ended with exit code {code}; see {path}")
-    print(f"{len(commands) - failed} of {len(commands)} points ended well", file=sys.stderr)
+    print(f"{len(commands) - failed} of {len(commands)} points succeeded", file=sys.stderr)
     return 1 if failed else 0
 
 

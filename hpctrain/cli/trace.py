@@ -11,8 +11,8 @@ __all__ = ["add_arguments", "main"]
 
 _MORE = """\
 `hpctrain run --trace DIR` (or HPCTRAIN_TRACE=DIR under any launcher) records; the files are merged
-when the run ends well. After a run that was killed, or with very many events, merge them here. Open
-DIR/trace.json.gz at https://ui.perfetto.dev: nothing is uploaded.
+when the run succeeds. After a killed run, or with very many events, merge them with this command.
+Open DIR/trace.json.gz at https://ui.perfetto.dev: nothing is uploaded.
 """
 
 
@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _MORE
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     merge = actions.add_parser("merge", help="merge DIR/rank-*.jsonl into DIR/trace.json.gz")
-    merge.add_argument("folder", type=Path, metavar="DIR", help="what --trace was given")
-    merge.add_argument("--json", action="store_true", help="say what was found as JSON")
+    merge.add_argument("folder", type=Path, metavar="DIR", help="the folder given to --trace")
+    merge.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ examples:
   hpctrain train digits.toml -n 64 --ranks-per-node 8 --dry-run
   srun hpctrain train digits.toml
 
-exit codes: 0 finished; 75 saved and to be run again (a signal, or the end of the allocation);
+exit codes: 0 finished; 75 saved, run it again (a signal, or the end of the allocation);
 2 refused before the first step: the configuration is wrong, or does not fit the checkpoints in the
 run directory; otherwise the code of the rank that failed
 """
@@ -69,10 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start from scratch; an existing run directory is moved aside",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan for -n ranks, and train nothing"
+        "--dry-run", action="store_true", help="print the plan for -n ranks, without training"
     )
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="M", help="of the plan (default: all on one node)"
+        "--ranks-per-node",
+        type=int,
+        metavar="M",
+        help="ranks per node in the plan (default: all on one node)",
     )
     parser.add_argument("--json", action="store_true", help="the plan as JSON")
 
@@ -94,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
     started = launch.row is not None and launch.row.starts_mpi
     if args.ranks == AUTO:
         if started or args.hosts:
-            raise ConfigError("-n auto is the best of this machine alone; leave it to the launcher")
+            raise ConfigError("-n auto is for this machine only; leave it to the launcher")
         words = [word for text in args.settings for word in ("--set", text)]
         key = str(args.config.resolve())
         args.ranks, chosen = choose_layout(key, words, os.environ)

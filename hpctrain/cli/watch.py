@@ -15,7 +15,7 @@ examples:
   hpctrain watch runs/digits
   hpctrain watch runs/digits --once
 
-exit codes: 0 the run finished, or --once; 75 it stopped to be run again; 1 it failed
+exit codes: 0 the run finished, or --once; 75 it stopped and is to be run again; 1 it failed
 """
 
 

@@ -66,8 +66,8 @@ def adopt(data: Any) -> Adopted:
     if not isinstance(data.dataset, IterableDataset):
         if batch is None or type(data.batch_sampler) is not BatchSampler:
             raise ConfigError(
-                "a DataLoader with a batch_sampler of its own, or without batches, cannot be dealt "
-                "out over ranks; pass its data set, and global_batch"
+                "a DataLoader with a batch_sampler of its own, or without batches, cannot be "
+                "divided over ranks; pass its data set, and global_batch"
             )
         shuffle = None if _is_weighted(data.sampler) else _shuffle_of(data.sampler)
         if isinstance(data.sampler, DistributedSampler):
@@ -96,7 +96,7 @@ def _start_method(context: Any) -> str | None:
     method = None if context is None else context.get_start_method()
     if method == "fork":
         raise ConfigError(
-            "a DataLoader with multiprocessing_context='fork' cannot be used beside MPI; leave it "
+            "a DataLoader with multiprocessing_context='fork' cannot be used with MPI; leave it "
             "out, or choose 'forkserver' or 'spawn'"
         )
     return None if method is None else str(method)
@@ -135,7 +135,7 @@ def as_source(data: Any, collate: Collate | None) -> Source | Scattered | MapSou
         return _without_collate(ArraySource(data), collate)
     if isinstance(data, tuple | Mapping):
         raise ConfigError(
-            f"a {type(data).__name__} must hold arrays or tensors alone, one row per sample; a "
+            f"a {type(data).__name__} must hold only arrays or tensors, one row per sample; a "
             "data set of samples is a list or has __len__ and __getitem__"
         )
     if isinstance(data, IterableDataset):
@@ -158,8 +158,8 @@ def as_source(data: Any, collate: Collate | None) -> Source | Scattered | MapSou
 def _without_collate(source: Source | Scattered, collate: Collate | None) -> Source | Scattered:
     if collate is not None:
         raise ConfigError(
-            "collate puts single samples together, and these data come in whole batches; apply it "
-            "to the batch in the loop"
+            "collate combines single samples, but these data come in whole batches; apply it to "
+            "the batch in the loop"
         )
     return source
 
@@ -181,7 +181,7 @@ class SourceRows:
         self.num_rows = len(source)
         self.form = Table(self.take(np.arange(min(1, self.num_rows)))).form
         if self.form.varies:
-            raise ConfigError("the samples of the data set cannot be put together into arrays")
+            raise ConfigError("the samples of the data set cannot be combined into arrays")
 
     @property
     def sizes(self) -> int:

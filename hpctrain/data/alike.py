@@ -89,8 +89,8 @@ def require_fitting_streams(
         raise ConfigError(trouble)
     if split is None and comm.Get_rank() == 0 and not openings[0].is_read:
         log.notice(
-            f"samples of type {openings[0].shown} have no content that can be compared: whether "
-            "all ranks read the same stream is not checked"
+            f"samples of type {openings[0].shown} have no comparable content: whether all ranks "
+            "read the same stream is not checked"
         )
 
 
@@ -181,9 +181,9 @@ def trouble_with_readings(told: Sequence[ReadReport]) -> str:
         return (
             f"the streams of the ranks differ: sample {begin + place} on rank "
             f"{format_ranges(others, limit=16)} of {size} is not the one of rank 0, though the "
-            "streams began alike. A Loader expects one stream: every rank reads all of it and "
-            f"keeps 1 sample in {size}, so samples would be lost. See that all ranks read the same "
-            "files in the same order, and that shuffling is seeded alike on all ranks. If each "
+            "streams started the same. A Loader expects one stream: every rank reads all of it and "
+            f"keeps 1 sample in {size}, so samples would be lost. Make sure that all ranks read "
+            "the same files in the same order, with the same shuffle seed. If each "
             "rank's stream is its own part, pass split='already'; if the samples are the same and "
             "only their augmentation differs, pass split='same'"
         )
@@ -197,7 +197,8 @@ def trouble_with_readings(told: Sequence[ReadReport]) -> str:
         f"the streams of the ranks differ in length: that of rank {format_ranges(short, limit=16)} "
         f"of {size} has ended (samples: {counts}), and rank {full} has read {longest} samples. A "
         f"Loader expects one stream: every rank reads all of it and keeps 1 sample in {size}, so "
-        "samples would be lost. See that all ranks read the same files; if each rank's stream is "
+        "samples would be lost. Make sure that all ranks read the same files; if each rank's "
+        "stream is "
         "its own part, pass split='already', which allows different lengths"
     )
 
@@ -220,7 +221,7 @@ def trouble_with_streams(openings: Sequence[Opening], split: Split) -> str | Non
             "A Loader expects one stream: every rank reads all of it and keeps 1 sample in "
             f"{size}, so a stream already split by rank would lose samples. Remove the split from "
             "the data set, or pass split='already'. If the samples are the same and only their "
-            "augmentation differs, seed its generator alike on all ranks, or pass split='same'"
+            "augmentation differs, seed its generator the same on all ranks, or pass split='same'"
         )
     if split == "already" and size > 1:
         empty = [rank for rank, found in enumerate(openings) if not found.digests]

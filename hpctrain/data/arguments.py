@@ -28,13 +28,14 @@ Shuffle: TypeAlias = bool | Literal["keyed", "numpy", "local"] | None
 SPLITS = ("already", "same")
 
 _INLINE_BYTES = 1 << 20
-"""Batches of arrays in memory up to this size are gathered in the loop: a thread costs as much.
+"""Batches of arrays in memory up to this size are gathered in the loop: a thread costs just as
+much.
 
-Larger ones too where all cores compute: a thread would take its time from the loop, and more.
+Larger ones too if all cores compute: a thread would only take time from the loop.
 """
 _DEPTH = 2
 _COMPARED_BYTES = 16 << 20
-"""Of larger samples only one is read to compare the data of ranks."""
+"""For larger samples only one is read to compare the data of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -115,7 +115,7 @@ def open_channel(
             raise
         except CollectiveError as error:  # on all ranks
             if world.rank == root:
-                log.notice(f"data go by MPI messages, which is slower here: {error}")
+                log.notice(f"data are sent by MPI messages, which is slower here: {error}")
     return Channel(world, root, slot_bytes, block, message_bytes=message_bytes, timeout_s=timeout_s)
 
 

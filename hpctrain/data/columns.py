@@ -34,7 +34,7 @@ class Column(ABC):
     row_bytes: int | None
     """Bytes of every row; None where they differ."""
     num_dims: int = 0
-    """How many numbers tell the shape of a row, where rows differ."""
+    """How many numbers encode the shape of a row, if rows differ."""
 
     @abstractmethod
     def read(self, values: Any, rows: np.ndarray, out: np.ndarray) -> None:
@@ -258,8 +258,8 @@ def _describe_tensor(values: torch.Tensor, name: str) -> Dense:
         raise ConfigError(f"{name} is a sparse, nested or quantized tensor; make it dense first")
     if values.device.type != "cpu":
         raise ConfigError(
-            f"{name} is on {values.device}; data sets travel through the host: call .cpu() first, "
-            "batches are copied to the device as they are used"
+            f"{name} is on {values.device}; data sets are sent through the host: call .cpu() "
+            "first; batches are copied to the device when used"
         )
     if values.requires_grad:
         raise ConfigError(f"{name} requires a gradient, which cannot be sent; call .detach()")
@@ -271,8 +271,8 @@ def _describe_tensor(values: torch.Tensor, name: str) -> Dense:
 def _describe_array(values: np.ndarray, name: str) -> Dense:
     if type(values) not in (np.ndarray, np.memmap):
         raise ConfigError(
-            f"{name} is a {type(values).__name__}, whose own meaning (a mask, a unit) would be "
-            "lost; give plain arrays, the mask as a column of its own"
+            f"{name} is a {type(values).__name__}, whose extra information (a mask, a unit) would "
+            "be lost; give plain arrays, with the mask as a separate column"
         )
     if values.dtype.hasobject:
         raise ConfigError(

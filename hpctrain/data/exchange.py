@@ -235,8 +235,8 @@ def reorder(
     total, rank, size = old.num_samples, world.rank, world.size
     if new.num_samples != total:
         raise ConfigError(
-            f"reorder: the order is of {new.num_samples} samples and the shares have {total}; "
-            "give an order of as many"
+            f"reorder: the order has {new.num_samples} samples and the shares have {total}; the "
+            "two must match"
         )
 
     def move(rows: Table | SourceRows, route: Route) -> Any:

@@ -32,7 +32,7 @@ __all__ = ["Feed", "MapFeed", "ScatteredFeed", "SourceFeed", "StreamFeed", "Wher
 T = TypeVar("T")
 
 _TIMEOUT_S = 300.0
-"""How long ranks wait for one whose stream does not begin."""
+"""How long ranks wait for one whose stream does not start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +42,14 @@ class Where:
     seed: int
     epoch: int
     start: int
-    """Samples of the epoch that are consumed already, over all ranks."""
+    """Samples of the epoch already consumed, over all ranks."""
 
 
 class Feed(Protocol):
     """What a loader reads batches from."""
 
     num_samples: int | None
-    """Over all ranks; None where nobody knows."""
+    """Over all ranks; None if unknown."""
 
     def prepare(self, where: Where, comm: Comm) -> None:
         """Collective: before an epoch is read."""

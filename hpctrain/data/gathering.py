@@ -106,8 +106,8 @@ def find_trouble(indices: npt.NDArray[np.int64], counts: list[int], total: int) 
     if len(twice):
         owners = np.repeat(np.arange(len(counts)), counts)[indices == twice[0]]
         return (
-            f"sample {format_ranges(twice[: 10 * _MOST_NAMED].tolist(), limit=_MOST_NAMED)} came "
-            f"more than once ({len(twice)} in all; sample {int(twice[0])} from rank "
+            f"sample {format_ranges(twice[: 10 * _MOST_NAMED].tolist(), limit=_MOST_NAMED)} was "
+            f"given more than once ({len(twice)} in all; sample {int(twice[0])} from rank "
             f"{format_ranges(sorted(set(owners.tolist())), limit=_MOST_NAMED)}); each sample "
             "belongs to one rank: do not pad"
         )

@@ -39,12 +39,12 @@ class LoaderProgress:
     seed: int
     epoch: int
     consumed: int
-    """Samples of this epoch that were handed out, over all ranks.
+    """Samples of this epoch that were returned, over all ranks.
 
-    With `split` places in batches, since streams that have ended leave some empty.
+    With `split`, places in batches: streams that have ended leave some empty.
     """
     total: int
-    """Samples of the whole run that were handed out, over all ranks."""
+    """Samples of the whole run that were returned, over all ranks."""
     order: str
     """How samples are ordered: `keyed`, `numpy`, `stored`, `local`, `stream`, `split`, `weighted`
     or `lengths`.
@@ -53,7 +53,7 @@ class LoaderProgress:
     fingerprint: int
     """Of the epoch's order."""
     num_ranks: int
-    """Of the run that wrote this; it matters to `local` and `split` alone."""
+    """Of the run that wrote this; relevant only for `local` and `split`."""
 
     def to_state(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
@@ -86,12 +86,12 @@ def trouble_with(saved: LoaderProgress, own: LoaderProgress) -> str | None:
         if was != now:
             return (
                 f"the run started with {name}={was!r}, and this loader has {now!r}; resume with "
-                "the same data in the same order, or start a run in another directory"
+                "the same data in the same order, or start a new run in another directory"
             )
     if saved.fingerprint != own.fingerprint and saved.order == "local":
         if saved.consumed:
             return (
-                "the samples were dealt to the ranks in another order when the epoch was stopped; "
+                "the samples were distributed in another order when the epoch was stopped; "
                 "scatter them with the same seed and epoch, or use a global shuffle"
             )
     elif saved.fingerprint != own.fingerprint and saved.order in ("weighted", "lengths"):
@@ -118,7 +118,7 @@ def trouble_with(saved: LoaderProgress, own: LoaderProgress) -> str | None:
         )
     if saved.order == "split":
         return (
-            f"streams that are split by rank were {stopped} {own.num_ranks}: the new split has "
+            f"streams that are split by rank were {stopped} {own.num_ranks}: the new split puts "
             f"other samples on each rank; use {saved.num_ranks} ranks until the epoch ends, or "
             "give all ranks one stream and leave split='already' out"
         )
@@ -205,7 +205,7 @@ class Loader:
         self._transfer = Transfer(torch.device(world.device if device is None else device))
         self._setup = self._resolve_together(data, given)
         self._shares = getattr(data, "order", None)
-        """The order in which data that are shared out already were dealt to the ranks."""
+        """The order in which scattered data were distributed to the ranks."""
         scattered_seed = getattr(self._shares, "seed", None)
         own_seed = world.seed if scattered_seed is None else scattered_seed
         self._seed = own_seed if seed is None else seed
@@ -281,7 +281,7 @@ class Loader:
 
     @property
     def consumed(self) -> int:
-        """Samples of this epoch that were handed out, over all ranks.
+        """Samples of this epoch that were returned, over all ranks.
 
         Of streams that are split already: places in batches, of which streams that have ended
         leave some empty.
@@ -290,7 +290,7 @@ class Loader:
 
     @property
     def total(self) -> int:
-        """Samples of the whole run that were handed out, over all ranks."""
+        """Samples of the whole run that were returned, over all ranks."""
         return self._total
 
     @property
@@ -332,7 +332,7 @@ class Loader:
         """Steps in a whole epoch; the same on every rank."""
         num_samples = self._setup.feed.num_samples
         if num_samples is None:
-            raise TypeError("a stream does not say how long it is")
+            raise TypeError("a stream has no length")
         return self._setup.batching.count(num_samples)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -269,7 +269,7 @@ def part_of(
 
 
 _CHUNK = 8192
-"""Indices that are computed together: few calls of numpy, and all of it stays in the cache."""
+"""Indices that are computed together: few numpy calls, and all data stay in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,7 +279,7 @@ class Seat:
     rank: int
     num_ranks: int
     weights: tuple[float, ...] | None = None
-    """How much of a batch each rank has; None deals them out evenly."""
+    """Each rank's share of a batch; None divides it evenly."""
 
     def part_of(self, batch: range) -> range:
         """This rank's positions in a global batch."""

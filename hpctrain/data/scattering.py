@@ -135,7 +135,7 @@ def reshuffle(world: World, shard: Shard, *, epoch: int | None = None) -> Shard:
 
 
 CHUNK_BYTES = 8 << 20
-"""Memory beside the data while they move."""
+"""Extra memory while the data are moved."""
 
 _MANY_PICKLED_BYTES = 64 << 20
 
@@ -252,7 +252,7 @@ def _examine(
             "None on the other ranks (for data that every rank can read, use share or files)"
         )
     if data is None:
-        return None, f"scatter: data is None on root={root}; the root gives the data set"
+        return None, f"scatter: data is None on root={root}; the root must pass the data set"
     try:
         table = rows_of(data, seed)
     except ConfigError as error:
@@ -262,8 +262,8 @@ def _examine(
     pickled = table.num_pickled_bytes
     if pickled > _MANY_PICKLED_BYTES:
         log.warn(
-            f"scatter: {log.format_bytes(pickled)} of Python objects are sent as pickles, which is "
-            "slow and takes memory; arrays or tensors would not"
+            f"scatter: {log.format_bytes(pickled)} of Python objects are sent as pickles, which "
+            "is slow and takes memory; use arrays or tensors"
         )
     return table, None
 

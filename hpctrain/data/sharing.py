@@ -211,7 +211,7 @@ def _look(
     empty = all(part is None for part in data)
     if world.rank != root:
         if not empty:
-            raise ConfigError(f"only root={root} gives arrays; pass None on the other ranks")
+            raise ConfigError(f"only root={root} passes arrays; pass None on the other ranks")
         return None, None
     if empty:
         raise ConfigError(f"no data on root={root}; give paths on all ranks, or arrays there")
@@ -278,7 +278,7 @@ def _fill_nodes(
             for at in range(0, len(part), 1 << 30):
                 if writers.Get_size() > 1:
                     sent = writers.Ibcast(part[at : at + (1 << 30)], root=0)
-                    finish([sent], f"rank {root} to hand rows on", timeout_s=timeout_s)
+                    finish([sent], f"rank {root} to forward rows", timeout_s=timeout_s)
     writers.Free()
 
 

@@ -41,7 +41,7 @@ __all__ = [
 Kind: TypeAlias = Literal["keyed", "numpy", "stored"]
 
 LARGEST_IN_MEMORY = 2**20
-"""Data sets up to this size are shuffled by numpy (8 MiB a rank), larger ones by the key."""
+"""Data sets up to this size are shuffled by numpy (8 MiB per rank), larger ones by the key."""
 
 _MOST_SAMPLES = 2**62
 _ROUNDS = 8
@@ -189,9 +189,9 @@ class Draw(Protocol):
     num_drawn: int
     """Samples in an epoch."""
     repeats: bool
-    """Whether a sample can come twice in an epoch."""
+    """Whether a sample can occur twice in an epoch."""
     digest: int
-    """Of everything that the plans follow from, beside seed and epoch."""
+    """Digest of everything that determines the plans, besides seed and epoch."""
 
     def plan(self, seed: int, epoch: int) -> EpochPlan:
         """The plan of an epoch."""

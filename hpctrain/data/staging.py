@@ -23,7 +23,7 @@ _DONE = "staged.json"
 _BLOCK_BYTES = 8 << 20
 _TELL_EVERY_S = 5.0
 _LEAST_BYTES_PER_S = 10e6
-"""Slower copies than this are given up."""
+"""Copies slower than this are aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def stage(
     agree(world.comm, trouble, error=DataError, timeout_s=timeout_s)
     if len(set(world.comm.allgather(listing))) > 1:
         raise DataError(
-            f"stage: {source} is not the same on all nodes; give a path on a shared file system "
-            "that nobody writes to meanwhile"
+            f"stage: {source} is not the same on all nodes; give a path on a shared file system, "
+            "and do not write to it meanwhile"
         )
     # Some sites give every task a TMPDIR of its own: the first rank's is the node's.
     folder = world.node.bcast(tempfile.gettempdir() if to is None else str(to), root=0)
@@ -95,7 +95,7 @@ def stage(
     trouble = None
     if not copy.exists():
         trouble = (
-            f"stage: {copy}, made by the node's first rank, is not visible here; name a folder "
+            f"stage: {copy}, made by the node's first rank, is not visible here; give a folder "
             "that all ranks of a node see, with to="
         )
     agree(world.comm, trouble, error=DataError, timeout_s=timeout_s)
@@ -133,7 +133,7 @@ def _copy(source: Path, listing: Listing, target: Path, *, tell: bool) -> str | 
     """One rank's part: make the copy, or find it; in words, what went wrong."""
     if _is_complete(target, listing):
         if tell:
-            log.notice(f"stage: {target} is there from before")
+            log.notice(f"stage: {target} exists already")
         return None
     try:
         _prepare(target.parent)

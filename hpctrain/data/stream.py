@@ -22,10 +22,11 @@ Split: TypeAlias = Literal["already", "same"] | None
 """`already`: every rank's stream is its own part. `same`: the streams are one, unchecked."""
 
 _COMPARED = 16
-"""Samples at the beginning of a stream by which the streams of ranks are compared."""
+"""Samples at the start of a stream that are compared between ranks."""
 
 _MOST_BYTES = 1 << 16
-"""Of one array of a sample; longer ones are compared in pieces, for every sample is compared."""
+"""Of one array of a sample; longer ones are compared in pieces, because every sample is
+compared."""
 
 
 class Opening(NamedTuple):

@@ -168,8 +168,8 @@ def _run(name: str, check: Callable[[Facts], Check], facts: Facts) -> Check:
     verdict = Check(
         name=name,
         status="broken",
-        text=f"the check itself did not end within {_STEPS * facts.limit_s:g} s",
-        cure="something it looks at hangs (a file system, a driver); look for processes in state D",
+        text=f"the check did not end within {_STEPS * facts.limit_s:g} s",
+        cure="something it checks hangs (a file system, a driver); look for processes in state D",
     )
 
     def work() -> None:
@@ -180,8 +180,8 @@ def _run(name: str, check: Callable[[Facts], Check], facts: Facts) -> Check:
             verdict = Check(
                 name=name,
                 status="broken",
-                text=f"the check itself failed: {type(error).__name__}: {error}",
-                cure="report this as a bug of hpctrain, with the output of `doctor --json`",
+                text=f"the check failed: {type(error).__name__}: {error}",
+                cure="report this as an hpctrain bug, with the output of `doctor --json`",
             )
 
     worker = threading.Thread(target=work, daemon=True, name=f"doctor: {name}")

@@ -99,7 +99,7 @@ class Facts:
     def match(self) -> Match:
         """The launcher that belongs to the loaded MPI."""
         if self.loaded is None:
-            return Match(trouble="mpi4py loads no MPI, so no launcher can belong to it")
+            return Match(trouble="mpi4py loads no MPI, so no launcher can match it")
         try:
             mpirun, version = matching_mpirun(self.loaded, self.path)
         except LaunchError as error:

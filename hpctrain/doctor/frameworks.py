@@ -10,7 +10,7 @@ from hpctrain.programs import Answer
 
 __all__ = ["judge_horovod", "judge_math", "judge_nccl", "judge_torch"]
 
-_NO_TORCH = "not known, because torch does not work"
+_NO_TORCH = "unknown, because torch does not work"
 
 
 def judge_torch(answer: Answer, torch: Mapping[str, object], *, has_nvidia_device: bool) -> Check:
@@ -21,7 +21,7 @@ def judge_torch(answer: Answer, torch: Mapping[str, object], *, has_nvidia_devic
             name=name,
             status="broken",
             text=f"torch cannot be used: {answer.reason}",
-            cure="a slow file system needs more --time-limit"
+            cure="on a slow file system, raise --time-limit"
             if answer.hung
             else "install it again: `pip install --force-reinstall torch`",
         )
@@ -52,7 +52,7 @@ def judge_torch(answer: Answer, torch: Mapping[str, object], *, has_nvidia_devic
         return Check(
             name=name,
             status="warning",
-            text=f"{text}, though the machine has an NVIDIA driver",
+            text=f"{text}, although the machine has an NVIDIA driver",
             cure=cure,
             details=torch,
         )
@@ -152,7 +152,7 @@ def judge_horovod(
     bound = found.bound.get("torch") or built_for
     mpi = found.bound.get("mpi_family")
     text = f"{found.version}, built with {built}" + (
-        f", bound to torch {bound}{f' and {mpi}' if mpi else ''}" if bound else ""
+        f", linked to torch {bound}{f' and {mpi}' if mpi else ''}" if bound else ""
     )
     if found.status != "ok":
         return Check(
@@ -166,7 +166,7 @@ def judge_horovod(
         return Check(
             name=name,
             status="warning",
-            text=f"{text}, but torch {torch} is here: it may crash or compute wrongly",
+            text=f"{text}, but torch {torch} is installed: it may crash or give wrong results",
             cure="run `hpctrain horovod build`",
             details=details,
         )
@@ -174,7 +174,7 @@ def judge_horovod(
         return Check(
             name=name,
             status="warning",
-            text=f"{text}: without NCCL, gradients of GPUs go through host memory",
+            text=f"{text}: without NCCL, GPU gradients go through host memory",
             cure="run `hpctrain horovod build --cuda`",
             details=details,
         )

@@ -89,7 +89,7 @@ def judge_cores(
         return warning("OMP_NUM_THREADS is not a positive number", "unset or correct it")
     if first and int(first) > len(affinity):
         return warning(
-            "more threads than CPUs: they take turns, and every step waits for the last",
+            "more threads than CPUs: threads compete, and every step waits for the slowest",
             f"unset OMP_NUM_THREADS, or lower it to at most {len(allowed)}",
         )
     if quota is not None and quota < 0.95 * len(allowed):
@@ -130,7 +130,7 @@ def judge_shm(size: tuple[int, int] | None) -> Check:
     name = "/dev/shm"
     cure = (
         "mount it larger (`docker run --shm-size=8g`, `mount -o remount,size=50% /dev/shm`), and "
-        "remove what killed jobs left in it"
+        "remove leftovers of killed jobs"
     )
     if size is None:
         return Check(name=name, status="broken", text="it does not exist", cure=cure)
@@ -181,7 +181,7 @@ def judge_memlock(limit_bytes: int | None, infiniband: tuple[str, ...]) -> Check
         status="warning",
         text=f"limit {words}, though {', '.join(infiniband)} needs pinned memory: MPI and NCCL may "
         "fail or fall back to slow paths",
-        cure="have `* - memlock unlimited` set in /etc/security/limits.conf and in the batch "
+        cure="set `* - memlock unlimited` in /etc/security/limits.conf and in the batch "
         "system's daemon (Slurm: LimitMEMLOCK=infinity), or run `ulimit -l unlimited`",
         details=details,
     )
@@ -234,7 +234,7 @@ def judge_clock(state: ClockState) -> Check:
     name = "clock"
     details = {"synchronised": state.synchronised, "source": state.source}
     if state.synchronised is None:
-        text = "it is not known whether it is synchronised"
+        text = "unknown whether it is synchronised"
         return Check(name=name, status="ok", text=text, details=details)
     if state.synchronised:
         text = f"synchronised ({state.source})"
@@ -336,7 +336,7 @@ def judge_batch(tools: Mapping[str, Path], plugins: Answer | None, mpi: MpiVersi
             name=name,
             status="warning",
             text=f"{text}; {mpi} needs srun --mpi={wanted}, but srun offers only "
-            f"{', '.join(sorted(offered))}: under srun each rank would be a job of its own",
+            f"{', '.join(sorted(offered))}: under srun each rank would be a separate job",
             cure="start ranks with `hpctrain run` or mpirun inside sbatch, or load an MPI that "
             "matches what srun offers",
             details=details,

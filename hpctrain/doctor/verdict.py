@@ -46,7 +46,7 @@ def render(check: Check, *, name_width: int) -> str:
     head = f"{check.status:<7}  {check.name:<{name_width}}  "
     lines = _wrapped(check.text, first=head, margin=margin)
     if check.cure and check.status != "ok":
-        lines += _wrapped(check.cure, first=f"{margin}cure: ", margin=f"{margin}      ")
+        lines += _wrapped(check.cure, first=f"{margin}fix: ", margin=f"{margin}     ")
     return "\n".join(lines)
 
 

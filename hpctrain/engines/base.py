@@ -67,7 +67,7 @@ class Meeting:
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
-    """What this engine can do beyond what every engine does."""
+    """Optional capabilities of this engine."""
     reason: str = "asked for"
     """Why this engine was chosen."""
 
@@ -83,9 +83,9 @@ class Meeting:
         self.size = self._control.size
         self.device = device
         self.members: tuple[int, ...] = tuple(range(self.size))
-        """The ranks of the world that this engine is over, in the order of its own."""
+        """The world ranks of this engine, in its own order."""
         self.on_post: Callable[[str], None] | None = None
-        """Who is told of collectives that are started now and waited for later."""
+        """Observers of collectives that are started now and waited for later."""
 
     @property
     def watchdog(self) -> EngineWatchdog | None:
@@ -319,7 +319,9 @@ class Engine(Meeting, ABC):
         """Collective: overwrite `tensor` with the root's; shape, dtype and root must match."""
         self._check("broadcast", tensor)
         if not 0 <= root < self.size:
-            raise ConfigError(f"broadcast: root={root} is no rank; choose 0 <= root < {self.size}")
+            raise ConfigError(
+                f"broadcast: root={root} is not a rank; choose 0 <= root < {self.size}"
+            )
         if tensor.numel() == 0:
             return tensor
         flat = encoding.flatten(tensor)
@@ -477,8 +479,8 @@ class Engine(Meeting, ABC):
             return None, op
         if op is Op.ADASUM and tensor.numel() > self.chunk:
             raise ConfigError(
-                f"allreduce: adasum of {tensor.numel()} elements; it is not the adasum of its "
-                f"parts, so give it at most {self.chunk}"
+                f"allreduce: adasum of {tensor.numel()} elements; adasum cannot be computed in "
+                f"parts, so pass at most {self.chunk}"
             )
         sends = partial(self._sends, device=tensor.device)
         return encoding.encode(encoding.flatten(tensor), op, sends, self.size, owned=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ChosenEngine", "choose", "create", "needs_horovod_state"]
 
 _START_S = 60.0
-"""What starting an engine may take in any case: libraries connect all ranks in their own time."""
+"""Least time allowed for starting an engine: libraries take their time to connect all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,7 @@ def create(
     """
     choice, trouble = None, None
     if options is not None and name not in (AUTO, "horovod"):
-        trouble = f"engine={name!r} takes no HorovodOptions; use engine='horovod', or give none"
+        trouble = f"engine={name!r} takes no HorovodOptions; use engine='horovod', or omit them"
     else:
         try:
             choice = _choose_here(world, name)

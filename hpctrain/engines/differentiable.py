@@ -56,7 +56,7 @@ def _apply(function: Any, *arguments: object) -> Tensor:
 def _linear(op: Op, call: str) -> Op:
     op = as_op(op)
     if op not in _LINEAR:
-        raise ConfigError(f"{call}: {op.value} has no gradient here; use sum or average")
+        raise ConfigError(f"{call}: {op.value} has no gradient; use sum or average")
     return op
 
 

@@ -152,7 +152,7 @@ def check_op(tensor: Tensor, op: Op, *, call: str, ops: Collection[Op], engine: 
             "floating dtype first, or use sum"
         )
     if op in (Op.MIN, Op.MAX, Op.ADASUM) and dtype.is_complex:
-        raise ConfigError(f"{call}: {op.value} means nothing for {_short(dtype)}; use sum, average")
+        raise ConfigError(f"{call}: {op.value} is undefined for {_short(dtype)}; use sum, average")
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Running:
     comm: Comm
     options: HorovodOptions
     dynamic: bool
-    """Whether process sets can be added: not when someone else started it without."""
+    """Whether process sets can be added: not if the script started Horovod without them."""
     sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
     """Process sets by their ranks; Horovod refuses a second one over the same ranks."""
     num_engines: int = 0
@@ -289,8 +289,8 @@ class HorovodEngine(Engine):
         missing = [ranks for ranks in sets if ranks not in self._running.sets]
         if missing and self._set.process_set_id != 0:
             raise ConfigError(
-                "split: Horovod makes process sets only with all of its ranks present, and this "
-                "engine has some of them; split the engine of the whole world instead"
+                "split: Horovod creates process sets only over all of its ranks, and this engine "
+                "has some of them; split the engine of the whole world instead"
             )
         if missing and not self._running.dynamic:
             raise ConfigError(

@@ -32,9 +32,9 @@ class HorovodOptions:
     fusion_threshold_bytes: int | None = None
     """The most bytes that are fused into one message (128 MiB by default); 0 fuses nothing."""
     cycle_time_ms: float | None = None
-    """How often Horovod looks for tensors that all ranks have ready (1 ms by default)."""
+    """How often Horovod checks for tensors that are ready on all ranks (1 ms by default)."""
     cache_capacity: int | None = None
-    """How many tensors' negotiations are remembered (1024 by default); 0 negotiates each time."""
+    """How many negotiations are cached (1024 by default); 0 negotiates each time."""
     group_fusion: bool | None = None
     """Whether tensors of different groups may be fused together (they may by default)."""
     hierarchical_allreduce: bool | None = None
@@ -54,7 +54,7 @@ class HorovodOptions:
     autotune_log: str | None = None
     """A CSV file for what autotune tried; needs `autotune=True`."""
     autotune_warmup_samples: int | None = None
-    """How many first samples autotune throws away (3 by default); needs `autotune=True`."""
+    """How many first samples autotune discards (3 by default); needs `autotune=True`."""
     autotune_steps_per_sample: int | None = None
     """How many steps autotune measures each setting (10 by default); needs `autotune=True`."""
     timeline: str | None = None
@@ -70,13 +70,13 @@ class HorovodOptions:
             raise ConfigError(f"HorovodOptions: cycle_time_ms={self.cycle_time_ms} must be above 0")
         if self.hierarchical_allreduce and self.torus_allreduce:
             raise ConfigError(
-                "HorovodOptions: hierarchical_allreduce and torus_allreduce are two ways to do the "
-                "same; choose one"
+                "HorovodOptions: hierarchical_allreduce and torus_allreduce are mutually "
+                "exclusive; choose one"
             )
         if not self.autotune:
             for name in _AUTOTUNE_ONLY:
                 if getattr(self, name) is not None:
-                    raise ConfigError(f"HorovodOptions: {name} does nothing without autotune=True")
+                    raise ConfigError(f"HorovodOptions: {name} has no effect without autotune=True")
 
 
 _LEAST = {
@@ -136,7 +136,7 @@ class HorovodState:
     why: str = ""
 
 
-UNKNOWN_HOROVOD = HorovodState(built=False, why="Horovod was not looked for")
+UNKNOWN_HOROVOD = HorovodState(built=False, why="Horovod was not checked")
 
 
 def probe_horovod() -> HorovodState:

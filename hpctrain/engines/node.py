@@ -106,14 +106,14 @@ class NodeGroup:
         self.by_domain = divides_nodes(places)
         """Whether ranks share memory by NUMA domain, and not by node."""
         self.share_name = "NUMA domain" if self.by_domain else "node"
-        """Who shares memory, in words."""
+        """Which ranks share memory, in words."""
         color = (domain or 0) if self.by_domain else 0
         self.node: Comm = whole.Split(color, key=rank)
         whole.Free()
         self.local_rank, self.local_size = self.node.Get_rank(), self.node.Get_size()
         leads = self.comm.allgather(self.local_size if self.local_rank == 0 else 0)
         self.local_sizes = [size for size in leads if size]
-        """How many ranks each node has, in the order of the nodes' lowest ranks."""
+        """Ranks per node, ordered by each node's lowest rank."""
         self.num_nodes = len(self.local_sizes)
         self.num_slices = min(self.local_sizes)
         self.is_even = max(self.local_sizes) == self.num_slices
@@ -127,7 +127,7 @@ class NodeGroup:
         self.barrier = make_barrier(self.comm, self.node, sleep=must_sleep(threads, len(cores)))
         everyone = self.comm.allgather(own[0])
         self.num_threads = min(everyone)
-        """What all ranks can compute with alike: more on some would round differently."""
+        """Threads that all ranks can use: different numbers would round differently."""
         self.threads_differ = max(everyone) != self.num_threads
 
     def allocate(

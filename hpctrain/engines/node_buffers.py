@@ -22,13 +22,13 @@ from hpctrain.world import SharedBlock
 __all__ = ["Buffer", "NodeBuffers", "is_large"]
 
 PIECE_BYTES = 8 << 20
-"""How much of a tensor goes through shared memory at once; see `benchmarks.collectives`."""
+"""Chunk size for tensors that go through shared memory; see `benchmarks.collectives`."""
 SMALLEST_BYTES = 4 << 20
-"""Of less than this, a tensor from elsewhere is quicker as one message of MPI's own."""
+"""Below this, a tensor outside the buffers is faster as a plain MPI message."""
 _MOST_TEXTS = 64
 _HANDED_BYTES = 2 << 20
-"""How much of a sum is made before it is handed to the others: it is still in the cache then, and
-Python's part of the work is small."""
+"""How much of a sum is computed before the others copy it: it is still in the cache then, and
+Python overhead is small."""
 
 
 def is_large(flat: Tensor) -> bool:
@@ -53,13 +53,13 @@ class Buffer:
     """A node's buffers, cut beforehand as every allreduce needs them."""
 
     notes: list[int]
-    """What all ranks have noted when all have passed this one: its number. The first one is 1; all
-    ranks allocate in the same order."""
+    """The number that all ranks have noted when all have passed this one. The first is 1; all ranks
+    allocate in the same order."""
     block: SharedBlock
     own: Tensor
     sums: list[_Sum]
     texts: dict[str, str] = field(default_factory=dict)
-    """What collectives of it are called, by what they are for."""
+    """Names of its collectives, by purpose."""
 
     def text(self, what: str) -> str:
         """An allreduce of it in words that are the same on all ranks."""

@@ -47,20 +47,20 @@ class Capabilities:
     device_types: frozenset[str] = frozenset()
     """The kinds of devices that ranks may compute on, as torch names them; empty: every kind."""
     shares_memory: bool = False
-    """Whether the ranks of a node can meet in host memory that they share: see
+    """Whether the ranks of a node can share host memory: see
     `Engine.node_group`."""
     shares_gpus: bool = False
     """Whether several ranks may compute on one GPU; NCCL refuses that."""
     own_threads: bool = False
-    """Whether threads of the engine's own carry messages while all cores compute."""
+    """Whether the engine's own threads send messages while all cores compute."""
     has_process_group: bool = False
     """Whether torch's own distributed modules (FSDP2, DTensor, pipelines) can run over it."""
     capturable: bool = False
     """Whether its collectives may be captured in a CUDA graph."""
     fixed_order_sum: bool = False
-    """Whether equal inputs on equally placed ranks give equal bits in every run."""
+    """Whether equal inputs on the same placement of ranks give equal bits in every run."""
     can_shrink: bool = False
-    """Whether the remaining ranks can go on after one has died."""
+    """Whether the remaining ranks can continue after one has died."""
 
     def serves(self, device_type: str) -> bool:
         """Whether ranks may compute on this kind of device."""
@@ -156,7 +156,7 @@ def _check(name: str, value: str, loaded: object) -> type[Engine]:
     engine: type[Engine] = loaded
     if engine.name != name:
         raise ConfigError(
-            f"engine={name!r}: {value} calls itself {engine.name!r}; give the class and its entry "
+            f"engine={name!r}: {value} has name={engine.name!r}; give the class and its entry "
             "point the same name"
         )
     return engine

@@ -36,8 +36,7 @@ dist: Any = distributed_c10d  # its names come from C++, and its stubs miss some
 torch_distributed: Any = torch.distributed
 
 BACKENDS = {"cpu": "Gloo", "cuda": "NCCL", "xpu": "XCCL"}
-"""What carries tensors of each kind of device. `cuda` is also ROCm, by RCCL: never run here, nor
-is XCCL."""
+"""The backend for each kind of device. `cuda` is also ROCm, by RCCL: not tested, nor is XCCL."""
 
 _SENDS = {
     torch.uint8,
@@ -245,7 +244,7 @@ def _why_not(device: torch.device) -> str | None:
     """Why this torch cannot serve the device, or None."""
     if device.type not in BACKENDS:
         kinds = ", ".join(BACKENDS)
-        return f"the torch engine knows no backend for {device.type}; it has {kinds}"
+        return f"the torch engine has no backend for {device.type}, only for {kinds}"
     name = f"ProcessGroup{BACKENDS[device.type]}"
     if not hasattr(dist, name):
         return (
@@ -309,7 +308,7 @@ def _own_address(comm: Comm) -> tuple[str, str | None]:
         return _address_towards(hosts[there]), None
     except OSError as error:
         return "", (
-            f"host {hosts[there]} of rank {there} is not known on {socket.gethostname()} "
+            f"host {hosts[there]} of rank {there} does not resolve on {socket.gethostname()} "
             f"({error}); the torch engine needs host names that resolve on all nodes"
         )
 

@@ -18,10 +18,10 @@ __all__ = ["Allocation", "ask_job", "question", "read_answer", "time_left_s"]
 
 _ANSWER_S = 10.0
 _AGAIN_S = 600.0
-"""Limits can be extended while a job runs, so a command is asked again now and then."""
+"""Limits can be extended while a job runs, so the command is rerun now and then."""
 
 Ask = Callable[[Sequence[str]], "str | None"]
-"""Runs a program and gives what it printed; None where it is missing, fails or is too slow."""
+"""Runs a program and returns its output; None if it is missing, fails or is too slow."""
 
 
 def question(launch: Launch) -> list[str] | None:

@@ -53,15 +53,15 @@ class BoundaryMessage:
     """What one rank says about itself at a step boundary."""
 
     signal: str | None = None
-    """The name of a signal that came, as `Preemption.requested` has it."""
+    """The name of a received signal, as in `Preemption.requested`."""
     save: bool = False
     """A checkpoint is due."""
     stop: bool = False
     """The training must stop."""
     failure: bool = False
-    """Something failed that all must know of, such as a write in the background."""
+    """A failure that concerns all ranks, such as a background write."""
     left_s: float | None = None
-    """How much time the allocation has left, where this rank knows it."""
+    """The time left in the allocation, if this rank has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class Agreed:
     stop: Source | None = None
     failure: Source | None = None
     left_s: float | None = None
-    """The least time left that a rank knew of."""
+    """The least time left on any rank."""
 
 
 def encode(message: BoundaryMessage, rank: int, size: int) -> list[float]:

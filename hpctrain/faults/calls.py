@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 THREAD_PREFIX = "hpctrain-watchdog"
-"""How the watchdog's own threads are called; they are left out."""
+"""Names of the watchdog's own threads, which are left out."""
 
 Site = tuple[CodeType, int]
 """A function and the place in its bytecode. Frames are not kept: they hold the user's tensors."""
@@ -71,7 +71,7 @@ class Call:
     name: str
     seconds: float
     timeout_s: float = 0.0
-    """How long it may last, as far as this rank is asked: 0 where it is another's call."""
+    """This rank's timeout for it: 0 if it is another rank's call."""
 
     def __str__(self) -> str:
         return f"{quote(self.name)} #{self.number}"
@@ -174,7 +174,7 @@ class CallLog:
             entry = stack.pop()
         except (KeyError, IndexError):
             raise RuntimeError(
-                "leave() without enter(): each collective is left by the thread that entered it"
+                "leave() without enter(): the thread that enters a collective must leave it"
             ) from None
         now = monotonic()
         self._ended = (entry, now)

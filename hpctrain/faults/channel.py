@@ -30,11 +30,11 @@ __all__ = ["GOODBYE", "UNREACHED", "WELCOME", "Message", "Peer", "PeerLink", "Re
 Message = dict[str, Any]
 
 WELCOME = b"hello\n"
-"""The reply to a peer that asks to stay."""
+"""The reply to a peer that wants to stay connected."""
 GOODBYE = b"bye\n"
-"""Sent to peers that stay when this rank leaves in order."""
+"""Sent to connected peers when this rank exits normally."""
 UNREACHED = "cannot be reached"
-"""How the reason begins when nobody listens there."""
+"""How the reason begins when no process listens there."""
 
 _LONGEST_QUESTION = 4096
 _BACKLOG = 1024
@@ -56,7 +56,7 @@ class Peer:
     token: str
     pid: int
     birth: str
-    """When the process started, in the kernel's words: process ids are used again."""
+    """When the process started, from the kernel: process ids are reused."""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +67,7 @@ class _Client:
     heard: bytes = b""
     to_say: bytes = b""
     stays: bool = False
-    """Whether it only waits for the goodbye."""
+    """Whether it only waits for the exit message."""
 
 
 class Responder:
@@ -269,7 +269,7 @@ def _begin(rank: int, peer: Peer, question: Message, timeout_s: float) -> _Talk 
         family = socket.AF_INET6 if ":" in peer.address else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        return f"cannot be asked ({error.strerror or error})"
+        return f"cannot be queried ({error.strerror or error})"
     sock.setblocking(False)
     code = sock.connect_ex((peer.address, peer.port))
     if code not in (0, errno.EINPROGRESS):

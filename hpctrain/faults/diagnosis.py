@@ -45,14 +45,14 @@ class Reply:
 
     state: CallState
     patience_s: float
-    """How long it asks all to wait just now, where its own calls or work take long; 0: no longer
-    than they would."""
+    """The longer timeout it currently requests from all, if its own calls or work take long; 0:
+    none."""
     surveying: bool = False
-    """Whether it is asking the others itself."""
+    """Whether it is itself querying the others."""
     elsewhere: tuple[str, ...] = ()
-    """Calls that it is in with other groups of ranks."""
+    """Open calls in other groups of ranks."""
     place: str = ""
-    """The line of the user's code that its main thread is in."""
+    """The line of user code that its main thread executes."""
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Reply:
@@ -114,7 +114,7 @@ class Diagnosis:
     waiting: tuple[int, ...]
     missing: tuple[MissingRank, ...]
     ahead: tuple[int, ...]
-    """Ranks that have left it already, such as the root of a broadcast."""
+    """Ranks that have completed it already, such as the root of a broadcast."""
 
     @property
     def call(self) -> Call:
@@ -245,7 +245,7 @@ class Group:
     ranks: tuple[int, ...]
     name: str
     how: str = ""
-    """How it differs from what most did."""
+    """How it differs from the majority."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,7 +332,9 @@ def render_calls(
         lines.append(f"  rank {waiting} waits at {place}")
     parted = _first_parting(histories) if places else None
     if parted is not None:
-        lines.append(f"  call #{parted} has one name on all ranks, and was made in several places:")
+        lines.append(
+            f"  call #{parted} has the same name on all ranks, but was made in several places:"
+        )
         for rank, history in sorted(histories.items()):
             if place := history.places.get(parted):
                 lines.append(f"    rank {rank} at {place}")
@@ -380,7 +382,7 @@ def summarize(diagnosis: Diagnosis, *, timeout_s: float) -> str:
     )
     if diagnosis.missing:
         return f"{head} for {name_ranks(one.rank for one in diagnosis.missing)}"
-    return f"{head}, and no rank is missing: the exchange itself does not end"
+    return f"{head}, and no rank is missing: the exchange itself does not complete"
 
 
 def describe_death(*, num_oom_kills: int) -> str:
@@ -437,7 +439,7 @@ def render_report(
             "loop into `with replica.join():`"
         )
     if not diagnosis.missing:
-        lines.append("  see to the network, or allow more time where the exchange is merely long")
+        lines.append("  check the network, or raise the timeout if the exchange is just slow")
     lines += calls
     absent = {one.rank for one in diagnosis.missing}
     for rank, text in stacks.items():

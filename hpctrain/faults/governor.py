@@ -21,7 +21,7 @@ __all__ = ["Governor", "Pace", "daly_interval_s", "quantile"]
 _STEPS_KEPT = 128
 _SAVES_KEPT = 16
 _FIRST_SAVE_AFTER_S = 300.0
-"""What a save costs is worth knowing early."""
+"""The cost of a save should be measured early."""
 _SHORT = 0.1
 _STEPS_AHEAD = 2
 """The step that is under way, and the one until all ranks know (see `faults.boundary`)."""
@@ -58,12 +58,12 @@ class Pace:
     mtbf_s: float = 24 * 3600.0
     """Mean time between failures of the whole job, not of a node."""
     lead_s: float = 60.0
-    """What is kept at the end besides the save, for leaving and for the job script; of a short
-    job, at most a tenth."""
+    """Time reserved at the end besides the save, for exiting and for the job script; at most a
+    tenth of a short job."""
     first_save_s: float = 60.0
-    """What a save is thought to take until one was made; of a short job, at most a tenth."""
+    """Estimated time of a save until one was made; at most a tenth of a short job."""
     margin: float = 1.5
-    """The next save may take so many times the slowest one of the last."""
+    """The next save may take this many times the slowest recent one."""
     shortest_s: float = 10.0
     """Never less than this between saves."""
 
@@ -180,12 +180,12 @@ class Governor:
         step = f"a step takes {format_seconds(self.step_s)}" if self._steps else "no step yet"
         if self._steps and self.slow_step_s > 1.2 * self.step_s:
             step += f" (a slow one {format_seconds(self.slow_step_s)})"
-        kind = "a save takes up to" if self._saves else "a save is thought to take"
+        kind = "a save takes up to" if self._saves else "a save is estimated to take"
         parts = [step, f"{kind} {format_seconds(self.save_s)}"]
         often = f"one every {format_seconds(self.interval_s)}"
         if self.pace.every_s is None:
             mtbf = format_seconds(self.pace.mtbf_s)
-            often += f", which loses least at one failure in {mtbf}"
+            often += f", optimal for one failure in {mtbf}"
         parts.append(often)
         if time_left_s is not None:
             stop_s = max(time_left_s - self.reserve_s - _STEPS_AHEAD * self.slow_step_s, 0.0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["CHAOS_VARIABLE", "FaultKind", "Injection", "injection_of", "parse_injection"]
 
 CHAOS_VARIABLE = "HPCTRAIN_CHAOS"
-"""Where the ranks find what is to go wrong."""
+"""Where the ranks read which faults to inject."""
 FaultKind = Literal["signal", "pause", "hold", "bit", "nan", "disk"]
 _HOLD_S = 60.0
 _POLL_S = 0.02
@@ -40,14 +40,14 @@ class Injection:
     """What happens on one rank at one step boundary."""
 
     what: FaultKind
-    """`signal` to itself; `pause`: SIGSTOP, until somebody sends SIGCONT; `hold`: wait until the
+    """`signal`: send one to itself; `pause`: SIGSTOP, until SIGCONT; `hold`: wait until the
     mark is removed; `bit`: flip one of a weight; `nan`: into a weight; `disk`: no file may grow
     beyond `num_bytes`."""
     rank: int
     step: int
     signal: str | None = None
     mark: str | None = None
-    """A file that says that it happens now: it holds the process id."""
+    """A file that marks the moment of the fault: it holds the process id."""
     num_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ def parse_injection(text: str) -> Injection:
         return Injection(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{CHAOS_VARIABLE} is not as `hpctrain chaos` writes it ({error}); unset it"
+            f"{CHAOS_VARIABLE} is not in the format of `hpctrain chaos` ({error}); unset it"
         ) from None
 
 

@@ -64,7 +64,7 @@ EXIT_CODE = TIMED_OUT
 
 _ABORT_S = 5
 _REPLY_S = 2.0
-"""How long a rank may take to say what it is doing."""
+"""How long a rank may take to report what it is doing."""
 _STACKS_S = 1.5
 _HISTORY_S = 0.5
 _MOST_GROUPS = 4
@@ -150,7 +150,7 @@ class Survey:
     def _why(self, rank: int, reason: str) -> str:
         """Add what the kernel knows of a rank that does not reply, where it is on this node."""
         if self._world.ranks[rank].node_rank != self._world.node_rank:
-            return f"{reason}; it has ended, is stopped, or its node is out of reach"
+            return f"{reason}; it has ended, is stopped, or its node is unreachable"
         listens = not reason.startswith(UNREACHED)
         return f"{reason}; {describe_process(self._peers[rank], listens=listens)}"
 

@@ -85,13 +85,13 @@ def _probe(world: World, peers: dict[int, Peer]) -> None:
     if isinstance(result, str):
         peer = peers[target]
         there = f"{world.ranks[target].host} at {peer.address}:{peer.port}"
-        trouble = f"{world.host} gets from {there}: {result}"
+        trouble = f"{world.host} got from {there}: {result}"
     failed = [text for text in world.comm.allgather(trouble) if text is not None]
     if failed and world.rank == 0:
         log.warn(
             f"the watchdog's TCP connections fail between some nodes ({len(failed)} of "
-            f"{world.size} tried; {failed[0]}); ranks that hang there can be named, but not what "
-            "they do. Open the nodes' unprivileged ports to each other"
+            f"{world.size} tried; {failed[0]}); hung ranks there can be named, but not what they "
+            "do. Open the unprivileged ports between the nodes"
         )
 
 
@@ -106,7 +106,7 @@ def describe_process(peer: Peer, *, listens: bool) -> str:
     if not state or birth != peer.birth:
         return "its process has ended"
     if state in "RS" and not listens:
-        return "its process runs, but has stopped its watchdog and makes no more calls"
+        return "its process runs, but stopped its watchdog and makes no more calls"
     words = {
         "T": f"its process is stopped (SIGSTOP; `kill -CONT {peer.pid}` resumes it)",
         "t": "its process is stopped by a debugger",

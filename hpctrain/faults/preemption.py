@@ -47,7 +47,7 @@ class NativeHandler:
 
     number: int
     owner: str
-    """The library or program that its code is in; nothing where that is not known."""
+    """The library or program that contains its code; empty if unknown."""
     _action: bytes
 
     @property
@@ -89,7 +89,7 @@ def _owner(libc: ctypes.CDLL, address: int) -> str:
 
 
 SIGNALS = ("SIGUSR2", "SIGUSR1", "SIGTERM")
-"""What batch systems warn with. USR2 is the one to ask them for: NCCL takes USR1 for itself."""
+"""Warning signals of batch systems. Request USR2: NCCL uses USR1 itself."""
 
 _NEVER = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
 _PYTHONS_OWN = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
@@ -107,8 +107,8 @@ def signal_number(name: str) -> signal.Signals:
     known = {one.name for one in signal.Signals}
     if full not in known or full in _NEVER:
         valid = ", ".join((*SIGNALS, "SIGINT", "SIGHUP"))
-        why = "cannot be a warning" if full in known else "is unknown here"
-        raise ConfigError(f"signal {name!r} {why}; choose from {valid} and the like")
+        why = "cannot be used as a warning" if full in known else "is unknown here"
+        raise ConfigError(f"signal {name!r} {why}; choose from {valid} and others")
     return signal.Signals[full]
 
 
@@ -146,8 +146,8 @@ class Preemption:
             if not found.is_mpis:
                 log.warn(
                     f"{signal.Signals(found.number).name} was handled by native code "
-                    f"({found.owner or 'unknown'}), and now asks this training to stop; choose "
-                    "other signals if that was meant for something else"
+                    f"({found.owner or 'unknown'}), and now stops this training; choose "
+                    "other signals if that handler is needed"
                 )
         # Bound methods are made anew at each look; this one can be compared and has no cycle.
         itself = weakref.ref(self)

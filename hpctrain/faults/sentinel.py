@@ -92,9 +92,9 @@ class OddTensor:
     reference: int
     """The lowest rank of the most frequent version."""
     ranks: tuple[int, ...]
-    """Those that have another version than most; where there is no majority, than the reference."""
+    """Ranks that differ from the majority or, without one, from the reference."""
     majority: bool
-    """Whether most ranks have one version, so that the others are the odd ones."""
+    """Whether a majority of ranks agrees, so that the others are the outliers."""
 
 
 def find_odd(name: str, digests: Sequence[Hashable | None]) -> OddTensor:
@@ -122,7 +122,7 @@ def find_odd(name: str, digests: Sequence[Hashable | None]) -> OddTensor:
 def describe_difference(mine: Tensor | None, theirs: Tensor | None) -> str:
     """How a tensor differs from the reference's; nothing where it does not."""
     if mine is None or theirs is None:
-        return "" if mine is theirs else "is no longer there on one side"
+        return "" if mine is theirs else "is missing on one side"
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return f"is {_kind(mine)} instead of {_kind(theirs)}"
     size = mine.element_size()
@@ -168,12 +168,12 @@ def render(
     who = f"rank{s} {format_ranges(first.ranks, limit=16)} of {len(hosts)}"
     whose = [f"rank {r} on {hosts[r]}: {details[r]}" for r in first.ranks[:_MOST_NAMED]]
     against = "the others" if first.majority else f"rank {first.reference}"
-    doubt = "" if first.majority else " (no majority tells which of them is right)"
+    doubt = "" if first.majority else " (there is no majority to show which is right)"
     one_bit = all("1 bit apart" in details[r] and "1 of " in details[r] for r in first.ranks)
     cause = (
-        "one flipped bit points to memory: have the node looked at"
+        "one flipped bit suggests faulty memory: have the node checked"
         if one_bit
-        else "look for updates, or changes of weights in the script, that not all ranks make alike"
+        else "look for updates, or changes of weights in the script, that differ between ranks"
     )
     return (
         f"step {step}: {first.name} of {who} differs from that of {against}{doubt}; "
@@ -290,7 +290,7 @@ class Sentinel:
             if not isinstance(model, nn.Module):
                 self.names = _in_state(world, model, exclude)
             theirs = world.comm.bcast((self.names, every), root=0)
-        differs = None if theirs == (self.names, every) else "its model, or every, is not rank 0's"
+        differs = None if theirs == (self.names, every) else "model or every differs from rank 0"
         agree(world.comm, differs, error=ConfigError, timeout_s=timeout_s)
         if watchdog is None:
             watchdog = self._own = start(world, timeout_s=timeout_s)

@@ -19,11 +19,11 @@ __all__ = ["StragglerReport", "Stragglers", "Tally", "Work"]
 _SLOW = 1.2
 _DRIFT = 1.15
 _ERRORS = 4.0
-"""By how many standard errors a difference must be more than chance."""
+"""How many standard errors a difference must exceed to be significant."""
 _NEWS_S = 1.0
-"""What a rank must have cost the others before anybody is told."""
+"""What a rank must have cost the others before it is reported."""
 _FEW_STEPS = 10
-"""A comparison over fewer is nothing to measure later ones by."""
+"""Fewer are no baseline for later comparisons."""
 _MOST_NAMED = 8
 
 
@@ -46,13 +46,13 @@ class StragglerReport:
     slowest: int
     slowest_s: float
     slow: tuple[int, ...]
-    """Ranks that work longer than the median by a fifth or more, slowest first; not by chance."""
+    """Ranks significantly slower than the median by a fifth or more, slowest first."""
     drifting: tuple[int, ...]
     """Ranks that have lost 15 % against the median since the first comparison, worst first."""
     lost_s: float
-    """What the worst of them has cost the others for as long as it has been slow."""
+    """What the worst of them has cost the others since it became slow."""
     text: str
-    """In plain words, with host names."""
+    """A readable summary with host names."""
 
     @property
     def is_news(self) -> bool:

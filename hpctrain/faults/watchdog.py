@@ -120,8 +120,8 @@ class Watchdog(CallLog):
         members = tuple(sorted(ranks))
         if self._world.rank not in members:
             raise ConfigError(
-                f"among({list(members)}) does not contain this rank, {self._world.rank}; only the "
-                "ranks that take part can watch its calls"
+                f"among({list(members)}) does not contain this rank, {self._world.rank}; only "
+                "participating ranks can watch its calls"
             )
         kind = f"ranks {log.format_ranges(members)}"
         calls = CallLog(

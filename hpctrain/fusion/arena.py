@@ -51,9 +51,9 @@ class Arrived:
     control: Tensor
     """The control words of `layout`, summed over all ranks."""
     flags: tuple[tuple[tuple[int, ...], Tensor], ...]
-    """For each bucket its members and how many ranks used each."""
+    """For each bucket: its members, and how many ranks used each."""
     all_used_here: bool
-    """Whether this rank used every parameter that is not frozen: the flags have nothing to add."""
+    """Whether this rank used every parameter that is not frozen, so that flags are not needed."""
 
     def used(self) -> frozenset[int] | None:
         """Parameters that some rank used, by index; None means all."""
@@ -305,7 +305,7 @@ class Arena:
 
     def _launch(self, buffer: _BucketBuffer) -> None:
         if self._carry is None:
-            raise RuntimeError("an arena must be armed before its buckets travel")
+            raise RuntimeError("an arena must be armed before its buckets are sent")
         self._collect(buffer)
         marks = [1.0 if index in buffer.used else 0.0 for index in buffer.bucket.members]
         buffer.flags.copy_(torch.tensor(marks, dtype=torch.float64), non_blocking=True)
@@ -360,8 +360,9 @@ class Arena:
         self.forget()
         if late:
             raise ConfigError(
-                f"{late[0]} got more gradient after its bucket had left, as reentrant activation "
-                "checkpoints do; pass overlap=False to distribute, or use_reentrant=False to "
+                f"{late[0]} got more gradient after its bucket was sent, as with reentrant "
+                "activation checkpoints; pass overlap=False to distribute, or use_reentrant=False "
+                "to "
                 "torch.utils.checkpoint"
             )
         return Arrived(

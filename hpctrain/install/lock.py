@@ -64,7 +64,7 @@ def _acquire(fd: int, path: Path, *, what: str, wait_s: float) -> None:
         if time.monotonic() >= deadline:
             raise InstallError(
                 f"cannot start: {what}. {holder} has been holding {path} for more than "
-                f"{wait_s:.0f} s; let it finish, or end that process, then try again"
+                f"{wait_s:.0f} s; let it finish, or kill that process, then try again"
             )
         if not told:
             log.notice(

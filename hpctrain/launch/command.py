@@ -65,11 +65,11 @@ def _parse_entry(entry: str) -> tuple[str, int]:
     )
     if not _HOST.fullmatch(name) or (rest.strip() and match is None):
         raise ConfigError(
-            f"host entry {entry!r} is not understood; write NAME, NAME:COUNT or NAME slots=COUNT"
+            f"host entry {entry!r} is not valid; write NAME, NAME:COUNT or NAME slots=COUNT"
         )
     count = int(match.group(1)) if match else 1
     if count < 1:
-        raise ConfigError(f"host entry {entry!r} asks for {count} ranks; ask for at least 1")
+        raise ConfigError(f"host entry {entry!r} requests {count} ranks; give at least 1")
     return name, count
 
 
@@ -81,7 +81,7 @@ def parse_variable(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """
     name, sign, value = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ConfigError(f"-x {text!r} is no variable; write NAME or NAME=VALUE")
+        raise ConfigError(f"-x {text!r} is not a variable; write NAME or NAME=VALUE")
     if not sign and name not in environ:
         raise ConfigError(f"-x {name}: it is not set here; write {name}=VALUE")
     return name, value if sign else environ[name]
@@ -155,15 +155,15 @@ def explain_unstarted(mpirun: str, code: int, absent: int, unknown: Sequence[str
     Args:
         mpirun: The launcher.
         code: Its exit code.
-        absent: How many ranks never came.
+        absent: How many ranks was never reached.
         unknown: Hosts whose names do not resolve; None where no hosts were given.
     """
     text = f"{mpirun} failed (exit code {code}) before {absent} of the ranks had started"
     if unknown is None:
-        return f"{text}; what it said is above, and `hpctrain doctor` looks for the cause"
+        return f"{text}; its output is above, and `hpctrain doctor` looks for the cause"
     if unknown:
         return f"{text}; unknown host: {', '.join(unknown)}; correct --hosts or the hostfile"
     return (
-        f"{text}; see that `ssh HOST true` works for each host without a password, and that this "
+        f"{text}; check that `ssh HOST true` works for each host without a password, and that this "
         "Python is at the same path there"
     )

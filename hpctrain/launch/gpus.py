@@ -74,8 +74,8 @@ def explain_sharing(num_ranks: int, num_gpus: int | None, *, alone: str, on_cpu:
         return None
     gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
     return (
-        f"{num_ranks} ranks for {gpus} on this machine: a script that computes on GPUs ends with "
-        "an error unless it lets ranks share them: init(allow_shared_device=True), or in a "
+        f"{num_ranks} ranks for {gpus} on this machine: a script that computes on GPUs fails "
+        "unless it lets ranks share them: init(allow_shared_device=True), or in a "
         "training file train.allow_shared_device = true\n"
         f"  one rank per GPU:      {alone}\n"
         f"  all ranks on the CPU:  {on_cpu}"

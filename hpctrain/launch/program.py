@@ -112,7 +112,7 @@ def _is_known(name: str, folder: Path) -> bool:
 def _no_module(target: str, missing: str) -> str:
     return (
         f"-m {target}: there is no module {missing!r} here ({Path.cwd()}) or in this Python's "
-        "environment; correct the name, install it, or start in the folder that has it"
+        "environment; correct the name, install it, or start in its folder"
     )
 
 
@@ -231,7 +231,7 @@ def run_command(
     code = process.wait()
     how = f"ended with exit code {code}"
     if code < 0:
-        how, code = f"was ended by {signal.Signals(-code).name}", 128 - code
+        how, code = f"was killed by {signal.Signals(-code).name}", 128 - code
     if code != 0:
         where = f"rank {launch.rank} of {launch.size} on {socket.gethostname()}"
         log.notice(f"{where}: {program.target} {how}; ending all ranks")

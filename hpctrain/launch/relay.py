@@ -97,7 +97,7 @@ def _await_welcome(connection: socket.socket) -> None:
     while len(answer) < len(_WELCOME):
         data = connection.recv(len(_WELCOME) - len(answer))
         if not data:
-            raise ConnectionRefusedError("the connection was turned away")
+            raise ConnectionRefusedError("the connection was refused")
         answer += data
 
 
@@ -134,8 +134,8 @@ class Listener:
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     outcomes: list[Outcome] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
-    """Ranks in the order in which they went. A dying process closes a socket of ours
-    before it leaves MPI: the first one here went before MPI could end the others on its account."""
+    """Ranks in the order in which they exited. A dying process closes our socket before it leaves
+    MPI: the first one here exited before MPI could kill the others."""
     _ended: set[int] = field(default_factory=set)
     _present: set[int] = field(default_factory=set)
 

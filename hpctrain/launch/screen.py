@@ -30,19 +30,19 @@ class Screen:
     label: bool
     """Whether lines carry their rank."""
     live: bool
-    """Whether there is a terminal, on which lines can be rewritten."""
+    """Whether there is a terminal, where lines can be rewritten."""
     num_ranks: int
     only_rank: int | None = None
     """Show this rank alone."""
     hold_launcher: bool = False
-    """Keep the launcher's own words back: with all ranks connected, it has only noise to add."""
+    """Suppress the launcher's own output: once all ranks are connected, it is only noise."""
     launcher_words: bytes = b""
     hidden: dict[int, bytes] = field(default_factory=dict)
-    """The last words of ranks that are not shown, for the case that one of them fails."""
+    """The last output of hidden ranks, in case one of them fails."""
     _pending: dict[_Source, bytes] = field(default_factory=dict)
     _touched: dict[_Source, float] = field(default_factory=dict)
     _shown: tuple[_Source, bytes] | None = None
-    """The unfinished line that stands on the screen now."""
+    """The unfinished line now on the screen."""
 
     def feed(self, rank: int | None, stream: str, data: bytes) -> None:
         """Take what a rank wrote (None: the launcher); print the lines that are complete."""

@@ -45,9 +45,9 @@ _SURVIVORS_S = 1.0
 _LOOK_S = 0.5
 _PASS_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 _OWN_PREFIX = "HPCTRAIN_"
-"""hpctrain's own variables: what a sweep asks, what chaos injects, where a trace goes."""
+"""hpctrain's own variables: sweep requests, injected faults, trace folder."""
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What a batch system sends to say that the time is nearly over."""
+"""What a batch system sends when the time is nearly over."""
 
 
 def start(
@@ -208,7 +208,7 @@ class _Job:
             more = "; send it again to end them now" if number == signal.SIGTERM else ""
             log.notice(f"{name} passed on to {len(pids)} ranks{more}")
         else:
-            log.notice(f"{name}: no rank runs on this host; mpirun is asked to end them")
+            log.notice(f"{name}: no rank runs on this host; asking mpirun to end them")
             self.process.send_signal(signal.SIGTERM)
 
     def _below(self, known: dict[int, psutil.Process]) -> list[psutil.Process]:
@@ -233,8 +233,8 @@ class _Job:
         if not stopped:
             return False
         log.notice(
-            f"rank {log.format_ranges(stopped)} was stopped (SIGSTOP) and has been resumed; what "
-            f"has not ended in {_STOPPED_S:g} s will be killed"
+            f"rank {log.format_ranges(stopped)} was stopped (SIGSTOP) and has been resumed; ranks "
+            f"that have not exited in {_STOPPED_S:g} s will be killed"
         )
         return True
 
@@ -274,9 +274,9 @@ class _Job:
             ended_by = next((number for number in passed_on if code == 128 + number), None)
             if ended_by is not None:
                 log.notice(
-                    f"rank {failed.rank} on {failed.host} was ended by the {_name(ended_by)} that "
-                    f"was passed on to it, before a Saver or another handler was there to act on "
-                    f"it; all ranks ended; exit code {code}"
+                    f"rank {failed.rank} on {failed.host} was killed by the {_name(ended_by)} "
+                    "passed on to it, because no Saver or other handler was installed yet; all "
+                    f"ranks ended; exit code {code}"
                 )
                 return code
             killed = count_oom_kills() - self.num_oom_kills
@@ -303,8 +303,8 @@ def _name(number: int) -> str:
 def _announce_end(number: int) -> None:
     """Say why the ranks get SIGTERM now, before one of them names it as what made it stop."""
     log.notice(
-        f"{_name(number)}: all ranks get SIGTERM; those with a Saver save first; what has not "
-        f"ended in {_GRACE_S:g} s is killed"
+        f"{_name(number)}: all ranks get SIGTERM; those with a Saver save first; ranks that have "
+        f"not exited in {_GRACE_S:g} s are killed"
     )
 
 

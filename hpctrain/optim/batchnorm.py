@@ -52,7 +52,8 @@ def normalise(
     if num_empty and wanted:
         raise ConfigError(
             f"{what}: {num_empty} of {engine.size} ranks have no samples; they make no backward "
-            "pass, which the statistics of the others need; give every rank at least one sample"
+            "pass, but synchronized statistics need it on all ranks; give every rank at least one "
+            "sample"
         )
     function: Any = _Normalise  # torch leaves it untyped
     normal: Tensor = function.apply(x, weight, bias, mean, var, engine, eps, count, what)
@@ -205,7 +206,7 @@ class SyncBatchNorm(_BatchNorm):
         engine = self.link.engine
         if engine is None:
             raise ConfigError(
-                f"{self.name} came out of a file and has no ranks to share statistics with; call "
+                f"{self.name} was loaded from a file and has no engine; call "
                 "hpctrain.optim.sync_batchnorm(engine, model) again"
             )
         found: tuple[Tensor, Tensor, Tensor, int] = self.link.normalise(
@@ -340,8 +341,9 @@ def _batchnorms(model: nn.Module) -> dict[str, _BatchNorm]:
             continue
         if type(layer) not in (*_CONVERTED, SyncBatchNorm):
             raise ConfigError(
-                f"{name or 'the model'} is a {type(layer).__name__}, whose statistics hpctrain "
-                f"does not know; use {', '.join(kind.__name__ for kind in _CONVERTED)} (a lazy one "
+                f"{name or 'the modelf'} is a {type(layer).__name__}, whose statistics hpctrain "
+                f"does not support; use {', '.join(kind.__name__ for kind in _CONVERTED)} (a lazy "
+                "one "
                 "after its first batch)"
             )
         found[name or type(layer).__name__] = layer

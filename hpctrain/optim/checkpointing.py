@@ -176,11 +176,11 @@ def checkpoint_activations(model: nn.Module, *patterns: str) -> Checkpointed:
     for name, module in chosen.items():
         inside = next((o for o in chosen if o != name and name.startswith(f"{o}.")), None)
         if inside is not None:
-            raise ConfigError(f"{name} lies within {inside}; checkpoint one of the two")
+            raise ConfigError(f"{name} is inside {inside}; checkpoint one of the two")
         if "forward" in vars(module):
             raise ConfigError(
-                f"{name} has a forward of its own already (checkpointed before, or patched); "
-                "leave it out"
+                f"{name} already has a custom forward (checkpointed before, or patched); leave it "
+                "out"
             )
     for module in chosen.values():
         _switch_on(module)

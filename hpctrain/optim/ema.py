@@ -81,7 +81,7 @@ class EMA:
         for name in self._owned:
             self._homes[name].copy_(sources[name].detach())
         self.where = "each rank's own" if into is None else "as given"
-        """Where the averages are, in words."""
+        """A description of where the averages are stored."""
 
     @classmethod
     def once_a_node(
@@ -150,7 +150,7 @@ class EMA:
     def swapped_in(self) -> Iterator[nn.Module]:
         """The model with the averages as its weights, for evaluation or saving; then as it was."""
         if self._swapped:
-            raise ConfigError("the averages are in the model already; leave the first block before")
+            raise ConfigError("the averages are in the model already; leave the first block first")
         sources = self._sources()
         kept = {name: source.detach().clone() for name, source in sources.items()}
         self._swapped = True
@@ -188,7 +188,8 @@ class EMA:
         if sources.keys() != self._averages.keys():
             odd = sorted(sources.keys() ^ self._averages.keys())[0]
             raise ConfigError(
-                f"{odd} came or went since the average began; make a new EMA after changing a model"
+                f"{odd} was added or removed since the average started; make a new EMA after "
+                "changing a model"
             )
         return sources
 

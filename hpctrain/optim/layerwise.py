@@ -31,7 +31,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     """
 
     shards_by: ClassVar[str] = "parameter"
-    """A sharded update may give a rank some of the parameters, and never a part of one."""
+    """A sharded update may give a rank some of the parameters, but never part of one."""
 
     _slots: ClassVar[tuple[str, ...]] = ()
     """The names of the state tensors that each parameter has, of its shape."""
@@ -247,7 +247,7 @@ class LAMB(LayerwiseOptimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"betas={betas} must both be at least 0 and below 1")
         if not 0 <= norm_bounds[0] <= norm_bounds[1]:
-            raise ConfigError(f"norm_bounds={norm_bounds} must be a least and a largest norm")
+            raise ConfigError(f"norm_bounds={norm_bounds} must be a smallest and a largest norm")
         super().__init__(
             params,
             {

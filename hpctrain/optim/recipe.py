@@ -95,17 +95,17 @@ class Recipe:
     scaling: Literal["linear", "sqrt", "none"] = "linear"
     """`linear` for SGD and LARS, `sqrt` for Adam and LAMB, as their authors recommend."""
     warmup_steps: int = 0
-    """The rate rises in a line and is at its peak at the last of these steps."""
+    """The rate rises linearly and peaks at the last of these steps."""
     warmup_from: float = 0.0
-    """Where the warm-up comes from, as a part of the peak; the first step is already above it."""
+    """Where the warm-up starts, as a fraction of the peak; the first step is already above it."""
     decay: Literal["cosine", "polynomial", "step", "none"] = "cosine"
     """How it falls after the warm-up."""
     end: float = 0.0
-    """What it falls to with `cosine` and `polynomial`, as a part of the peak."""
+    """Final rate with `cosine` and `polynomial`, as a fraction of the peak."""
     power: float | None = None
     """Of `polynomial`; None: 2."""
     milestones: tuple[int, ...] = ()
-    """With `step`: the steps from which on it is multiplied by `factor` once more."""
+    """With `step`: the steps at which it is multiplied by `factor` again."""
     factor: float | None = None
     """Of `step`; None: 0.1."""
 
@@ -124,7 +124,7 @@ class Recipe:
             )
         for name in ("warmup_from", "end"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is a part of the peak, 0 to 1")
+                raise ConfigError(f"{name}={getattr(self, name)} is a fraction of the peak, 0 to 1")
         self._check_company()
 
     def _check_company(self) -> None:
@@ -239,8 +239,8 @@ class RecipeSchedule(LRScheduler):
         ]
         if differing:
             raise ConfigError(
-                f"the schedule was saved with another recipe: {', '.join(differing)}; use that "
-                f"one, or change it on purpose by recipe.schedule(optimizer, step={step})"
+                f"the schedule was saved with another recipe: {', f'.join(differing)}; use that "
+                f"one, or change it explicitly with recipe.schedule(optimizer, step={step})"
             )
         self._move_to(step)
 

@@ -52,8 +52,8 @@ class Several(torch.optim.Optimizer):
         """Let every member step."""
         if closure is not None:
             raise ConfigError(
-                "step(closure) with several optimizers: each would evaluate it after the one "
-                "before has moved the weights; call backward before step"
+                "step(closure) with several optimizers: each would evaluate it after the previous "
+                "one has changed the weights; call backward before step"
             )
         for member in self.members:
             member.step()

@@ -115,9 +115,9 @@ class UpdateResult:
     norm_parts: tuple[Tensor, Tensor] | None = None
     """Sum of squares of the gradients, and what its root is to be multiplied by."""
     collapsed: bool = False
-    """Whether the last chance was skipped too; the same on all ranks."""
+    """Whether the last allowed step was skipped too; the same on all ranks."""
     finding: str | None = None
-    """What was not finite on this rank, where that was looked for."""
+    """What was not finite on this rank, if checked."""
 
 
 class ScaleAndClip:
@@ -148,7 +148,7 @@ class ScaleAndClip:
         self.clip_value = clip_value
         self.scaler = None if scaling is None else Scaler(scaling, device)
         self.measures_norm = False
-        """Whether the norm is computed also where nothing is clipped or scaled; for logs."""
+        """Whether to compute the norm even if nothing is clipped or scaled; for logs."""
         self._spread = spread
         self._one = torch.ones((), device=device)
         self._overflow: Tensor | None = None
@@ -327,8 +327,8 @@ class ScaleAndClip:
             f"and the loss scale has fallen to {scaler.scale.item():g}"
         )
         cure = (
-            "look at this rank's batch, at the learning rate, and at operations that overflow in "
-            "float16 (precision='bf16' has the range of float32)"
+            "check this rank's batch, the learning rate, and operations that overflow in float16 "
+            "(precision='bf16' has the range of float32)"
         )
         trouble = None if finding is None else f"{finding}; {history}; {cure}"
         agree(self.world.comm, trouble, error=NonFiniteError)

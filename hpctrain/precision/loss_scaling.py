@@ -27,7 +27,7 @@ class LossScaling:
     """How losses are scaled with `precision="fp16"`; the same on every rank."""
 
     init_scale: float = 65536.0
-    """What losses are multiplied by at first; powers of two round nothing."""
+    """Initial loss scale; powers of two cause no rounding."""
     growth_factor: float = 2.0
     """What the scale is multiplied by after `growth_interval` steps in a row without overflow."""
     backoff_factor: float = 0.5
@@ -35,7 +35,7 @@ class LossScaling:
     growth_interval: int = 2000
     """Steps in a row without overflow until the scale grows."""
     max_skips: int = 20
-    """Steps skipped in a row that end the run with an error that says where it began."""
+    """After this many skipped steps in a row the run fails with an error that names the origin."""
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -73,8 +73,8 @@ def check_choice(
         )
     if scaling is not None and precision != "fp16":
         raise ConfigError(
-            f"scaling is for precision='fp16'; {precision} has the range of float32, so that "
-            "nothing has to be scaled: leave it out"
+            f"scaling is for precision='fp16'; {precision} has the range of float32 and needs no "
+            "scaling: leave it out"
         )
     for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         if limit is not None and not 0 < limit < math.inf:

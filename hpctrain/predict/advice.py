@@ -17,7 +17,7 @@ __all__ = ["Advice", "Cost", "advise", "cost_of"]
 _SIZES = tuple(1 << power for power in range(20, 29))
 _MOST_ACCUMULATED = 64
 _WORTH = 0.02
-"""Changes that bring less than this are within what a prediction can tell."""
+"""Gains below this are within the accuracy of a prediction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,19 +35,19 @@ class Advice:
     """What to change at the largest number of ranks that was asked for, and what to ask for."""
 
     num_ranks: int
-    """Where fusion, accumulation and compression were looked at."""
+    """The number of ranks at which fusion, accumulation and compression were examined."""
     bucket_bytes: int | None
     """The best fusion size; None: leave it as it is."""
     bucket_gain: float
     """By how much a step gets shorter, relative."""
     accumulate: int | None
-    """The fewest backward passes a step that reach the wanted efficiency; None: none do."""
+    """The fewest backward passes per step that reach the target efficiency; None: none do."""
     compression_gain: float
     """By how much 16 bits on the wire instead of 32 shorten a step, relative."""
     efficient_ranks: int | None
-    """The most ranks, of those asked for, that are still efficient; None: none are."""
+    """The most of the requested numbers of ranks that are still efficient; None: none are."""
     ranks_to_ask: int | None
-    """The same, or more ranks that are faster for no more node-hours, as on the same nodes."""
+    """The same, or more ranks that are faster for no more node-hours, such as on the same nodes."""
     nodes_to_ask: int | None
     limit: str
     """What limits scaling, in words."""
@@ -74,7 +74,7 @@ class Advice:
         else:
             lines.append(f"accumulation: not needed for {efficiency:.0%}")
         gain = self.compression_gain
-        worth = f"shortens a step by {gain:.0%}" if gain >= _WORTH else "brings nothing here"
+        worth = f"shortens a step by {gain:.0%}" if gain >= _WORTH else "gains nothing here"
         lines.append(f"compression: 16 bits on the wire {worth}")
         if self.ranks_to_ask is None:
             lines.append(f"nodes: none of these numbers of ranks reaches {efficiency:.0%}")

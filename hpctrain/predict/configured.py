@@ -95,7 +95,7 @@ def measure_configured(path: Path, batch: int, *, repeats: int = 20) -> Profile:
     loss_of = None if train.loss is None else find_loss(train.loss)
     with init(seed=train.seed, device=train.device, num_threads=train.num_threads) as alone:
         if alone.size > 1:
-            raise ConfigError("a profile is measured by one process; start it without mpirun")
+            raise ConfigError("a profile is measured in one process; start it without mpirun")
         (model,) = build_models(config).values()
         model.to(alone.device)
         data = build_data(config, alone, path.resolve().parent)

@@ -19,15 +19,15 @@ class Exchange:
     """A way to exchange gradients."""
 
     engine: str | None = None
-    """Whose costs of the machine count; None: those that hold for all."""
+    """The engine whose costs apply; None: those common to all."""
     overlap: bool = True
-    """Whether pieces travel while backward still runs."""
+    """Whether pieces are sent while backward still runs."""
     bucket_bytes: int | None = None
     """When a piece is full; None: all gradients are one."""
     cycle_s: float = 0.0
-    """Pieces leave at multiples of this time, as Horovod's do; 0: as soon as they are full."""
+    """Pieces are sent at multiples of this time, as with Horovod; 0: as soon as they are full."""
     cycle_s_per_rank: float = 0.0
-    """What agreeing on a piece adds to that, for each rank."""
+    """Additional negotiation time per piece and rank."""
     wire_ratio: float = 1.0
     """Bytes on the wire for a byte of gradients: 0.5 for 16 bits instead of 32."""
     accumulate: int = 1

@@ -61,7 +61,7 @@ class ComputeSample:
     seconds: float
     """The median over steps and ranks."""
     jitter: float
-    """Of a rank's time from step to step, relative, as a standard deviation."""
+    """Relative standard deviation of a rank's time from step to step."""
 
     def __post_init__(self) -> None:
         count_of(self.ranks_on_node, "ranks_on_node")
@@ -77,7 +77,7 @@ class TrainingSample:
     ranks_per_node: int
     gradient_bytes: int
     compute_s: float
-    """Forward, backward and update on as many ranks at once, with no communication."""
+    """Forward, backward and update on this many ranks at once, without communication."""
     seconds: float
     """The slowest rank's, median over steps."""
 
@@ -102,7 +102,7 @@ class Measurement:
     memory_bytes_per_node: int
     training: tuple[TrainingSample, ...] = ()
     foreign_load: float = 0.0
-    """The share of all cores that others used meanwhile, where it was watched."""
+    """The background load as a share of all cores, if it was monitored."""
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
@@ -223,7 +223,7 @@ def fit_contention(
     for sample in samples:
         by_count.setdefault(sample.ranks_on_node, []).append(sample.seconds)
     if 1 not in by_count:
-        raise ConfigError("contention counts from one rank alone on a node; measure that too")
+        raise ConfigError("contention is relative to one rank alone on a node; measure that too")
     alone = median(by_count[1])
     points = tuple(
         (count, max(1.0, median(times) / alone) if count > 1 else 1.0)

@@ -37,10 +37,10 @@ __all__ = [
 
 TOPOLOGIES = ("ring", "halving", "tree", "hierarchical")
 LOAD_LIMIT = 0.05
-"""The share of all cores that others may use while a machine is measured, as in benchmarks."""
+"""The highest background load while a machine is measured, as in benchmarks."""
 NO_LATENCY_S = 1e-9
 NO_LIMIT = 1e15
-"""What a fit writes for a link that it knows nothing of: it costs nothing."""
+"""What a fit writes for an unmeasured link: it costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +73,9 @@ class Costs:
     intra: Link
     inter: Link
     reduce_s_per_byte: float = 0.0
-    """Adding up, and what training adds to a collective, if bandwidth does not contain it."""
+    """Time for summation, and what training adds to a collective, if not included in bandwidth."""
     crowding: float = 0.0
-    """In shared memory, how much of the time for two ranks every doubling of them adds to it."""
+    """In shared memory: what every doubling of ranks adds, relative to the time for two ranks."""
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
@@ -92,13 +92,13 @@ class Machine:
     title: str
     ranks_per_node: int
     costs: Costs
-    """What holds for engines that are not named below."""
+    """Costs for engines that are not listed below."""
     engines: Mapping[str, Costs] = field(default_factory=dict)
     jitter: float = 0.0
     """Standard deviation of a rank's compute time from step to step, relative."""
     jitter_error: float = 0.0
     contention: tuple[tuple[int, float], ...] = ((1, 1.0),)
-    """Ranks on a node, and how many times longer computing takes then."""
+    """Ranks on a node, and the slowdown of computing with that many."""
     contention_error: float = 0.0
     """Relative uncertainty of the part that is above 1."""
     memory_bytes_per_node: int = 0
@@ -106,12 +106,12 @@ class Machine:
     memory_bytes_per_device: int = 0
     """Of a rank's GPU; 0: ranks compute in the node's memory."""
     measured: bool = False
-    """Whether `hpctrain bench fit` wrote it, or somebody from documentation."""
+    """Whether `hpctrain bench fit` wrote it, rather than a person from documentation."""
     foreign_load: float = 0.0
-    """The largest share of all cores that others used while it was measured."""
+    """The largest background load while it was measured, as a share of all cores."""
     as_of: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """For each number, by its dotted key, where it is from."""
+    """The source of each number, by dotted key."""
 
     def __post_init__(self) -> None:
         count_of(self.ranks_per_node, "ranks_per_node")
@@ -124,13 +124,13 @@ class Machine:
             raise ConfigError(f"contention.ranks={ranks} must rise, beginning with 1")
         if self.contention[0][1] != 1.0 or min(slow for _, slow in self.contention) < 1.0:
             raise ConfigError(
-                "contention.slowdown must begin with 1.0 and never be below it: it counts from a "
-                "rank that has the node to itself"
+                "contention.slowdown must begin with 1.0 and never be below it: it is relative to "
+                "a rank that has the node to itself"
             )
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether others used so much of the machine that its numbers are not to be trusted."""
+        """Whether background load was too high for its numbers to be trusted."""
         return self.foreign_load > LOAD_LIMIT
 
     def costs_of(self, engine: str | None) -> Costs:
@@ -360,7 +360,8 @@ def _warning(machine: Machine) -> str:
     if not machine.is_disturbed:
         return ""
     return (
-        f"# Others used {machine.foreign_load:.0%} of the cores while this was measured: do not\n"
+        f"# Other processes used {machine.foreign_load:.0%} of the cores while this was measured: "
+        "do not\n"
         "# trust these numbers; measure again on a quiet machine.\n"
     )
 
@@ -372,7 +373,7 @@ def write_machine(machine: Machine, path: str | Path) -> None:
         ConfigError: it cannot be written, or would not be found again by its name.
     """
     if not str(path).endswith(".toml"):
-        raise ConfigError(f"{path} must end in .toml: that is how `hpctrain plan` knows a file")
+        raise ConfigError(f"{path} must end in .toml: `hpctrain plan` recognizes a file by it")
     try:
         Path(path).write_text(render_machine(machine), encoding="utf-8")
     except OSError as error:

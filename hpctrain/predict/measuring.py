@@ -220,7 +220,9 @@ def measure_here(
         LaunchError: a launch failed or took too long; with what it said.
     """
     if 1 not in ranks:
-        raise ConfigError(f"ranks={list(ranks)} must have 1: everything counts from a rank alone")
+        raise ConfigError(
+            f"ranks={list(ranks)} must include 1: everything is relative to a single rank"
+        )
     turns = range(count_of(repeats, "repeats"))
     return [_launch(count, engines, timeout_s) for _ in turns for count in ranks]
 

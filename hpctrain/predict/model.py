@@ -146,19 +146,19 @@ class Prediction:
     num_ranks: int
     num_nodes: int
     batch: int
-    """Samples a rank and backward pass."""
+    """Samples per rank and backward pass."""
     global_batch: int
     step_s: Range
     efficiency: Range
-    """Samples a second and rank, relative to one rank alone that does not communicate."""
+    """Samples per second and rank, relative to a single rank without communication."""
     is_strong: bool
-    """That one rank alone has the batch of all ranks, not a share of it."""
+    """That the single rank has the whole global batch, not a share of it."""
     exposed_s: Range
     input_s: float
     compute_s: float
     """Forward and backward of a rank alone."""
     contention_s: float
-    """What the node's other ranks add to that."""
+    """Slowdown by the node's other ranks."""
     straggling_s: float
     """What waiting for the slowest rank adds."""
     update_s: float

@@ -32,17 +32,17 @@ class Profile:
     """A step of one rank that has its node to itself; layers in the order of backward."""
 
     machine: str
-    """What it was measured on, in words."""
+    """A description of the machine it was measured on."""
     model: str
     batch: int
     """Samples a rank."""
     input_s: float
-    """Waiting for the next batch, which nothing hides."""
+    """Waiting for the next batch, which nothing overlaps."""
     forward_s: float
     layers: tuple[Layer, ...]
     update_s: float
     divides_update: bool = True
-    """Whether the ranks of a node would divide the update; not where there is no state to hold."""
+    """Whether the ranks of a node would divide the update; not if there is no optimizer state."""
     samples: int = 0
     """Samples of an epoch; 0: not said."""
     parameters: int = 0
@@ -106,7 +106,7 @@ def parse_profile(text: str, where: str = "the profile") -> Profile:
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from error
+        raise ConfigError(f"{where} is not JSON: {error}") from error
     fields = set(Profile.__dataclass_fields__)
     needed = {"schema", "model", "batch", "forward_s", "layers", "update_s"}
     table = dict(check_keys(data, where, needed=needed, known=fields | {"schema"}))

@@ -31,7 +31,7 @@ class Subject:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[], Tensor]
-    """Forward of one batch that is there already."""
+    """Forward pass of one batch that is already loaded."""
     batch: int
     load: Callable[[], object] | None = None
     """Gets a batch; None: input costs nothing."""

@@ -41,7 +41,7 @@ class TrainingRun:
     global_batch: int
     """Samples of a step over all ranks, its parts together."""
     accumulate: int = 1
-    """Parts that a step is computed in."""
+    """Number of parts that a step is computed in."""
     epochs: int = 1
     steps: int | None = None
     """Steps of the whole training, instead of epochs."""
@@ -84,7 +84,7 @@ class State:
     state_copies: float = 2.0
     """Optimizer state in sizes of the weights: 2 for Adam, 1 for momentum, 0 for plain SGD."""
     activation_bytes_per_sample: int = 0
-    """What backward needs beside the model; 0: not said, and not in any estimate."""
+    """Memory that backward needs besides the model; 0: unknown, and not in any estimate."""
 
     def __post_init__(self) -> None:
         number_of(self.state_copies, "state_copies")
@@ -231,7 +231,7 @@ class JobLimits:
 
     walltime_s: float | None = None
     max_requeues: int = 0
-    """How often the job may be started again where it stopped."""
+    """How often the job may be restarted to continue."""
     checkpoint_free_bytes: int | None = None
     keep: int = 3
     """Checkpoints that are kept."""
@@ -250,7 +250,8 @@ class Problem:
     """One thing to know before queueing."""
 
     level: str
-    """`error`: the job would break or end too early; `warning`: it would be slower than need be."""
+    """`error`: the job would fail or end too early; `warning`: it would be slower than
+    necessary."""
     part: str
     text: str
 
@@ -355,13 +356,13 @@ def _of_batches(training: TrainingRun, loading: Loading, num_ranks: int) -> Iter
         yield _warning(
             "batch",
             f"a global batch of {training.global_batch} is more than the {training.num_samples} "
-            "samples of an epoch: no step has more than these",
+            "samples of an epoch: no step has more",
         )
     if loading.scattered[0] == 0:
         yield _error(
             "partition",
             f"{training.num_samples} samples on {num_ranks} ranks: scattered data leaves some "
-            "ranks an empty share; use fewer ranks",
+            "ranks with an empty share; use fewer ranks",
         )
     if full.num_empty:
         yield _error(
@@ -436,7 +437,7 @@ def _of_time(total: Range | None, limits: JobLimits) -> Iterator[Problem]:
         yield _error(
             "walltime",
             f"the steps alone take {_hours(total.value)} by the prediction (simulated), and there "
-            f"are {_hours(have)}; ask for more, or for {jobs - 1} requeues",
+            f"are {_hours(have)}; request more, or {jobs - 1} requeues",
         )
     elif total.high > have:
         yield _warning(

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _REFUSED = {
-    "SparseAdam": "it needs sparse gradients, and gradients travel dense; use Adam or AdamW",
+    "SparseAdam": "it needs sparse gradients, and gradients are exchanged dense; use Adam or AdamW",
 }
 _HOROVOD = "horovod"
 """The engine that `horovod=` is about."""
@@ -86,11 +86,11 @@ def check_world(world: object) -> None:
     if not isinstance(world, World):
         raise ConfigError(
             f"distribute: the first argument is a {type(world).__name__}, and must be the world "
-            f"that hpctrain.init() made; {_ORDER}"
+            f"that hpctrain.init() returned; {_ORDER}"
         )
     if world.has_ended:
         raise ConfigError(
-            "distribute: this world's block has ended; distribute and train inside "
+            "distribute: this world is closed; distribute and train inside "
             "`with hpctrain.init() as world:`"
         )
 
@@ -160,7 +160,7 @@ def _find_horovod_mistake(engine: str | Engine, given: DistributeArguments) -> s
         )
     if not isinstance(engine, str) and settings.options is not None:
         return (
-            "HorovodTraining: options come too late for an engine that is made already; give "
+            "HorovodTraining: the engine already exists, so options come too late; give "
             "engine='horovod', so that Horovod starts with them"
         )
     return None
@@ -240,7 +240,7 @@ def check_loss(loss: object) -> None:
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"backward: the loss is a {type(loss).__name__} ({loss!r}), and must be the tensor "
-            "that the loss function gave, before .item() or float()"
+            "returned by the loss function, before .item() or float()"
         )
     if loss.numel() != 1:
         raise ConfigError(

@@ -60,8 +60,8 @@ def check_untouched(mode: Mode) -> None:
     """
     if mode.has_none():
         raise ConfigError(
-            "backward has made gradients, and none is left at its end: a hook has set them to "
-            f"None, perhaps after an update by another optimizer; {_AFTER_BACKWARD}"
+            "backward computed gradients, but none is left at its end: a hook set them to None, "
+            f"perhaps after an update by another optimizer; {_AFTER_BACKWARD}"
         )
 
 

@@ -22,7 +22,7 @@ __all__ = ["ControlWords", "LateSums", "check_counted", "check_sums", "digest_op
 _COMPARED = (bool, int, float, complex, str, tuple, type(None), np.generic)
 """Kinds of options that are compared; lists are not."""
 _SEQUENCE_PERIOD = 16
-"""Of numbers that are compared: sums of squares stay exact in float32 for 70,000 ranks."""
+"""Modulus of compared numbers: sums of squares stay exact in float32 for 70,000 ranks."""
 
 
 class ControlWords(NamedTuple):
@@ -36,7 +36,7 @@ class ControlWords(NamedTuple):
     counted: float
     """Backward calls that came with sample counts."""
     plain: float
-    """1 for a rank whose gradients came by `loss.backward()`: they are not weighed yet."""
+    """1 for a rank that called `loss.backward()`: its gradients are not weighted yet."""
     sequence: float
     """Exchanges and updates so far, and batches since the last one, modulo a small number."""
     sequence_squared: float
@@ -49,13 +49,13 @@ class ControlWords(NamedTuple):
     nonfinite_rank: float
     """That rank's number, else 0."""
     loads: float = 0.0
-    """States that were loaded into the optimizer so far, modulo a small number."""
+    """Number of states loaded into the optimizer, modulo a small number."""
     loads_squared: float = 0.0
     new_weights: float = 0.0
     """1 for a rank whose model has loaded a state since its last exchange."""
     interrupted: float = 0.0
-    """1 for a rank whose backward pass raised after some gradients had left; the last word, which
-    an arena that is abandoned sets by itself."""
+    """1 for a rank whose backward pass raised after some gradients were sent; the last word, which
+    an abandoned arena sets itself."""
 
 
 if len(ControlWords._fields) != CONTROL_WORDS:
@@ -143,7 +143,7 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
     if sums.interrupted:
         raise CollectiveError(
             f"a backward pass was interrupted on {sums.interrupted:.0f} of {size} ranks while "
-            "gradients were travelling; catch an exception on all ranks or on none, or use "
+            "gradients were being sent; catch an exception on all ranks or on none, or use "
             "overlap=False"
         )
     check_counted(sums.calls, sums.counted, here=mine.counted > 0)
@@ -159,9 +159,9 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
     )
     if mine.present and not same:
         raise CollectiveError(
-            f"the ranks are not in the same step (this one has made {step}): some rank has taken a "
-            "batch, or called backward or step, where others have not, so that different steps "
-            "met; do each of these equally often on every rank (a `continue` or an `if` that only "
+            f"the ranks are not in the same step (this one has made {step}): some rank took a "
+            "batch, or called backward or step, and others did not, so their steps do not match; "
+            "do each of these equally often on every rank (a `continue` or an `if` that only "
             "some ranks take is the usual cause)"
         )
     same = sums.loads == mine.loads * ranks and sums.loads_squared == mine.loads_squared * ranks
@@ -169,7 +169,7 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
         raise ConfigError(
             "a state was loaded into the optimizer (load_state_dict) on some ranks and not on "
             "others since distribute(), so that their updates would differ; load the same state on "
-            "every rank, or on rank 0 before distribute(), which makes it everyone's"
+            "every rank, or on rank 0 before distribute(), which copies it to all ranks"
         )
     same = (
         sums.options == mine.options * ranks

@@ -198,8 +198,8 @@ def check_equal(world: World, names: Iterable[str], tensors: Iterable[Tensor], w
     each = world.comm.allgather([digest([tensor]) for _, tensor in pairs])
     place = next(i for i in range(len(pairs)) if len({ranks[i] for ranks in each}) > 1)
     raise CollectiveError(
-        f"{what}: {pairs[place][0]} on rank {format_ranges(others)} differs from rank 0's; a rank "
-        "has changed it on its own (a rank-dependent edit, an unseeded initialisation), or memory "
+        f"{what}: {pairs[place][0]} on rank {format_ranges(others)} differs from rank 0's; one "
+        "rank changed it (a rank-dependent edit, an unseeded initialisation), or memory "
         "is faulty"
     )
 

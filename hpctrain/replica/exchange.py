@@ -35,7 +35,7 @@ from hpctrain.world import World, phase
 __all__ = ["Exchange"]
 
 _EXCHANGES_LATER = 4
-"""When sums are read from a GPU. The processor is seldom further ahead of it than that."""
+"""When sums are read from a GPU. The CPU is rarely further ahead of it."""
 
 
 class Exchange:
@@ -72,11 +72,11 @@ class Exchange:
         self.window = Window(accumulate)
         self.scale_and_clip = scale_and_clip
         self.observers = world.observers
-        """Who is told what this rank does; the world's own list, so that others may come later."""
+        """Observers of this rank; the world's own list, so that more can be added later."""
         self.num_samples: int | None = None
         """Of the last backward call, where there are observers; None: the loop did not say."""
         self.num_steps = 0
-        """Steps so far, those included that an overflow made all ranks skip."""
+        """Steps so far, including those that all ranks skipped after an overflow."""
         self.num_exchanges = self.num_updates = self.num_loads = 0
         self.is_joining = False
         """Whether ranks may be in different steps: inside `join`."""
@@ -101,9 +101,9 @@ class Exchange:
         self._aside: list[Tensor | None] | None = None
         """Averages of earlier backward calls, while later ones of the same step are collected."""
         self._seen: tuple[torch.nn.Parameter, weakref.ref[Tensor]] | None = None
-        """A parameter and its gradient, as the last exchange or step has left it."""
+        """A parameter and its gradient after the last exchange or step."""
         self._nonfinite: tuple[ControlWords, str | None] | None = None
-        """The sums in which a rank said that something is not finite, and what this rank found."""
+        """The sums in which a rank reported a non-finite value, and what this rank found."""
         self._late: list[LateSums] = []
         world.shares.forget()  # batches that were looked at before there was anything to train
         self._batches_before = world.shares.num_batches

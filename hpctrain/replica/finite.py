@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["FiniteCheck"]
 
 _LOOK_ALL_EVERY = 100
-"""Looking at all gradients costs a pass over them; the smallest ones cost next to nothing."""
+"""Checking all gradients costs a pass over them; the smallest ones cost almost nothing."""
 _MOST_SMALL = 8
 
 _WHAT = "a loss or gradient is inf or NaN"
 _ADVICE = (
-    "look at this rank's batch of that step, at the learning rate and at divisions and roots near "
-    "0, and resume from a checkpoint before that step; distribute(nonfinite='ignore') continues"
+    "check this rank's batch of that step, the learning rate, and divisions and roots near 0, and "
+    "resume from a checkpoint before that step; distribute(nonfinite='ignore') continues"
 )
 
 

@@ -20,16 +20,16 @@ class HorovodTraining:
     """What `hpctrain.distribute(..., horovod=...)` takes; the same on every rank."""
 
     fusion: Literal["arena", "horovod"] = "arena"
-    """Who fuses gradients: `arena` hands Horovod ready-fused buckets, which spares its two memory
+    """Who fuses gradients: `arena` passes fused buckets to Horovod, which avoids its two memory
     copies; `horovod` leaves it to Horovod's own `DistributedOptimizer` and tensor fusion. The
     options below, but for the last, are those of `horovod`."""
     num_groups: int = 0
-    """Cut the parameters into so many groups, each of which travels as a whole; 0: no groups."""
+    """Divide the parameters into this many groups, each sent as a whole; 0: no groups."""
     compression: Literal["none", "fp16"] = "none"
-    """`fp16`: gradients travel in half precision."""
+    """`fp16`: gradients are sent in half precision."""
     op: Literal["average", "adasum"] = "average"
     """How gradients are combined. `adasum` adds what is orthogonal and averages what is parallel:
-    not what one process would do, so that no equality with one process is promised."""
+    not what one process would do, so results differ from one process."""
     gradient_predivide_factor: float = 1.0
     """Gradients are divided by this before they are summed, and by the rest afterwards."""
     options: HorovodOptions | None = None
@@ -58,8 +58,8 @@ class HorovodTraining:
             )
         if predivided and self.op == "adasum":
             raise _refuse(
-                "gradient_predivide_factor divides an average, and op='adasum' is none; leave out "
-                "one of them"
+                "gradient_predivide_factor is for averages, not for op='adasum'; leave out one of "
+                "them"
             )
         if self.compression == "fp16" and self.op == "adasum":
             raise _refuse(

@@ -47,10 +47,10 @@ class _Running:
 
     def __init__(self) -> None:
         self.owned = 0
-        """How many passes of some replica's own are running: those are announced."""
+        """How many replica-started passes are running: those are announced."""
         self.plain: dict[int, list[PlainPasses]] = {}
         self.deferred: list[PlainPasses] = []
-        """Whose first gradient came in a pass inside another, which has ended before the other."""
+        """Replicas whose first gradient came in a nested pass, which ended before the outer one."""
 
     def join(self, number: int, one: PlainPasses) -> None:
         """A replica takes part in a pass; the first one has its end announced."""
@@ -265,13 +265,13 @@ class PlainLoop:
         if window.exchanged and not window.stepped:
             self.say_once(
                 "every loss.backward() exchanges gradients, and this is not the first since "
-                "the last step: the result is right, and costs an exchange each time; make "
-                "all but the last call under `with replica.no_sync():`"
+                "the last step: the result is correct, but costs an exchange each time; make all "
+                "but the last call under `with replica.no_sync():`"
             )
         if self._precision.casting.precision == "bf16" and not self.has_forwarded:
             self.say_once(
                 "precision='bf16' applies to replica(x) and inside `with replica.autocast():`; "
-                "this loss was computed by neither, so in float32"
+                "this loss was computed outside both, in float32"
             )
         if exchange.observers:
             exchange.num_samples = None

@@ -40,12 +40,12 @@ class OptimizerFacts:
     """What matters of an optimizer; the defaults are those of Adam over plain parameters."""
 
     shards_by: str | None = "element"
-    """What may be updated apart from the rest: `element`, `parameter`, or None for nothing."""
-    why: str = "every element is treated alone"
+    """What may be updated independently: `element`, `parameter`, or None for nothing."""
+    why: str = "every element is updated independently"
     keeps_state: bool = True
-    """Whether it holds something that a node could hold once; plain SGD does not."""
+    """Whether it has state that a node could hold once; plain SGD has none."""
     scattered: str | None = None
-    """The name of a parameter that does not lie in one piece of memory."""
+    """The name of a parameter that is not contiguous in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,18 +55,18 @@ class ReplicaFacts:
     num_ranks: int
     num_nodes: int
     sharing_ranks: int
-    """The most ranks that can share one memory: those of the fullest node, or, where nodes are
-    divided, of the fullest NUMA domain."""
+    """The most ranks that can share memory: those of the fullest node or, if nodes are divided, of
+    the fullest NUMA domain."""
     device_type: str
     """What the ranks compute on, as torch names it."""
     engine: Capabilities
     gradient_bytes: int
     optimizers: tuple[OptimizerFacts, ...] = (OptimizerFacts(),)
-    """One, or several that step together."""
+    """One optimizer, or several that step together."""
     has_masters: bool = False
-    """Whether weights have float32 masters, which are each rank's own."""
+    """Whether weights have float32 masters, which every rank keeps."""
     has_spare_cores: bool = False
-    """Whether the nodes have cores that no rank computes on."""
+    """Whether the nodes have idle cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class ChosenUpdate:
     """How one optimizer's weights are updated, and why."""
 
     by: str | None
-    """`element`, `parameter`, or None for everything on every rank."""
+    """`element`, `parameter`, or None: every rank updates everything."""
     why: str
 
     def __str__(self) -> str:
@@ -100,12 +100,12 @@ class Choice:
     """How a replica works."""
 
     mode: ModeName
-    """`alone`: nothing travels; `arena`: flat buffers through the engine; `node`: sums in memory
+    """`alone`: no exchange; `arena`: flat buffers through the engine; `node`: sums in memory
     that the ranks of a node share; `horovod`: Horovod's own fusion."""
     update: tuple[ChosenUpdate, ...]
-    """For each optimizer."""
+    """One per optimizer."""
     overlap: bool
-    """Whether gradients travel while backward still runs."""
+    """Whether gradients are sent while backward still runs."""
     bucket_bytes: int | None
     """When a bucket is closed; None: everything at once."""
     why: str
@@ -169,7 +169,7 @@ def _choose_wire(facts: ReplicaFacts, options: Options) -> str:
 
 def _choose_mode(facts: ReplicaFacts, options: Options) -> tuple[ModeName, str]:
     if options.horovod_fusion:
-        return "horovod", "Horovod was asked to fuse the gradients"
+        return "horovod", "Horovod is set to fuse the gradients"
     if may_share_memory(facts.engine, facts.device_type, facts.num_ranks, options):
         if facts.sharing_ranks > 1:
             return "node", "several ranks of a node share memory"
@@ -178,7 +178,7 @@ def _choose_mode(facts: ReplicaFacts, options: Options) -> tuple[ModeName, str]:
     if facts.num_ranks == 1 and not asks_for_messages:
         return "alone", "there is one rank"
     if asks_for_messages:
-        return "arena", "overlap or buckets were asked for"
+        return "arena", "overlap or buckets were requested"
     if facts.device_type != "cpu":
         return "arena", f"gradients are on {facts.device_type}"
     return "arena", "the engine shares no memory between ranks"
@@ -236,7 +236,7 @@ def choose_update(
         optimizer: What matters of it.
         update: What was asked for: `auto`, `sharded` or `replicated`.
         shared: Whether gradients are summed in shared memory.
-        has_masters: Whether weights have float32 masters, which are each rank's own.
+        has_masters: Whether weights have float32 masters, which every rank keeps.
         alone: Whether there is one rank only, whose share is everything.
 
     Raises:
@@ -250,11 +250,11 @@ def choose_update(
         return ChosenUpdate(by=None, why="there is one rank")
     by, why = optimizer.shards_by, optimizer.why
     if not shared:
-        by, why = None, "gradients do not meet in shared memory here"
+        by, why = None, "gradients are not summed in shared memory here"
     elif has_masters:
-        by, why = None, "float32 masters of bfloat16 weights are each rank's own"
+        by, why = None, "every rank keeps float32 masters of bfloat16 weights"
     elif optimizer.scattered is not None:
-        by, why = None, f"{optimizer.scattered} does not lie in one piece of memory"
+        by, why = None, f"{optimizer.scattered} is not contiguous in memory"
     if update == "sharded":
         if by is None:
             raise ConfigError(
@@ -263,6 +263,7 @@ def choose_update(
         return ChosenUpdate(by=by, why=f"asked for; {why}")
     if by is not None and not optimizer.keeps_state:
         return ChosenUpdate(
-            by=None, why="the optimizer keeps no state: moving weights would cost what it saves"
+            by=None,
+            why="the optimizer keeps no state: moving weights would cost as much as it saves",
         )
     return ChosenUpdate(by=by, why=why)

@@ -68,7 +68,7 @@ class Replica:
         self.engine = engine
         self.reason = reason
         self.averages_statistics = False
-        """Whether somebody averages BatchNorm's statistics before they are used."""
+        """Whether BatchNorm statistics are averaged before use."""
         self._precision = precision
         self._scale_and_clip = precision.scale_and_clip
         self._exchange = Exchange(
@@ -91,7 +91,7 @@ class Replica:
 
     @property
     def num_steps(self) -> int:
-        """Steps so far, those included that an overflow made all ranks skip."""
+        """Steps so far, including those that all ranks skipped after an overflow."""
         return self._exchange.num_steps
 
     @property
@@ -185,7 +185,7 @@ class Replica:
         if num_samples is None and self.world.shares.is_uneven:
             self._plain.say_once(
                 "this batch is not divided evenly among the ranks, and without num_samples every "
-                "rank counts the same; pass num_samples=len(y) to replica.backward"
+                "rank has the same weight; pass num_samples=len(y) to replica.backward"
             )
         self.world.shares.forget()
         if window.exchanged and exchange.mode.has_none():  # after somebody's zero_grad()
@@ -410,8 +410,8 @@ class Replica:
         """Collect gradients without an exchange; the next backward outside exchanges the sum."""
         if self._window.accumulate > 1:
             raise ConfigError(
-                f"no_sync() and accumulate={self._window.accumulate} both say when to exchange; "
-                "use one of them"
+                f"no_sync() and accumulate={self._window.accumulate} both control when to "
+                "exchange; use one of them"
             )
         before, self._plain.no_sync = self._plain.no_sync, True
         try:

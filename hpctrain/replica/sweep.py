@@ -51,7 +51,7 @@ class StepTime:
     split_s: dict[str, float]
     """By phase; sums to `step_s`."""
     num_samples: int | None
-    """Of this rank; None: the script did not say."""
+    """Of this rank; None if the script did not pass it."""
     sees_forward: bool
     """Whether the model was called through the replica; otherwise input is part of forward."""
 

@@ -21,7 +21,7 @@ __all__ = ["Step", "Turn", "Window"]
 
 _MIXED = (
     "replica.backward(loss) and loss.backward() were both called before one exchange, and they "
-    "weigh samples in different ways; use one of them within a step"
+    "weight samples differently; use one of them within a step"
 )
 
 Number = TypeVar("Number", float, Tensor)
@@ -35,16 +35,16 @@ class Window:
     calls: int = 0
     weight: float = 0.0
     weighted: bool | None = None
-    """Whether calls came with sample counts; all or none of a window's calls do."""
+    """Whether calls had sample counts; all or none of a window's calls do."""
     exchanged: bool = False
     closed: int = 0
     """How often it has been exchanged since the last step."""
     broken: str = ""
-    """What interrupted a backward pass, while its half-made gradients are still there."""
+    """What interrupted a backward pass, while its incomplete gradients are still there."""
     plain: bool = False
-    """Whether its calls were `loss.backward()`: their gradients are not weighed yet."""
+    """Whether its calls were `loss.backward()`: their gradients are not weighted yet."""
     share: float = 1.0
-    """How much this rank counts in a plain window: its samples over the mean of all ranks."""
+    """This rank's weight in a plain window: its samples over the mean of all ranks."""
     stepped: bool = False
     """Whether `optimizer.step()` was called since the exchange."""
 
@@ -70,7 +70,7 @@ class Window:
             raise ConfigError(f"num_samples={num_samples} must not be negative")
         if self.exchanged and self.accumulate > 1:
             raise ConfigError(
-                f"accumulate={self.accumulate} backward calls were made and the next one came "
+                f"accumulate={self.accumulate} backward calls were made and the next one followed "
                 "without a step; call replica.step() after every backward (it returns False while "
                 "accumulating)"
             )
@@ -108,7 +108,7 @@ class Window:
             raise ConfigError(
                 f"this rank's shares of the batches of one step differ ({self.share:g} and "
                 f"{share:g} of the mean over all ranks), and calls of loss.backward() under "
-                "no_sync() cannot be weighed one by one; call replica.backward(loss, "
+                "no_sync() cannot be weighted one by one; call replica.backward(loss, "
                 "num_samples=...), or exchange after every call"
             )
         self.calls += 1
@@ -175,7 +175,7 @@ class Turn:
             raise ConfigError(
                 f"step() call {self.num_steps} on the last batch of the epoch completed the open "
                 f"accumulation window, because earlier batches had {self.usual_steps} step() "
-                "calls each, and now another backward came on the same batch; make the same "
+                "calls each, and then another backward followed on the same batch; make the same "
                 "number of step() calls on every batch"
             )
 
@@ -194,7 +194,7 @@ class Step:
     """
 
     due: bool
-    """Whether there were gradients of a whole window to step with."""
+    """Whether a full window of gradients was available."""
     note: str
     """`stepped`, `accumulating`, `no gradients` or `no samples`, before overflow is looked at."""
     learning_rates: tuple[float | Tensor, ...] = ()
@@ -202,7 +202,7 @@ class Step:
     loss: Tensor | None = field(default=None, repr=False)
     """Of `learn()`: this rank's loss, without its graph; None after `step()`."""
     done: UpdateResult = field(default=UpdateResult(), repr=False)
-    """The same as it is on the device; the properties below read it."""
+    """The same, as a device tensor; the properties below read it."""
 
     @property
     def skipped(self) -> bool:

@@ -48,7 +48,7 @@ def describe_scaling(study: Study) -> str:
     speed_up, efficiency = study.speed_up(best), study.efficiency(best)
     most = max(point.num_ranks for point in study.measured)
     if speed_up is None or efficiency is None or most == 1:
-        return "Only one number of ranks was measured: there is no scaling to speak of yet."
+        return "Only one number of ranks was measured: there is no scaling to report yet."
     sure = (
         f"interval {percent(efficiency.low)} to {percent(efficiency.high)}"
         if efficiency.is_repeated
@@ -153,7 +153,7 @@ def _straggling(study: Study) -> Iterator[Bottleneck]:
                 what=f"On {point.num_ranks} ranks of {point.engine} the slowest rank is "
                 f"{_percent(share)} of a step behind the median one, and all wait for it.",
                 attempt="Run `hpctrain doctor --all-nodes` to find a slow node or core; bind ranks "
-                '(bind="numa"); see that batches cost the same on all ranks.',
+                '(bind="numa"); check that batches cost the same on all ranks.',
             )
 
 
@@ -187,7 +187,7 @@ def _contention(study: Study) -> Iterator[Bottleneck]:
                 what=f"A sample's forward and backward alone take {after / before:.2f} times as "
                 f"long on {last.num_ranks} ranks of {engine} as on {first.num_ranks}: the ranks of "
                 "a node compete for its memory, caches or cores.",
-                attempt="Fewer ranks with more threads each: `hpctrain bench layout` finds the "
+                attempt="Use fewer ranks with more threads each: `hpctrain bench layout` finds the "
                 "best layout of this node.",
             )
 
@@ -277,7 +277,7 @@ def _superlinear(study: Study) -> Iterator[Bottleneck]:
                 weight=0.003,
                 what=f"{point.engine} on 1 rank has {_percent(efficiency.median)} of the speed of "
                 "the same process undistributed, and has nothing to divide: the baseline was "
-                "disturbed, and so is every efficiency here.",
+                "disturbed, so every efficiency here is wrong.",
                 attempt="Repeat on a quiet machine, with more --repeats.",
             )
         else:
@@ -287,7 +287,7 @@ def _superlinear(study: Study) -> Iterator[Bottleneck]:
                 what=f"{point.engine} on {point.num_ranks} ranks is more than ideal "
                 f"({_percent(efficiency.median)}): the optimizer's work is divided as well, or the "
                 "data of a rank fit into its caches.",
-                attempt="Take it as a saving, not as a mistake; the baseline does not have it.",
+                attempt="This is a real gain, not an error; the baseline does not have it.",
             )
             return
 
@@ -316,7 +316,7 @@ def _failures(study: Study) -> Iterator[Bottleneck]:
             rule="failed",
             weight=0.002,
             what=f"{point.engine} on {_ranks(point)} was not measured: {_first_line(point)}",
-            attempt="Start the same sweep again: it measures what is missing.",
+            attempt="Run the same sweep again: it measures what is missing.",
         )
 
 
@@ -344,7 +344,7 @@ class PlannedTraining:
     num_samples: float
     """Samples over all epochs."""
     reserve: float = 0.25
-    """What is asked for beyond what was computed: queues, restarts and mistakes take it."""
+    """Reserve on top of the computed need, for queues, restarts and mistakes."""
     runs: int = 1
     """How many trainings: seeds, searches, ablations."""
 
@@ -369,7 +369,7 @@ class Quote:
     """Of all trainings, with the reserve."""
     core_hours: float
     is_proposed: bool = False
-    """Whether it is the one to ask for."""
+    """Whether it is the recommended one."""
 
 
 def price(study: Study, planned: PlannedTraining) -> list[Quote]:

@@ -52,7 +52,7 @@ class Line:
     style: int = 0
     """Which colour, dash and marker."""
     is_ideal: bool = False
-    """What would be perfect, in grey and without points."""
+    """The ideal curve, in grey and without points."""
     has_markers: bool = True
 
 
@@ -73,7 +73,7 @@ class LineChart:
     """Names the file and the parts of the page; unique in a report."""
     title: str
     description: str
-    """What is seen, for those who cannot see it."""
+    """A text alternative for the chart."""
     x_label: str
     y_label: str
     lines: tuple[Line, ...]

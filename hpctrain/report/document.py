@@ -31,7 +31,7 @@ class ReportTable:
     data: tuple[tuple[str, ...], ...] = ()
     """Headers and rows of bare numbers, for programs; empty: those above."""
     doubts: tuple[str, ...] = ()
-    """Why its numbers should not be quoted; a table that travels alone must carry them."""
+    """Why its numbers should not be quoted; a table used on its own must include them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,13 +43,13 @@ class ReportSection:
     charts: tuple[Chart, ...] = ()
     tables: tuple[ReportTable, ...] = ()
     commands: tuple[str, ...] = ()
-    """Shell commands that do it again."""
+    """Shell commands that reproduce it."""
     links: tuple[tuple[str, str], ...] = ()
-    """Words, and the file beside the report that they lead to."""
+    """Link text, and the file next to the report."""
     findings: tuple[tuple[str, str], ...] = ()
     """What limits, and what to try."""
     is_minor: bool = False
-    """Whether it is folded away on the page: what one looks up."""
+    """Whether it is collapsed on the page: reference material."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class Document:
     title: str
     subtitle: str
     figures: tuple[tuple[str, str], ...]
-    """The few numbers that everybody looks for: a value and what it is."""
+    """The key numbers: a value and its label."""
     sections: tuple[ReportSection, ...]
 
     def charts(self) -> Iterator[Chart]:

@@ -30,7 +30,7 @@ __all__ = ["write_chart", "write_pdf", "write_pngs"]
 
 _PER_INCH = 75
 _TITLE = 30
-"""Height of the title, which a page has in its caption instead."""
+"""Height of the title; a page has it in the caption instead."""
 _DPI = 160
 _LETTER_POINTS = 8.5
 _ALIGNED = {"start": "left", "middle": "center", "end": "right"}
@@ -84,7 +84,7 @@ def _require_matplotlib() -> None:
     except ImportError as error:
         raise ConfigError(
             "PNG and PDF are drawn by matplotlib, which is not installed; install it with `pip "
-            "install 'hpctrain[plot]'`, or ask for --format html,csv,md,tex"
+            "install 'hpctrain[plot]'`, or use --format html,csv,md,tex"
         ) from error
 
 

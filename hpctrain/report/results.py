@@ -137,9 +137,9 @@ class Study:
     doubts: tuple[str, ...] = ()
     """Why its numbers should not be quoted."""
     notes: tuple[str, ...] = ()
-    """What a reader must know of how it was measured."""
+    """How it was measured, for the reader."""
     unit: str = "step"
-    """What was timed: a `step`, or a whole `launch` of a script that tells no steps."""
+    """What was timed: a `step`, or a whole `launch` of a script that reports no steps."""
 
     @cached_property
     def engines(self) -> tuple[str, ...]:
@@ -299,7 +299,7 @@ def read_result(path: Path) -> Result:
     wrong = validate(raw)
     if wrong or not isinstance(raw, dict):
         raise ConfigError(
-            f"{path} is no benchmark result: {'; '.join(wrong[:3])}; give files that `hpctrain "
+            f"{path} is not a benchmark result: {'; '.join(wrong[:3])}; give files that `hpctrain "
             "bench` wrote, or run directories"
         )
     return understand(raw, path.stem)
@@ -346,7 +346,10 @@ def doubts_of(raw: Mapping[str, Any]) -> Iterator[str]:
     """Why the numbers of a result should not be quoted. Pure."""
     rounds, noisy = len(raw.get("blocks", ())), raw.get("num_noisy", 0)
     if noisy:
-        yield f"{noisy} of {rounds} rounds were disturbed by others: do not quote these numbers."
+        yield (
+            f"{noisy} of {rounds} rounds were disturbed by other processes: do not quote these "
+            "numbers."
+        )
     if rounds == 1 and isinstance(raw.get("scale"), Mapping):
         yield (
             "Every point was measured once, so the intervals say nothing: no difference can be "

@@ -50,7 +50,7 @@ class Run:
     environment: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
     trace: Mapping[str, Any] = field(default_factory=dict)
-    """What is known of its timeline, where one was recorded."""
+    """Its timeline, if one was recorded."""
     folder: str = ""
     """As it was named."""
 
@@ -72,7 +72,8 @@ def read_run(folder: Path) -> Run:
     """
     if not is_run(folder):
         raise ConfigError(
-            f"{folder} has neither {_METRICS} nor summary.json: it is no run directory; give the "
+            f"{folder} has neither {_METRICS} nor summary.json: it is not a run directory; give "
+            "the "
             "directory that `hpctrain train` wrote"
         )
     lines, num_unreadable = parse_metrics(_text(folder / _METRICS))
@@ -330,7 +331,7 @@ def _split(steps: Sequence[Mapping[str, Any]], key: str) -> Bars | None:
 
 _MOST_EVENTS = 200
 _BEHIND = 1.05
-"""A slowest rank that takes less than this times the usual is only the one that happens to be."""
+"""A slowest rank below this factor is within normal variation."""
 
 
 def run_sections(run: Run, key: str) -> list[ReportSection]:
@@ -441,7 +442,7 @@ def _slowest(run: Run) -> list[str]:
     if ranks:
         rank, count = Counter(ranks).most_common(1)[0]
         share = count / len(ranks)
-        text = f"Rank {rank} was the slowest in {100 * share:.0f} % of the steps that say so"
+        text = f"Rank {rank} was the slowest in {100 * share:.0f} % of the steps that record it"
         behind = [
             float(line["slowest_ratio"])
             for line in run.lines

@@ -221,7 +221,7 @@ def study_sections(study: Study, key: str, planned: PlannedTraining | None) -> l
     words = [_best_layout(study) if is_layout else describe_scaling(study), *_gaps(study)]
     words += list(study.fits)
     if not findings and not is_layout:
-        words.append("None of the report's rules finds anything that costs much time.")
+        words.append("The report's rules found nothing that costs much time.")
     section = ReportSection(
         title=study.title if is_layout else f"{study.title}: {study.mode} scaling",
         paragraphs=tuple(words),
@@ -246,7 +246,7 @@ def _gaps(study: Study) -> list[str]:
         if not study.baselines:
             said.append(
                 "There is no undistributed baseline: efficiency is relative to each engine's "
-                "fewest ranks, and hides what distributing costs at all."
+                "fewest ranks, and hides the basic cost of distributing."
             )
     return [*said, *study.doubts, *study.notes]
 
@@ -453,7 +453,7 @@ def _cost_section(study: Study, key: str, planned: PlannedTraining | None) -> Re
             f"point{'s' * (others > 1)} would be faster and cost more than that."
         )
     words.append(
-        "Only what was measured is priced; for numbers of ranks beyond, `hpctrain plan` predicts."
+        "Only measured points are priced; `hpctrain plan` predicts larger numbers of ranks."
     )
     return ReportSection(
         title=f"{study.title}: time to solution", paragraphs=tuple(words), tables=(table,)

@@ -196,7 +196,7 @@ def _environment(results: Sequence[Result], runs: Sequence[Run]) -> ReportSectio
         if run.environment
     ]
     words += [
-        f"{run.name} has no environment.json: where it ran is not known."
+        f"{run.name} has no environment.json: where it ran is unknown."
         for run in runs
         if not run.environment
     ]
@@ -234,8 +234,8 @@ def _repeat(results: Sequence[Result], runs: Sequence[Run], command: str) -> Rep
             commands.append(" ".join(said) if isinstance(said, list) else str(said))
         else:
             words.append(
-                f"{run.name} is repeated by the config.toml that it left, with every setting it "
-                "had, where the modules can be found that the file names."
+                f"{run.name} can be repeated with the config.toml that it wrote, which has every "
+                "setting; the modules it names must be importable."
             )
             number = run.summary.get("ranks") or len(run.environment.get("ranks", ())) or 1
             file = shlex.quote(f"{run.folder or run.name}/config.toml")

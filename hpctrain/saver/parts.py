@@ -31,9 +31,10 @@ __all__ = ["Parts", "Sharded", "Stateful", "capture_randomness", "restore_random
 
 _OF_REPLICA = ("model", "optimizer", "counters")
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
-"""What schedules change during a run; what the rate began with is in `initial_lr` then."""
+"""What schedules change during a run; the initial rate is in `initial_lr` then."""
 _RECIPE = "rate_ratio"
-"""In groups whose rate is a recipe's: it compares itself, and the optimizer's own means nothing."""
+"""For groups whose rate comes from a recipe: the recipe checks itself, and the optimizer's rate is
+irrelevant."""
 
 
 @runtime_checkable
@@ -188,7 +189,8 @@ class Parts:
         missing, strange = set(self.names) - set(names), set(names) - set(self.names)
         lacks = f"it has no {', no '.join(sorted(missing))}, which this run has" if missing else ""
         more = (
-            f"it has {', '.join(sorted(strange))}, which this run has not; give the Saver the same "
+            f"it has {', '.join(sorted(strange))}, which this run does not have; give the Saver "
+            "the same "
             "parts under the same names"
         )
         return "; ".join(filter(None, [lacks, more if strange else ""])) or None

@@ -44,7 +44,7 @@ class Restored:
     metrics: Mapping[str, float]
     note: Mapping[str, Any]
     num_ranks: int
-    """Of the run that wrote it. With as many ranks now, the run resumes bit for bit."""
+    """Of the run that wrote it. With the same number of ranks, the run resumes bit for bit."""
 
 
 class Batches(Iterator[Batch]):
@@ -69,7 +69,7 @@ class Batches(Iterator[Batch]):
             TypeError: the data are a stream, which does not say how long it is.
         """
         if self._length is None:
-            raise TypeError("a stream does not say how long it is")
+            raise TypeError("a stream has no length")
         return self._length
 
 
@@ -277,7 +277,7 @@ class Saver:
             done = log.format_done(loader.epoch, num_epochs, "epochs")
             log.notice(
                 f"nothing is left to do: {done}, at step {self._step} of "
-                f"{self._store.directory}; raise num_epochs to train on, or give another "
+                f"{self._store.directory}; raise num_epochs to train further, or give another "
                 "directory to start over"
             )
         while loader.epoch < num_epochs:
@@ -421,7 +421,7 @@ class Saver:
         """
         if self._parts.is_mid_step:
             raise ConfigError(
-                "a checkpoint was asked for in the middle of a step, while gradients are waiting; "
+                "a checkpoint was requested in the middle of a step, with pending gradients; "
                 "save after replica.step(), or step(flush=True) first"
             )
         with self._waiting():

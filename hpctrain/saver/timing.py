@@ -11,7 +11,7 @@ from hpctrain.faults import Governor, Pace
 __all__ = ["SaveClock", "Timing", "check_timing"]
 
 _FIRST_AFTER_S = 60.0
-"""The first save comes early: until one was made, nobody knows what it costs."""
+"""The first save comes early, to measure what a save costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

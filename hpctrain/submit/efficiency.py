@@ -17,11 +17,11 @@ from hpctrain.batch_systems import JobUse, format_clock
 __all__ = ["advise_request", "find_summaries", "read_used"]
 
 _IDLE = 0.5
-"""Less of something than this was used: ask for less."""
+"""Below this share of use, suggest requesting less."""
 _FULL = 0.95
-"""More of the memory than this was used: the next run may not fit."""
+"""Above this share of memory, the next run may not fit."""
 _SPARE = 1.25
-"""What to ask for beyond what was used."""
+"""Margin to request above what was used."""
 _USED = (
     *("cores", "busy_cores", "memory_bytes", "used_memory_bytes", "gpus", "busy_gpus"),
     *("gpu_memory_bytes", "used_gpu_memory_bytes"),
@@ -36,13 +36,13 @@ def advise_request(use: JobUse) -> list[str]:
 
 def _advise_memory(use: JobUse) -> Iterator[str]:
     if use.state == "OUT_OF_MEMORY":
-        yield "It ran out of memory: ask for more (--memory, per node), or for more nodes."
+        yield "It ran out of memory: request more (--memory, per node), or for more nodes."
         return
     share = use.shares().get("memory")
     if share is None or use.used_memory_bytes is None:
         return
     if share > _FULL:
-        yield f"Memory was {100 * share:.0f} % full: ask for more (--memory), or a later run fails."
+        yield f"Memory was {100 * share:.0f} % full: request more (--memory) for later runs."
     elif share < _IDLE:
         enough = _SPARE * use.used_memory_bytes / use.num_nodes
         gib = max(1, math.ceil(enough / (1 << 30)))
@@ -76,7 +76,7 @@ def _advise_time(use: JobUse) -> Iterator[str]:
     if use.limit_s is None:
         return
     if use.state == "TIMEOUT":
-        yield "It ran into its time limit: ask for more (--time), or resume it with --requeue."
+        yield "It hit its time limit: request more (--time), or resume it with --requeue."
     elif use.state == "COMPLETED" and use.elapsed_s < _IDLE * use.limit_s:
         enough = 60 * max(1, math.ceil(_SPARE * use.elapsed_s / 60))
         if enough < use.limit_s:

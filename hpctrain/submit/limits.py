@@ -16,7 +16,7 @@ from hpctrain.tables import check_keys, count_of
 __all__ = ["QUEUE_OPTIONS", "Queue", "check_limits", "queue_from_table"]
 
 QUEUE_OPTIONS = ("partition", "qos")
-"""By which option a site's jobs choose their queue."""
+"""The option with which a site's jobs choose their queue."""
 
 _KEYS = ("min_nodes", "max_nodes", "max_walltime", "by_request")
 
@@ -30,7 +30,7 @@ class Queue:
     max_walltime: tuple[tuple[int | None, int], ...] = ()
     """Seconds for jobs of up to so many nodes, the smallest first; None: of any size."""
     by_request: bool = False
-    """Only for those whom the site lets in: never proposed."""
+    """By permission of the site only: never proposed."""
 
     def walltime_s(self, num_nodes: int) -> int | None:
         """The longest walltime for a job of this size; None where it is not known."""
@@ -42,12 +42,12 @@ class Queue:
     def why_not(self, num_nodes: int, walltime_s: int) -> str:
         """What the queue takes, and what was asked for instead; "" for a job that it takes."""
         if num_nodes < self.min_nodes or num_nodes > (self.max_nodes or num_nodes):
-            return f"takes {self.nodes}, and {num_nodes} were asked for"
+            return f"takes {self.nodes}, and {num_nodes} were requested"
         most = self.walltime_s(num_nodes)
         if most is not None and walltime_s > most:
             return (
                 f"gives a job on {_nodes(num_nodes)} at most {format_clock(most)}, and "
-                f"{format_clock(walltime_s)} was asked for"
+                f"{format_clock(walltime_s)} was requested"
             )
         return ""
 
@@ -150,7 +150,7 @@ def check_limits(
     cure = (
         f"use {', or '.join(better)}"
         if better
-        else "no queue that the profile knows takes it: ask for less and add --requeue, or for "
-        "another number of nodes"
+        else "no queue in the profile takes it: request less and add --requeue, or another number "
+        "of nodes"
     )
     raise ConfigError(f"{site}: queue {queue} {why}; {cure}")

@@ -20,7 +20,7 @@ from hpctrain.submit.site import Site
 
 __all__ = ["choose_srun_mpi"]
 
-_UNSURE = "; MPICH needs --mpi pmi2, and `srun --mpi=list` on the cluster shows what it has"
+_UNSURE = "; MPICH needs --mpi pmi2, and `srun --mpi=list` on the cluster lists its plugins"
 
 
 def choose_srun_mpi(
@@ -48,11 +48,11 @@ def choose_srun_mpi(
         return request
     default = template.mpis[0]
     if request.image is not None:
-        say(f"srun gets --mpi={default}: the MPI in {request.image} is not known here{_UNSURE}")
+        say(f"srun gets --mpi={default}: the MPI in {request.image} is unknown here{_UNSURE}")
         return request
     offered = ask_plugins(ask)
     if not offered:
-        say(f"srun gets --mpi={default}: srun cannot be asked here{_UNSURE}")
+        say(f"srun gets --mpi={default}: srun cannot be queried here{_UNSURE}")
         return request
     python = Path(request.venv) / "bin" / "python" if request.venv else Path(sys.executable)
     loaded = probe(python)

@@ -98,8 +98,8 @@ def make_plan(request: Request, site: Site) -> JobPlan:
     gpus = default if request.gpus_per_node is None else request.gpus_per_node
     if gpus > site.gpus_per_node:
         raise ConfigError(
-            f"{gpus} GPUs per node were asked for, and {site.title} has {site.gpus_per_node}; ask "
-            "for at most that many, or correct gpus_per_node in the site's profile"
+            f"{gpus} GPUs per node were requested, and {site.title} has {site.gpus_per_node}; "
+            "request at most that many, or correct gpus_per_node in the site's profile"
         )
     plan = JobPlan(
         request=request,
@@ -149,7 +149,7 @@ def _check(plan: JobPlan) -> None:
     if site.max_walltime and request.walltime_s > parse_duration(site.max_walltime):
         raise ConfigError(
             f"a walltime of {format_clock(request.walltime_s)} is more than the "
-            f"{site.max_walltime} that {site.title} gives; ask for less and requeue"
+            f"{site.max_walltime} that {site.title} allows; request less and requeue"
         )
     check_limits(
         site.queues,
@@ -169,8 +169,8 @@ def _check(plan: JobPlan) -> None:
         raise ConfigError(f"template {plan.template.name} starts no container; {cure}")
     if site.cpu_masks and plan.ranks_per_node > len(site.cpu_masks):
         raise ConfigError(
-            f"{plan.ranks_per_node} ranks per node were asked for, and {site.title} has cores for "
-            f"{len(site.cpu_masks)}; ask for at most that many"
+            f"{plan.ranks_per_node} ranks per node were requested, and {site.title} has cores for "
+            f"{len(site.cpu_masks)}; request at most that many"
         )
     if (by_rank := _one_gpu_each(plan)) and 0 < plan.gpus_per_node != plan.ranks_per_node:
         raise ConfigError(
@@ -180,7 +180,7 @@ def _check(plan: JobPlan) -> None:
     if site.gpu_visibility == "local-rank" and 0 < plan.gpus_per_node < plan.ranks_per_node:
         raise ConfigError(
             f"{site.title} gives each rank the GPU of its number, so {plan.ranks_per_node} ranks "
-            f"per node need as many GPUs, not {plan.gpus_per_node}; ask for fewer ranks"
+            f"per node need as many GPUs, not {plan.gpus_per_node}; request fewer ranks"
         )
     plan.system.check(plan)
 

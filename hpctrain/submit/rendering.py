@@ -98,13 +98,13 @@ def _check_extra(system: BatchSystem, extra: str) -> str:
     match = system.option.fullmatch(extra)
     if match is None:
         raise ConfigError(
-            f"directive {extra!r} is not understood; for {system.name} write {system.option_form}"
+            f"directive {extra!r} is not valid; for {system.name} write {system.option_form}"
         )
     name, value = match.groups()
     if system.manages(name, value):
         raise ConfigError(
-            f"directive {extra!r} is written by hpctrain itself, or changes what the script is; "
-            "use the option for it (hpctrain job render --help)"
+            f"directive {extra!r} is written by hpctrain itself, or changes the script; use its "
+            "option (hpctrain job render --help)"
         )
     if value is not None:
         check_directive_value(value, f"directive {name}")

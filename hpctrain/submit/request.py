@@ -61,14 +61,14 @@ class Request:
     signal_lead_s: int | None = None
     """Seconds before the walltime is over at which the ranks get the signal."""
     stage: tuple[str, ...] = ()
-    """Files and folders copied to every node's own disk; ranks find them in HPCTRAIN_STAGE."""
+    """Files and folders copied to every node's local disk; ranks find them in HPCTRAIN_STAGE."""
     pack: str | None = None
     """An archive of an environment (`hpctrain pack`), unpacked on every node and first on PATH."""
     prologue: tuple[str, ...] = ()
     """An argument vector run once on every node before the ranks start."""
     modules: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
-    """Shell files to read before anything starts (conda, a site's own set-up)."""
+    """Shell files to source before anything starts (conda, a site's setup)."""
     venv: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     image: str | None = None
@@ -76,9 +76,9 @@ class Request:
     snapshot: str | None = None
     """Which copy of the code the command runs, for the log."""
     expedite: bool = False
-    """Slurm 25.11: restart after a lost node at once, before all other jobs."""
+    """Slurm 25.11: restart at once after a lost node, before all other jobs."""
     script: str | None = None
-    """Where the script will be: batch systems that cannot requeue get it submitted again."""
+    """Where the script will be: for batch systems that cannot requeue it is resubmitted."""
 
     def __post_init__(self) -> None:
         self._check_commands()
@@ -117,7 +117,7 @@ class Request:
         for command in self.commands:
             if not command[0] or command[0].startswith("-"):
                 raise ConfigError(
-                    f"the command begins with {command[0]!r}, which the launcher would take for "
+                    f"the command begins with {command[0]!r}, which the launcher would parse as "
                     "its own option; begin with a program"
                 )
             for word in command:
@@ -144,8 +144,8 @@ class Request:
             name = PurePosixPath(path).name
             if name in ("", "..") or name in taken:
                 raise ConfigError(
-                    f"{path!r} cannot be staged as {name!r}: it has no name of its own, or another "
-                    "file or the packed environment has it; rename it"
+                    f"{path!r} cannot be staged as {name!r}: its name is empty, or taken by "
+                    "another file or the packed environment; rename it"
                 )
             taken.add(name)
 
@@ -189,8 +189,8 @@ def _check_body_path(path: str) -> None:
     check_printable(path, "path")
     if not path or path[0] in "-~":
         raise ConfigError(
-            f"path {path!r} is empty, looks like an option or has a ~, which nothing would expand; "
-            "write the whole path"
+            f"path {path!r} is empty, looks like an option or has a ~, which is not expanded; "
+            "write the full path"
         )
 
 

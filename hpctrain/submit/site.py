@@ -49,24 +49,24 @@ class Site:
     template: str
     """The template used unless the job asks for another."""
     ever_run: bool = False
-    """Whether hpctrain ever ran there; if not, the profile is written from `source`."""
+    """Whether hpctrain ever ran there; if not, the profile was written from `source`."""
     as_of: str = ""
     """The day of that run, or on which the source was read."""
     source: str = ""
     """Where it ran, or what was read."""
     assumed: tuple[str, ...] = ()
-    """Keys and variables of the profile that are in no documentation of the site that was found."""
+    """Keys and variables of the profile that no site documentation confirms."""
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Which page, of which day, says which keys and variables."""
     hints: tuple[str, ...] = ()
-    """What a user must know that no key can say; written into every script."""
+    """Notes for the user that no key can express; written into every script."""
     mpi: str = ""
     gpus_per_node: int = 0
-    """What a node has: the most a job may ask for."""
+    """GPUs of a node: the most a job may request."""
     default_gpus_per_node: int | None = None
-    """What a job gets that does not say; left out, all of them."""
+    """What a job gets by default; left out, all of them."""
     ranks_per_node: int | None = None
-    """Left out, one for each GPU asked for, or one."""
+    """Left out, one for each requested GPU, or one."""
     cpus_per_rank: int | None = None
     threads_per_core: int = 1
     """How many of the batch system's CPUs are one core; OpenMP gets one thread per core."""
@@ -81,10 +81,10 @@ class Site:
     qos: str = ""
     constraint: str = ""
     account: str = ""
-    """The project that pays where the job names none."""
+    """The account to charge if the job names none."""
     needs_account: bool = False
     whole_nodes: bool = False
-    """Nodes are given out whole, so that cores and memory are not asked for (PBS)."""
+    """Nodes are allocated whole, so cores and memory are not requested (PBS)."""
     select: tuple[str, ...] = ()
     """More parts of a PBS chunk, as `system=polaris`."""
     gpu_request: str = "gpus-per-node"
@@ -106,9 +106,9 @@ class Site:
     job_folders: Mapping[str, str] = field(default_factory=dict)
     """Variables that name a folder on the node: the path, and the job's id after it."""
     host_suffix: str = ""
-    """What the name of a node gets so that it means its address on the fast network."""
+    """Suffix of a node's name for its address on the fast network."""
     gpu_resource: str = "nvidia.com/gpu"
-    """What Kubernetes calls a GPU."""
+    """The Kubernetes resource name of a GPU."""
     node_local: str = "/tmp"
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ __all__ = ["Snapshot", "run_snapshot", "take_snapshot"]
 _MOST_BYTES = 256 << 20
 _MOST_FILES = 20_000
 _LARGEST_UNTRACKED = 1 << 20
-"""What is larger and not under version control is data, not code."""
+"""Larger files that are not under version control are data, not code."""
 _GIT_LIMIT_S = 60.0
 
 

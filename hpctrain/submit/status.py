@@ -48,7 +48,7 @@ class LogEnd:
     """What the end of a log says of its job."""
 
     exit_code: int | None = None
-    """None: the job has not come to its end, or was killed with its script."""
+    """None: the job has not ended, or was killed with its script."""
     elapsed_s: int | None = None
     next_job: str | None = None
     """The id of its restart, where that is another job."""
@@ -118,7 +118,7 @@ def _by_log(entry: SubmittedJob, job: str | None) -> list[JobState]:
 def _state(entry: SubmittedJob, path: Path, job: str) -> JobState:
     told = read_end(_tail(path))
     if told.exit_code is None:
-        why = "the batch system does not know it any more, and its log has no exit code"
+        why = "the batch system no longer lists it, and its log has no exit code"
         return JobState(job=job, name=entry.name, state="UNKNOWN", reason=why)
     return JobState(
         job=job,
@@ -126,7 +126,7 @@ def _state(entry: SubmittedJob, path: Path, job: str) -> JobState:
         state="COMPLETED" if told.exit_code == 0 else "FAILED",
         exit_code=told.exit_code,
         elapsed=f"{told.elapsed_s} s",
-        reason="by its log; the batch system does not know it any more",
+        reason="by its log; the batch system no longer lists it",
         log=str(path),
     )
 
@@ -162,8 +162,8 @@ def log_paths(
         task = index - system.first_index
     count = entry.array_size
     if task is not None and (count is None or not 0 <= task < count):
-        has = "is no array" if count is None else f"has tasks 0 to {count - 1}"
-        raise ConfigError(f"job {entry.job} {has}; task {task} is none of it")
+        has = "is not an array" if count is None else f"has tasks 0 to {count - 1}"
+        raise ConfigError(f"job {entry.job} {has}; there is no task {task}")
     tasks = [task] if task is not None or count is None else list(range(count))
     return [Path(entry.log_dir) / system.log_name(entry.name, entry.job, each) for each in tasks]
 

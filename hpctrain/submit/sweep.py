@@ -77,8 +77,8 @@ def grid_points(axes: Sequence[str], *, reserved: Sequence[str] = _OWN) -> list[
         words = text.split(",")
         if key in values or "" in words or len(set(words)) != len(words):
             raise ConfigError(
-                f"axis {axis!r} is not understood: it comes twice, or a value of it is empty or "
-                "repeated; write key=a,b"
+                f"axis {axis!r} is not valid: it is repeated, or a value is empty or repeated; "
+                "write key=a,b"
             )
         values[key] = words
     _check_count(math.prod(len(words) for words in values.values()))
@@ -101,7 +101,7 @@ def random_points(draws: Sequence[str], *, count: int, seed: int) -> list[Point]
         match = _DRAW.fullmatch(text)
         if match is None or key in rules:
             raise ConfigError(
-                f"{draw!r} is not understood, or comes twice; write key=uniform(0,1), "
+                f"{draw!r} is not valid, or is repeated; write key=uniform(0,1), "
                 "loguniform(1e-5,1e-1), int(1,8) or choice(a,b)"
             )
         rules[key] = (match.group(1), [word.strip() for word in match.group(2).split(",")])
@@ -227,7 +227,7 @@ def write_sweep(
         if known and any(
             folder.is_dir() and any(folder.iterdir()) for folder in directory.iterdir()
         ):
-            raise ConfigError(f"{directory} has another sweep; choose a new --dir")
+            raise ConfigError(f"{directory} contains another sweep; choose a new --dir")
         for index in range(len(points)):
             _folder(directory, index).mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -285,7 +285,7 @@ def job_states(directory: Path, ask: Ask) -> dict[int, JobState]:
 
 
 def task_states(entry: SubmittedJob, ask: Ask) -> dict[int, JobState]:
-    """How the tasks of a job are doing, counted from 0; a job that is no array is task 0."""
+    """How the tasks of a job are doing, counted from 0; a job that is not an array is task 0."""
     first = find_system(entry.batch).first_index
     found: dict[int, JobState] = {}
     for state in ask_states(entry, ask):
@@ -363,7 +363,7 @@ def read_results(
     Args:
         directory: Of the sweep.
         metric: What to rank by.
-        largest: Whether the largest is the best.
+        largest: Whether larger is better.
         jobs: How the job of each point is doing, for points that left no result themselves.
 
     Raises:
@@ -371,7 +371,7 @@ def read_results(
     """
     points = open_sweep(directory)
     if metric in ("index", "state", *points[0]):
-        raise ConfigError(f"{metric} is what the sweep changes, not what it measures; see --metric")
+        raise ConfigError(f"{metric} is varied by the sweep, not measured; see --metric")
     found = [_numbers(_folder(directory, index)) for index in range(len(points))]
     known = sorted({name for numbers in found for name in numbers})
     if known and metric not in known:
@@ -453,8 +453,7 @@ def _split(text: str, reserved: Sequence[str] = _OWN) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not _KEY.fullmatch(key) or key in reserved:
         raise ConfigError(
-            f"{text!r} is not understood; write key=values, with a key other than "
-            f"{', '.join(reserved)}"
+            f"{text!r} is not valid; write key=values, with a key other than {', '.join(reserved)}"
         )
     return key, value
 

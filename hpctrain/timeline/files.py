@@ -42,7 +42,7 @@ class RankTrace:
     error_ns: float
     """How far its times may be off rank 0's."""
     drift_ns: float | None
-    """How much its clock moved against rank 0's in the run; None: it ended before it was known."""
+    """How far its clock drifted against rank 0's during the run; None: unknown."""
     num_dropped: int = 0
 
     @property
@@ -60,7 +60,8 @@ def read_folder(folder: Path) -> list[RankTrace]:
     paths = sorted(folder.glob("rank-*.jsonl"))
     if not paths:
         raise ConfigError(
-            f"{folder} has no rank-*.jsonl: no rank recorded there; run with `hpctrain run --trace "
+            f"{folder} has no rank-*.jsonl: no rank recorded a trace there; run with `hpctrain "
+            "run --trace "
             f"{folder}`, and let the script call hpctrain.distribute or hpctrain.connect"
         )
     traces = [read_rank(path.read_text(encoding="utf-8"), path.name) for path in paths]

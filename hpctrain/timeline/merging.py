@@ -69,7 +69,7 @@ def span(begin_ns: float, end_ns: float, origin: float) -> Record:
 
 
 _MARK_NS = 10.0
-"""How long the coming of the last rank is drawn."""
+"""How long the arrival of the last rank is drawn."""
 
 
 def arrows(traces: Sequence[RankTrace], origin: float) -> Iterator[Record]:
@@ -94,7 +94,7 @@ def arrows(traces: Sequence[RankTrace], origin: float) -> Iterator[Record]:
             continue
         yield _slice(last_rank, last, "came last", last.begin_ns, there, origin)
         for rank, event in waited:
-            yield _slice(rank, event, f"rank {last_rank} is there", there, event.end_ns, origin)
+            yield _slice(rank, event, f"rank {last_rank} arrived", there, event.end_ns, origin)
             base = {"cat": "waiting", "name": "came last", "id": next(numbers)}
             yield {**base, "ph": "s", **_at(last_rank, last, last.begin_ns, origin)}
             yield {**base, "ph": "f", "bp": "e", **_at(rank, event, there, origin)}
@@ -137,7 +137,7 @@ class Merged:
     num_ranks: int
     num_events: int
     error_us: float
-    """How far the clock of any rank may be off rank 0's."""
+    """The largest clock error of any rank against rank 0."""
     slowest: Slowest | None
     missing: tuple[int, ...]
     """Ranks that left no file."""

@@ -24,7 +24,7 @@ class Slowest:
     rank: int
     """The rank that worked longest in it, or came last to it."""
     phase: str
-    """The phase that took so much more than usual there; empty: none was recorded."""
+    """The phase that took longer than usual there; empty: none was recorded."""
     extra_s: float
     """How much more than in that rank's median step."""
     begin_ns: float

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["start"]
 
 _MERGE_BELOW_BYTES = 200 << 20
-"""More than this is not merged while a job waits for it; `hpctrain trace merge` does it later."""
+"""Larger traces are not merged while a job waits; `hpctrain trace merge` does it later."""
 
 
 def start(world: World, watch: TracedWatch) -> TraceRecorder | None:

@@ -47,15 +47,15 @@ def check_arguments(
         ConfigError: the first thing that is wrong.
     """
     if epochs is not None and steps is not None:
-        raise ConfigError("epochs and steps both say when to stop; give one of them")
+        raise ConfigError("epochs and steps both define when to stop; give one of them")
     for name, number in (("epochs", epochs), ("steps", steps)):
         if number is not None and number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
     refuse_no_batch(num_batches)
     if not has_loss and measured and len(replicas) != 1:
         raise ConfigError(
-            f"{len(replicas)} replicas are evaluated by a loss, and none is given; give one, or "
-            "no evaluation"
+            f"{len(replicas)} replicas are evaluated by a loss, and none was given; give one, or "
+            "leave out the evaluation"
         )
     if not has_step and len(replicas) != 1:
         raise ConfigError(f"{len(replicas)} replicas need a step function to train them")
@@ -104,6 +104,6 @@ def refuse_no_batch(num_batches: int | None) -> None:
     """
     if num_batches == 0:
         raise ConfigError(
-            "an epoch of these data has no batch: there are fewer samples than a batch has, and "
-            "drop_last leaves them out; lower global_batch, or keep the last batch"
+            "an epoch of these data has no batch: there are fewer samples than in a batch, and "
+            "drop_last drops them; lower global_batch, or keep the last batch"
         )

@@ -239,8 +239,8 @@ def build_models(config: Config) -> dict[str, torch.nn.Module]:
             )
     if not models or (len(models) > 1 and config.train.step is None):
         raise ConfigError(
-            f"model.build={config.model.build!r} returned {len(models)} models; several need "
-            "train.step, which says how they are trained"
+            f"model.build={config.model.build!r} returned {len(models)} models; several models "
+            "need train.step, which trains them"
         )
     return models
 

@@ -100,7 +100,7 @@ def describe_changes(
         saved_end: The step until which the rate was to fall, see `falls_until`.
         end: The same for the one to resume with.
     """
-    held = "it comes with the checkpoint"
+    held = "it is restored from the checkpoint"
     lines = [f"{line}: {held}" for line in _differences(saved, now, "optimizer", _OPTIMIZER)]
     lines += [f"{line}: {held}" for line in _differences(saved, now, "schedule", _schedule_keys())]
     when = _compare("schedule.every", saved.schedule.when, now.schedule.when)
@@ -139,7 +139,7 @@ def _rate_changes(saved: Config, now: Config, saved_end: int | None, end: int | 
     if saved_end is None or end is None or saved_end == end:
         return []
     goal = _differences(saved, now, "train", ("steps", "epochs")) or ["the number of samples"]
-    told = f"{', '.join(goal)}: the rate was to fall until step {saved_end}, and now until {end}"
+    told = f"{', '.join(goal)}: the rate was to decay until step {saved_end}, and now until {end}"
     if saved.schedule.end == 0:
         return [f"{told}; at step {saved_end} it is 0, so longer training needs a new run"]
     return [

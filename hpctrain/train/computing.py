@@ -36,7 +36,7 @@ __all__ = [
 MAIN = "model"
 """What the model is called where there is only one."""
 _LABELS = "labels"
-"""What transformers call the target, wherever it is in a batch."""
+"""The name of the target in transformers, anywhere in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +105,7 @@ def split_batch(
     """
     if not isinstance(batch, Mapping | tuple | list) or len(batch) < 2:
         raise ConfigError(
-            f"a batch is a {type(batch).__name__}, and an input and a target are needed; give "
+            f"a batch is a {type(batch).__name__}, but an input and a target are required; give "
             "data of at least two parts, let the model return its loss and leave train.loss out, "
             "or write a step function (train.step)"
         )

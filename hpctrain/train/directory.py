@@ -150,9 +150,9 @@ LOCK_NAME = "run.lock"
 _BEAT_S = 30.0
 _STOP_S = 5.0
 _SILENT_S = 300.0
-"""A holder on another host that was silent for so long is gone."""
+"""A holder on another host that was silent for this long is gone."""
 _ENDING_S = 60.0
-"""How long the processes of a job that was cancelled may take to end."""
+"""How long the processes of a cancelled job may take to exit."""
 _ASK_AGAIN_S = 2.0
 
 
@@ -210,7 +210,7 @@ class Lock:
                 self.path.rename(self.path.with_suffix(f".stale-{os.getpid()}"))
                 self.path.with_suffix(f".stale-{os.getpid()}").unlink()
         raise ConfigError(
-            f"{self.path} is taken by other jobs again and again; see who else uses {directory}"
+            f"{self.path} is repeatedly taken by other jobs; check who else uses {directory}"
         )
 
     def _is_over(

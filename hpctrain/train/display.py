@@ -54,7 +54,7 @@ class Standing:
     left_s: float | None = None
     """Time left in the allocation."""
     slowest: tuple[int, float] | None = None
-    """The slowest rank, and how many times as long as the median its steps take."""
+    """The slowest rank, and its step time relative to the median."""
 
     @property
     def eta_s(self) -> float | None:
@@ -282,7 +282,7 @@ class RunStatus:
         if self.state == "failed" and summary.get("failure"):
             text += f"\n{summary['failure']}"
         if self.state == "lost":
-            text += "\nthe job was killed; see logs/, and start it again to resume"
+            text += "\nthe job was killed; see logs/, and run it again to resume"
         return text
 
     def as_json(self) -> dict[str, Any]:

@@ -187,8 +187,9 @@ def _refuse_changes(world: World, config: Config, loader: Loader, checkpoints: P
     if changes:
         listed = "\n  ".join(changes)
         raise ConfigError(
-            f"{path} was saved with another configuration, and when resuming from it these changes "
-            f"cannot take effect:\n  {listed}\nrevert them, or start a new run: --fresh moves the "
+            f"{path} was saved with another configuration, and when resuming from it these "
+            f"changes cannot take effect:\n  {listed}\nrevert them, or start a new run: --fresh "
+            "moves the "
             "old run aside, another logging.directory leaves it where it is"
         )
 

@@ -96,9 +96,9 @@ class Figures:
     step_s: float
     samples_per_s: float
     split: dict[str, float]
-    """Seconds of each phase a step, on average over ranks; empty where they are not measured."""
+    """Seconds of each phase per step, on average over ranks; empty if not measured."""
     slowest: tuple[int, float] | None
-    """The rank that worked longest, and how many times as long as the median."""
+    """The rank that worked longest, and its time relative to the median."""
     nonfinite: dict[str, list[int]]
     """Numbers that were inf or NaN, and on which ranks."""
 
@@ -299,7 +299,7 @@ class RankUse:
     memory_limit: int
     """Of its node, or of the job there."""
     gpu: str | None = None
-    """What tells its GPU from others; None without one."""
+    """Identifies its GPU; None without one."""
     gpu_memory_bytes: int = 0
     gpu_memory_limit: int = 0
 

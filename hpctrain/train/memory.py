@@ -21,7 +21,7 @@ class Memory:
     per_rank: int
     """What is a rank's own."""
     per_node: int
-    """What the fullest node holds: its ranks' own and what they share."""
+    """What the fullest node holds: its ranks' private and shared memory."""
 
     @classmethod
     def estimate(

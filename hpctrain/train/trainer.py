@@ -122,7 +122,7 @@ class Trainer:
         self.emas = dict(ema) if isinstance(ema, Mapping) else {MAIN: ema} if ema else {}
         """Averages of weights, by the name of their replica."""
         self.progress = Progress()
-        """How far the run is, over all its jobs."""
+        """Progress of the run, over all its jobs."""
         self._make_step = step or supervised
         self._every_epochs, self._every_steps = evaluate_every_epochs, evaluate_every_steps
         self._directory = None if directory is None else Path(directory)
@@ -161,7 +161,7 @@ class Trainer:
         self.has_stepped = False
         """Whether this job has computed a batch."""
         self.is_refused = False
-        """Whether `fit` raised before it trained, on all ranks alike, for what it was given."""
+        """Whether `fit` rejected its arguments before training, on all ranks."""
         self._mark = self._began = time.perf_counter()
         self._cpu_s = 0.0
         self._used: dict[str, Any] | None = None

@@ -39,7 +39,7 @@ class _Home:
     state: dict[str, Any]
     """The inner optimizer's own."""
     slots: dict[str, Tensor | None]
-    """By key, in shared memory; None where there is nothing to hold."""
+    """By key, in shared memory; None if there is nothing to hold."""
 
 
 class SharedState:
@@ -66,12 +66,12 @@ class SharedState:
         """The state of this rank's pieces."""
         self._shown: dict[int, dict[str, _Shown | None]] = {}
         self._tensors: dict[int, dict[str, Tensor | None]] = {}
-        """Each parameter's state as it was shown last."""
+        """Each parameter's state as last shown."""
         self._watched: list[Tensor] = []
         """All tensors in it, and how often each had been written to by then."""
         self._versions: list[int] = []
         self._told: set[int] = set()
-        """Parameters whose state everybody knows about."""
+        """Parameters whose state all ranks have."""
         self._switches: list[tuple[bool, ...]] = []
         self._edited = False
         self._import = True

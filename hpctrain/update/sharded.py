@@ -311,7 +311,7 @@ class ShardedUpdate:
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if not is_dense(parameter):
                 raise ConfigError(
-                    f"{name} was given memory with gaps between backward and step; make it "
+                    f"{name} was made non-contiguous between backward and step; make it "
                     'contiguous, or pass update="replicated" to distribute'
                 )
         before, places = self.inner.state, self._places

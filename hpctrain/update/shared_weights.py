@@ -52,7 +52,7 @@ class SharedWeights:
             block.tensor(p.dtype, start=start, num_elements=p.numel())
             for p, start in zip(parameters, starts, strict=True)
         ]
-        """The shared weights, as they lie in memory."""
+        """The shared weights, in memory order."""
         self._edited = block.tensor(torch.uint8, start=end, num_elements=group.local_size)
         self._rank = group.local_rank
         self._view = block.views[0]

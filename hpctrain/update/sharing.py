@@ -63,12 +63,12 @@ def shards_by(optimizer: torch.optim.Optimizer) -> tuple[str | None, str]:
         )
     if f"{kind.__module__}.".startswith("torch.optim."):
         if kind.__name__ in _BY_ELEMENT:
-            return "element", f"{kind.__name__} treats every element alone"
+            return "element", f"{kind.__name__} updates every element independently"
         if kind.__name__ in _BY_PARAMETER:
-            return "parameter", f"{kind.__name__} treats every parameter alone"
+            return "parameter", f"{kind.__name__} updates every parameter independently"
     return None, (
-        f"{kind.__name__} is not known to treat elements or parameters alone (a class of your own "
-        'can say so: shards_by = "element" or "parameter")'
+        f"{kind.__name__} is not known to update elements or parameters independently (your own "
+        'class can declare it: shards_by = "element" or "parameter")'
     )
 
 
@@ -147,7 +147,7 @@ def _nearest_cut(wanted: int, start: int, size: int) -> int:
 
 
 def divide_parameters(sizes: Sequence[int], *, num_ranks: int) -> list[list[Fragment]]:
-    """Give each rank whole parameters, the largest first to whoever has least so far."""
+    """Give each rank whole parameters, largest first, each to the rank with the least so far."""
     shares = largest_first([size + 1 for size in sizes], num_ranks)  # 1: empty ones count, too
     return [[Fragment(index, 0, sizes[index]) for index in share] for share in shares]
 

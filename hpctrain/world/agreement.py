@@ -33,7 +33,8 @@ def roll_call(comm: Comm, what: str, *, timeout_s: float | None = None) -> None:
     """Collective: wait until every rank is here; `what` must be the same everywhere.
 
     Where nobody watches, every rank reports to rank 0, which answers all of them at once: go on, or
-    who is missing. After it, a blocking collective cannot be waiting for a rank that never came.
+    who is missing. After it, a blocking collective cannot be waiting for a rank that was never
+    reached.
 
     Args:
         comm: The ranks.

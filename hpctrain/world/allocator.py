@@ -40,13 +40,13 @@ def keep_freed_memory() -> str:
     if choice is not None:
         told = f"as {choice} says"
     elif not _tell_c_library():
-        told = "given back to the system: this C library cannot be told otherwise"
+        told = "returned to the system: this C library cannot keep it"
     if not wants_it_kept(environment()):
         return told
     if MIMALLOC_VARIABLE not in environment() and _torch_has_mimalloc():
         cure = " ".join(f"{name}={value}" for name, value in launch_variables({}).items())
         return (
-            "torch gives it back to the system and takes it anew at each step; start by "
+            "torch returns it to the system and allocates it again at each step; start with "
             f"`hpctrain run`, or export {cure}"
         )
     return told

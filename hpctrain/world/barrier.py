@@ -27,11 +27,11 @@ __all__ = ["Barrier", "SleepingBarrier", "SpinningBarrier", "make_barrier", "mus
 _SPIN_S = 2e-3
 _NAP_S = 50e-6
 _GIVE_UP_S = 86400.0
-"""The watchdog, where there is one, speaks long before."""
+"""The watchdog, if there is one, reports long before."""
 _CONNECT_S = 60.0
 _GONE = "a rank of this node has ended while others waited for it"
 _NAMING_S = 5.0
-"""How long whoever knows which rank has died, launcher or neighbour, has to end the job by name."""
+"""How long the launcher or a peer has to end the job and name the dead rank."""
 
 
 class Barrier(Protocol):
@@ -93,8 +93,8 @@ class SpinningBarrier:
                 return
         if not poll(request.Test, timeout_s=_GIVE_UP_S, spin_s=_SPIN_S, longest_nap_s=_NAP_S):
             raise TimedOutError(
-                f"timed out after {_GIVE_UP_S:g} s waiting for the other ranks of this node; see "
-                "what they do (an exception, another code path)"
+                f"timed out after {_GIVE_UP_S:g} s waiting for the other ranks of this node; "
+                "check them (an exception, another code path)"
             )
 
     def close(self) -> None:
@@ -118,9 +118,7 @@ class SleepingBarrier:
         try:
             self._connect(node)
         except OSError as error:
-            self.trouble = (
-                f"local sockets do not work here ({error}); ranks of one node must share one"
-            )
+            self.trouble = f"local sockets do not work here ({error}); ranks of a node need one"
 
     def _connect(self, node: Comm) -> None:
         server = None

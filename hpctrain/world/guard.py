@@ -97,7 +97,7 @@ def remark_on_waiting(launch: Launch, after_s: float = _REMARK_AFTER_S) -> Itera
     rank, size = whereabouts(launch)
     text = (
         f"hpctrain: rank {rank} of {size} on {socket.gethostname()} called sys.exit(0) and waits "
-        "for the others to end; if they train on, let all ranks leave at the same step\n"
+        "for the others to end; if they continue training, let all ranks exit at the same step\n"
     )
     timer = threading.Timer(after_s, lambda: os.write(2, text.encode()))
     timer.daemon = True
@@ -134,7 +134,7 @@ def whereabouts(launch: Launch) -> tuple[int, int]:
 
 
 before_abort: list[Callable[[], None]] = []
-"""Called before this rank ends all others, so that its end is not taken for a death."""
+"""Called before this rank aborts all others, so that its exit is not reported as a death."""
 
 
 def prepare_abort() -> None:

@@ -76,7 +76,8 @@ def init(
     # A name is what a worker has already while it reads the script; its parent it learns later.
     if multiprocessing.current_process().name != "MainProcess":
         raise LaunchError(
-            "hpctrain.init was called in a worker process, which is no rank: worker processes read "
+            "hpctrain.init was called in a worker process, which is not a rank: worker processes "
+            "read "
             "the script again; put what starts the training under if __name__ == '__main__':"
         )
     launch = launcher.current_launch()

@@ -39,25 +39,25 @@ class Launch:
     num_threads: int | None = None
     """OMP_NUM_THREADS, where the user or the site set one."""
     host_suffix: str = ""
-    """What a node's name gets at sites where the bare name is its address on a slow network."""
+    """Suffix of node names at sites where the bare name is on a slow network."""
     terminal_columns: int | None = None
-    """Width of the terminal behind `hpctrain run`; None when there is none."""
+    """Width of the terminal behind `hpctrain run`; None if there is none."""
     control_fd: int | None = None
-    """Where `hpctrain run` hears how this rank ended."""
+    """Where `hpctrain run` receives how this rank ended."""
     pmi: str | None = None
     """Which process-management interface srun offers: `pmix`, `pmi2`, or None."""
     job_index: int | None = None
-    """The task of a job array, where the job id does not tell it."""
+    """The task of a job array, if the job id does not include it."""
     end_time: float | None = None
     """When the allocation ends (Unix time), where a variable says so."""
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """hpctrain's own variables (`HPCTRAIN_...`) that are not empty, for floors above to read."""
+    """hpctrain's own variables (`HPCTRAIN_...`) that are not empty, for upper floors to read."""
     trace_dir: str | None = None
-    """Where `hpctrain run --trace` wants every rank's events."""
+    """Where every rank writes its events for `hpctrain run --trace`."""
     cluster: str | None = None
-    """Whose job ids these are, where the batch system has a name for that."""
+    """The cluster of these job ids, if the batch system names it."""
     notes_dir: str | None = None
-    """Where the job script wants to be told of checkpoints and failed hosts."""
+    """Where the job script reads about checkpoints and failed hosts."""
 
     @property
     def title(self) -> str:

@@ -47,7 +47,7 @@ def explain_mismatch(
     if launch.row is None or (launch.rank == rank and launch.size == size):
         return None
     seen = (
-        f"{launch.title} started {launch.size} ranks and calls this one rank {launch.rank}, but "
+        f"{launch.title} started {launch.size} ranks, this one as rank {launch.rank}, but "
         f"{mpi} sees rank {rank} of {size}"
     )
     if launch.size == size:
@@ -70,7 +70,8 @@ def _cure(launch: Launch, mpi: MpiVersion, script: str, offered: Collection[str]
         return f"{given}: {advise_srun(mpi, offered)}"
     if _is_foreign(launch, mpi.family):
         return (
-            "That launcher belongs to another MPI than the one mpi4py loads: start the job with "
+            "That launcher belongs to a different MPI than the one mpi4py loads: start the job "
+            "with "
             f"{again}, which finds the matching mpirun, or make mpi4py load the launcher's MPI "
             "(MPI4PY_MPIABI; `pip uninstall mpich` when the wheel shadows the site's)"
         )
@@ -112,7 +113,7 @@ def foresee_trouble(launch: Launch, mpi: MpiVersion) -> str | None:
         return None
     if _is_foreign(launch, mpi.family):
         return (
-            f"{launch.title} belongs to another MPI than the one mpi4py loads ({mpi}); if MPI "
+            f"{launch.title} belongs to a different MPI than the one mpi4py loads ({mpi}); if MPI "
             f"fails to start now, use `hpctrain run -n {launch.size} ...`, which finds the right "
             "mpirun"
         )

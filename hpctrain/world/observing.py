@@ -15,8 +15,8 @@ T = TypeVar("T")
 Phase = str
 
 PHASES: tuple[Phase, ...] = ("input", "forward", "backward", "exchange", "update")
-"""What a step is made of. `exchange` is the part of communication that backward does not hide; what
-is in none of them is the script's own."""
+"""The phases of a step. `exchange` is the communication that backward does not hide; the rest is
+the script's own."""
 
 
 class Observer(Protocol):

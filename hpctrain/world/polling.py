@@ -69,6 +69,6 @@ def finish(requests: Iterable[Request], what: str, *, timeout_s: float) -> None:
         if not poll(request.Test, timeout_s=timeout_s):
             request.Cancel()
             raise TimedOutError(
-                f"timed out after {timeout_s:g} s waiting for {what}; see what that rank does (an "
+                f"timed out after {timeout_s:g} s waiting for {what}; check that rank (an "
                 "exception, another code path, a stopped node), or allow more time (timeout_s)"
             )

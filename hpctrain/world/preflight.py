@@ -92,8 +92,8 @@ def _shortages(reports: Sequence[Report]) -> list[Finding]:
     checks = (
         (
             [abs(report.clock_s - middle) > CLOCK_BOUND_S for report in reports],
-            f"the clock is more than {CLOCK_BOUND_S:g} s off the others'",
-            "have the node's time service mended; logs and traces will not line up",
+            f"the clock is off by more than {CLOCK_BOUND_S:g} s",
+            "have the node's time service fixed; logs and traces will not line up",
         ),
         (
             [report.shm_free_bytes < SHM_FLOOR_BYTES * report.local_size for report in reports],
@@ -200,7 +200,7 @@ def preflight(comm: Comm, *, host: str, local_size: int, config: str, mpi: str, 
         raise LaunchError(
             "preflight refused the job:\n  - "
             + "\n  - ".join(refused)
-            + "\n(init(preflight='off') goes on regardless)"
+            + "\n(init(preflight='off') skips these checks)"
         )
     if comm.Get_rank() == 0:
         for finding in findings:

@@ -45,11 +45,11 @@ __all__ = [
 
 _PREFIX = "hpctrain-"
 _KEEP_FREE_BYTES = 16 << 20
-"""What is left to others in /dev/shm: MPI itself lives there."""
+"""What is left for others in /dev/shm: MPI itself uses it."""
 # The three highest bits of an entry of /proc/self/pagemap: present, swapped, of a file.
 _KIND, _IN_MEMORY, _SWAPPED = 0xE0, 0x80, 0x40
 _MOST_TRUSTED = 31
-"""How many times in a row the count of page faults is taken for an answer."""
+"""How many equal page fault counts in a row are conclusive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class SharedBlock:
         self._descriptor = descriptor
         self._mapped = mmap.mmap(descriptor, num_bytes)
         self.views = [PrivateView(descriptor, start, size) for start, size in private]
-        """The views of one's own that `allocate` was asked for, in that order."""
+        """The private views that `allocate` was asked for, in that order."""
 
     def tensor(self, dtype: torch.dtype, *, start: int = 0, num_elements: int) -> Tensor:
         """A flat tensor over the block, from byte `start` on; every rank sees every write."""
@@ -234,7 +234,7 @@ def _create(
         except OSError as error:  # a limit on the size of files
             os.close(descriptor)
             os.unlink(path)
-            refused.append(f"{backing.folder} takes no file of that size ({error.strerror})")
+            refused.append(f"{backing.folder} refused a file of that size ({error.strerror})")
             continue
         return (backing, path), descriptor
     return (
@@ -280,14 +280,14 @@ def _explain(
     why = getattr(error, "strerror", None) or str(error)
     if trying == "open" and isinstance(error, FileNotFoundError):
         return (
-            f"this rank does not see the file that another rank of its node has made in {folder}: "
-            "the ranks of this node do not have the same folder there (a container or a private "
-            f"{folder} for each of them?); start all ranks of a node in one container, or bind "
+            f"this rank does not see the file that another rank of its node created in {folder}: "
+            f"the ranks do not share that folder (a container or a private {folder} for each of "
+            "them?); start all ranks of a node in one container, or bind "
             f"the host's {folder} into each"
         )
     if trying == "open":
         return (
-            f"this rank cannot open the file that another rank of its node has made in {folder} "
+            f"this rank cannot open the file that another rank of its node created in {folder} "
             f"({why}); run all ranks as one user, with as many open files as they need (ulimit -n)"
         )
     if trying == "map":
@@ -327,7 +327,7 @@ class _Pages:
         self._entries = np.zeros(8 * (last - first), dtype=np.uint8)
         self._kinds = self._entries[7::8]  # the highest byte: in memory, swapped, the file's own
         self._num_faults = -1
-        """Of this process before it was last seen that it has none of its own."""
+        """Page faults of this process when it was last found to have no private pages."""
         self._num_trusted = 0
 
     def any_own(self) -> bool:

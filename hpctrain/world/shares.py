@@ -19,11 +19,11 @@ class Shares:
 
     def __init__(self) -> None:
         self.num_batches = 0
-        """Handed out so far in the main thread; the same on all ranks that do the same."""
+        """Batches returned so far in the main thread; the same on all ranks that do the same."""
         self._last: float | None = 1.0
-        """Of the batch in hand; None: there is none."""
+        """Share of the current batch; None: there is none."""
         self._waiting: list[float] = []
-        """Of batches that were handed out and that no backward call has used yet."""
+        """Shares of returned batches that no backward call has used yet."""
         self._is_uneven = False
 
     def note(self, *, num_samples: int, global_samples: int, size: int) -> None:
@@ -60,9 +60,9 @@ class Shares:
         unknown = len(set(waiting)) > 1 or (not waiting and self._last is None)
         if unknown and self._is_uneven:
             raise ConfigError(
-                "batches were handed out that are not divided evenly among the ranks, and it is "
-                f"not known which of them this loss is of ({len(waiting)} were handed out since "
-                "the last backward), so not how much this rank counts; call replica.backward(loss, "
+                "batches were not divided evenly among the ranks, and it is unknown which batch "
+                f"this loss is from ({len(waiting)} were returned since the last backward), so "
+                "this rank's weight is unknown; call replica.backward(loss, "
                 "num_samples=len(y)), or loop over the loader itself with one backward for each "
                 "batch (evaluate under torch.no_grad())"
             )

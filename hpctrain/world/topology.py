@@ -33,7 +33,7 @@ class Communicators:
     node: Comm
     cross: Comm
     watching: Watching
-    """Who watches over them; see `hpctrain.world.watched`."""
+    """What monitors them; see `hpctrain.world.watched`."""
 
     def free(self) -> None:
         """Collective: give the communicators back to MPI."""

@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULT_S = 600.0
-"""How long ranks wait for one that does not come, where nothing else is said."""
+"""Default time that ranks wait for a missing one."""
 
 _LINGERS_S = 2.0
 
@@ -35,7 +35,7 @@ _UNNAMED = tuple(
         ("world", "agreement.py"),
     )
 )
-"""Files whose functions say nothing to a user: they start scripts, or wait on behalf of others."""
+"""Files whose functions mean nothing to a user: they start scripts, or wait for others."""
 
 
 class Watch(Protocol):
@@ -67,7 +67,7 @@ class Watching:
     def __init__(self, timeout_s: float = DEFAULT_S) -> None:
         self.timeout_s = timeout_s
         self.watchdog: Watchdog | None = None
-        """Over all ranks; None: nobody watches."""
+        """Over all ranks; None: no watchdog."""
         self.watches: dict[str, Watch] = {}
         """By communicator: `comm` (the watchdog itself), `node`, `cross`."""
         self._here = threading.local()

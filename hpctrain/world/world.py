@@ -92,9 +92,9 @@ class World:
     bench: ScriptSettings = field(default_factory=ScriptDefaults, repr=False)
     """What the script's batch and settings are; see `ScriptSettings`."""
     observers: list[Observer] = field(default_factory=list, repr=False)
-    """Who is told what this rank is doing, from `distribute` on; see `hpctrain.world.observing`."""
+    """Observers of what this rank does, from `distribute` on; see `hpctrain.world.observing`."""
     shares: Shares = field(default_factory=Shares, repr=False)
-    """How much of the batch in hand is this rank's, as loaders have told."""
+    """This rank's share of the current batch, as reported by loaders."""
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
     _ended: Event = field(default_factory=Event, repr=False)
 

@@ -80,7 +80,7 @@ def test_a_sweep_keeps_what_fails_and_goes_on(folder):
         assert node["is_fused"]
         assert not alone["is_fused"]
         (note,) = result["scale"]["notes"]
-        assert "has a fused optimizer, other points have not" in note
+        assert "has a fused optimizer, the other points do not" in note
 
 
 def test_an_interrupted_sweep_ends_its_launch_and_says_how_to_go_on(folder):

@@ -129,7 +129,7 @@ def test_movement_is_a_part_of_the_data_benchmark(tmp_path):
         (["--variants", "nobody"], "variant 'nobody' is unknown; choose from compute"),
         (["--workloads", "huge"], "workload 'huge' is unknown"),
         (["--blocks", "0", "--variants", "compute"], "blocks=0 must be at least 1"),
-        (["--quick", "--save"], "--quick measures nothing worth saving"),
+        (["--quick", "--save"], "--quick results are not worth saving"),
     ],
 )
 def test_mistakes_are_named(words, message):

@@ -69,7 +69,7 @@ def test_a_training_that_does_not_even_run_is_told_from_one_that_is_lost(config,
         "--set", "optimizer.name=AdmW", "--keep", tmp_path / "kept", timeout_s=120,
     )  # fmt: skip
     assert done.code == 1, done.text
-    assert "does not end well undisturbed (exit code 2)" in done.err
+    assert "undisturbed training failed (exit code 2)" in done.err
     assert "did you mean AdamW?" in done.err
 
 

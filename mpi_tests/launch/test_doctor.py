@@ -68,7 +68,7 @@ def test_a_foreign_mpirun_alone_is_broken(tmp_path):
     lines = [line for line in done.out.splitlines() if line.startswith("broken")]
     assert any("MPI and launcher" in line for line in lines), done.text
     assert "Open MPI 4.1.4" in done.out
-    assert "cure:" in done.out
+    assert "fix:" in done.out
 
 
 def _library_of_this_mpi() -> Path:

@@ -281,4 +281,4 @@ def test_the_list_of_jobs_and_one_that_is_not_ours(desk: Desk, jobs: dict[str, l
     assert jobs["chain"][0] in out
     code, _, err = desk.hpctrain("job", "status", "999999", check=False)
     assert code == 1
-    assert "does not remember job 999999" in err
+    assert "has no record of job 999999" in err

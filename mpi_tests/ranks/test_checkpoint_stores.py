@@ -130,5 +130,9 @@ def test_a_store_of_another_package(world, folder, monkeypatch):
     assert entry.path == find_checkpoint(directory) == find_checkpoint(entry.path)
     assert verify(entry.path) == []
     assert torch.equal(load_weights(directory)["weight"], weights)
-    with pytest.raises(ConfigError, match=r"none of the checkpoint stores .*: hpctrain, plain"):
+    with pytest.raises(
+        ConfigError,
+        match=r"not an installed checkpoint store; .*: hpctrain, "
+        r"plain",
+    ):
         hpc.Saver(world, directory, replica, store="other")

@@ -176,13 +176,13 @@ def test_several_files_are_rows_or_columns_as_it_is_said(world, folder):
         assert len(source) == 18
         assert np.array_equal(source.take(rows % 18)[1], given[1::2][rows % 18])
     write(world, lambda: np.save(paths[1], given[:5]))
-    with pytest.raises(ConfigError, match=r"have \[18, 5\] rows, so they are no columns"):
+    with pytest.raises(ConfigError, match=r"have \[18, 5\] rows, so they are not columns"):
         hpc.share(world, *paths)
     with pytest.raises(ConfigError, match=r"p1\.npy has 5; .* are rows="):
         hpc.files(world, columns=paths)
     assert len(hpc.files(world, rows=paths)) == 23
     write(world, lambda: np.save(paths[1], np.zeros((4, 7), "f4")))
-    with pytest.raises(ConfigError, match=r"p1\.npy has .*7.* must be alike"):
+    with pytest.raises(ConfigError, match=r"p1\.npy has .*7.* must have the same columns"):
         hpc.files(world, rows=paths)
     loader = hpc.Loader(world, hpc.files(world, rows=[paths[0]] * 3), global_batch=8)
     mine = [batch.shape[0] for batch in loader]
@@ -372,7 +372,7 @@ def test_staging_copies_once_and_again_after_a_change(world, folder, capfd):
     capfd.readouterr()
     assert hpc.stage(world, source, to=disk) == first
     if world.rank == 0:
-        assert "is there from before" in capfd.readouterr().err
+        assert "exists already" in capfd.readouterr().err
     world.comm.Barrier()
     write(world, lambda: os.truncate(first / "a.bin", 5))  # damaged on the node
     assert hpc.stage(world, source, to=disk) == first

@@ -42,7 +42,7 @@ def test_ranks_without_rows(world):
 
 def test_duplicates_are_refused_and_missing_samples_named(world):
     padded = np.append(mine(world, 10), 0)
-    with pytest.raises(ConfigError, match="sample 0 came more than once") as caught:
+    with pytest.raises(ConfigError, match="sample 0 was given more than once") as caught:
         hpc.gather(world, np.zeros(len(padded)), padded, num_samples=10)
     assert "rank 0" in str(caught.value)
     own = mine(world, 10)

@@ -204,7 +204,7 @@ def test_adasum_refuses_samples_on_all_ranks(world, distribute):
     replica = distribute(model, optimizer, op="adasum")
     x, y = batch(0, equal_sizes(0, world.size))[world.rank]
     samples = 3 if world.rank == world.size - 1 else 1  # only the last rank's tells
-    with pytest.raises(ConfigError, match="num_samples means nothing"):
+    with pytest.raises(ConfigError, match="num_samples has no effect"):
         replica.backward(cross_entropy(replica(x, 0), y), num_samples=samples)
     assert not replica.step()
     replica.zero_grad()

@@ -467,7 +467,7 @@ def test_streams_that_are_split_already_give_every_sample_once(world, workers):
     later = hpc.Loader(world, data, **options)
     later.load_state_dict(state)
     assert seen + numbers_of(world, later) == batches
-    with pytest.raises(ConfigError, match="the new split has other samples on each rank"):
+    with pytest.raises(ConfigError, match="the new split puts other samples on each rank"):
         later.load_state_dict(state | {"num_ranks": world.size + 1})
     later.load_state_dict(state | {"num_ranks": world.size + 1, "consumed": 0, "epoch": 1})
     plain = hpc.Loader(world, Counting(9), global_batch=8)
@@ -677,6 +677,6 @@ def test_a_local_shuffle_exchanges_nothing(world):
     inside = loader.state_dict() | {"consumed": 16}
     order = Order(kind="numpy", num_samples=41, seed=4, epoch=0)
     dealt = hpc.Loader(world, Shares(world.comm, 41, order), global_batch=8, shuffle="local")
-    with pytest.raises(ConfigError, match="dealt to the ranks in another order"):
+    with pytest.raises(ConfigError, match="distributed in another order"):
         dealt.load_state_dict(inside)
     dealt.load_state_dict(loader.state_dict())  # between epochs any deal will do

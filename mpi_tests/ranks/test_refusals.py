@@ -279,9 +279,9 @@ def test_a_world_that_has_ended(comm):
     with hpc.init(seed=7, device="cpu", num_threads=1, comm=comm) as world:
         replica = hpc.distribute(world, model, sgd(model), engine="mpi")
         loss = replica(torch.ones(3, 12).double(), 0).mean()
-    with pytest.raises(ConfigError, match="its world has ended: do this inside"):
+    with pytest.raises(ConfigError, match="its world is closed: do this inside"):
         replica.backward(loss)
-    with pytest.raises(ConfigError, match="this world's block has ended"):
+    with pytest.raises(ConfigError, match="this world is closed"):
         hpc.distribute(world, model, sgd(model))
 
 

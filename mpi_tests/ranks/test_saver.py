@@ -419,7 +419,7 @@ def test_a_finished_run_says_that_nothing_is_left(world, tmp_path, capfd):
         assert ("nothing is left to do" in told) == (world.rank == 0)
         assert world.rank or ("raise num_epochs" in told and str(folder) in told)
         assert list(run.saver.resume(EPOCHS - 1)) == []
-        words = f"{EPOCHS - 1} epochs were asked for, and {EPOCHS} are done already"
+        words = f"{EPOCHS - 1} epochs were requested, and {EPOCHS} are already done"
         assert (words in capfd.readouterr().err) == (world.rank == 0)
         assert len(run.saver.resume(EPOCHS + 2)) == 8
 

@@ -137,7 +137,7 @@ def test_a_class_of_ones_own_is_replicated_and_said(world, engines):
     with twins(world, engines["mpi"], make(Plain)) as t:
         t.train()
         text = describe(t.replica, t.size)
-        assert t.size == 1 or "replicated: Plain is not known to treat elements" in text
+        assert t.size == 1 or "replicated: Plain is not known to update elements" in text
 
 
 def test_sharded_where_it_cannot_be_is_refused(world, engines):

@@ -156,7 +156,7 @@ def test_several_models_from_one_file(world, folder):
     assert list(trainer.schedules) == ["first", "second"]
     told = world.comm.allgather([weight.numpy().tobytes() for weight in weights])
     assert all(other == told[0] for other in told)
-    with pytest.raises(ConfigError, match=r"2 models; several need train\.step"):
+    with pytest.raises(ConfigError, match=r"2 models; several models need train\.step"):
         train(world, text, folder, "train.loss=mse_loss")
 
 

@@ -129,7 +129,7 @@ def test_wrong_arguments_of_backward(pair, call, message):
 def test_combinations_that_cannot_be(pair, world, engines):
     p = pair(accumulate=2)
     with (
-        pytest.raises(ConfigError, match="both say when to exchange"),
+        pytest.raises(ConfigError, match="both control when to exchange"),
         p.replica.no_sync(),
     ):
         pass

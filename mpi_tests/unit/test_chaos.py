@@ -29,7 +29,7 @@ def test_an_instruction_survives_the_environment():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("no json", "not as `hpctrain chaos` writes it"),
+        ("no json", "not in the format of `hpctrain chaos`"),
         ('{"what": "fire", "rank": 0, "step": 1}', "choose one of signal, pause"),
         ('{"what": "signal", "rank": 0, "step": 1}', "needs signal"),
         ('{"what": "signal", "rank": 0, "step": 1, "signal": "SIGNO"}', "no signal"),
@@ -98,9 +98,9 @@ def test_lost_steps_are_not_in_the_lineage():
     ("steps", "words"),
     [
         ({1: step(0, 0, 1)}, "without [2]"),
-        ({1: step(0, 0, 1), 2: step(0, 2, 2)}, "1 samples absent, 1 more than once"),
+        ({1: step(0, 0, 1), 2: step(0, 2, 2)}, "1 samples missing, 1 seen more than once"),
         ({1: step(0, 0, 1), 2: step(0, 2, 3), 3: step(1, 0, 1)}, "3 steps instead of 2"),
-        ({1: step(0, 0, 1), 2: step(0, 2, 7)}, "1 samples absent"),
+        ({1: step(0, 0, 1), 2: step(0, 2, 7)}, "1 samples missing"),
     ],
 )
 def test_lineages_that_are_wrong(steps, words):

@@ -242,7 +242,7 @@ def test_what_best_cannot_mean_is_refused(run, checkpoint, tmp_path, capsys):
         ([str(run), to, "--metric", "min:loss"], 2, "belongs to --best"),
         ([str(run), to, "--best", "--metric", "loss"], 2, "must be min:METRIC or max:METRIC"),
         ([str(run), to, "--best", "--metric", "max:f1"], 1, "there are accuracy, loss"),
-        ([str(run), to, "--ema", "--all"], 2, "leave --ema out"),
+        ([str(run), to, "--ema", "--all"], 2, "leave out --ema"),
         ([str(checkpoint), to, "--best"], 2, "does not say which metric is better"),
         ([str(checkpoint), to, "--ema"], 2, "has no average of the weights"),
         ([str(tmp_path / "runs"), to], 1, "holds no checkpoint"),

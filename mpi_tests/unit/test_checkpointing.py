@@ -114,14 +114,14 @@ def test_copies_and_files_work():
         (["layers.*"], r"pattern 'layers.\*' matches no module; there are blocks, blocks.0"),
         (["*"], None),
         ([], "pattern '' matches no module"),
-        (["blocks.*", "blocks.*.mlp"], r"blocks.0.mlp lies within blocks.0"),
+        (["blocks.*", "blocks.*.mlp"], r"blocks.0.mlp is inside blocks.0"),
     ],
 )
 def test_patterns(patterns, message):
     model = make()
     if message is None:  # a star stays between two dots
         assert hpc.optim.checkpoint_activations(model, *patterns).names == ("blocks", "out")
-        with pytest.raises(hpc.errors.ConfigError, match="out has a forward of its own"):
+        with pytest.raises(hpc.errors.ConfigError, match="out already has a custom forward"):
             hpc.optim.checkpoint_activations(model, "out")
         return
     with pytest.raises(hpc.errors.ConfigError, match=message):

@@ -66,8 +66,8 @@ def test_archives_are_described(tmp_path, capsys):
     ("name", "content", "code", "word"),
     [
         ("a.npy", None, 1, "a.npy is missing"),
-        ("a.npy", b"\x93NUMPY", 1, "is truncated or not what its name says"),
-        ("a.npz", b"PK", 1, "is truncated or not what its name says"),
+        ("a.npy", b"\x93NUMPY", 1, "is truncated, or its format does not match its name"),
+        ("a.npz", b"PK", 1, "is truncated, or its format does not match its name"),
         ("a.txt", b"1 2 3", 2, "what '.txt' files hold is unknown"),
         ("manifest.json", b"{}", 1, "is not a manifest of shards"),
         ("manifest.json", b'{"format": "x", "version": 9}', 1, "version 9"),

@@ -49,7 +49,7 @@ def test_what_is_said_of_files_means_one_thing():
         ([], ["a", None], None, "None is of type NoneType"),
         ([], None, {"x": np.zeros(2)}, "is of type ndarray"),
         ([], [], None, "rows= is empty"),
-        ([], None, None, "was given no file"),
+        ([], None, None, "got no file"),
     ],
 )
 def test_what_can_mean_two_things_is_refused(paths, rows, columns, message):
@@ -141,7 +141,7 @@ def test_archives_that_are_none_are_named(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, x=np.zeros(100))
     os.truncate(path, 300)
-    with pytest.raises(DataError, match="is truncated or not what its name says"):
+    with pytest.raises(DataError, match="is truncated, or its format does not match its name"):
         open_npz(path)
     np.savez(path, x=np.array([{}], object), allow_pickle=True)
     with pytest.raises(DataError, match="holds Python objects, which are not loaded"):
@@ -156,7 +156,7 @@ def test_archives_that_are_none_are_named(tmp_path):
     with pytest.raises(DataError, match="is truncated"):
         open_npz(path)
     path.write_bytes(b"")
-    with pytest.raises(DataError, match="is truncated or not what its name says"):
+    with pytest.raises(DataError, match="is truncated, or its format does not match its name"):
         open_npz(path)
 
 
@@ -180,7 +180,7 @@ def test_tensors_are_loaded_without_running_code(tmp_path, monkeypatch):
         with pytest.raises(DataError, match="is not a table of samples; save a tensor, or a dict"):
             open_pt(path)
     path.write_bytes(b"nothing of the kind")
-    with pytest.raises(DataError, match=r"a\.pt is truncated or not what its name says"):
+    with pytest.raises(DataError, match=r"a\.pt is truncated, or its format does not match"):
         open_pt(path)
     with pytest.raises(DataError, match="is missing"):
         open_path(tmp_path / "nosuch.pt")

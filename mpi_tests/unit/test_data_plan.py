@@ -131,7 +131,7 @@ STATE = {
     [
         ({"num_samples": 17}, "num_samples=16, and this loader has 17"),
         ({"order": "keyed"}, "order='local', and this loader has 'keyed'"),
-        ({"fingerprint": 6}, "dealt to the ranks in another order"),
+        ({"fingerprint": 6}, "distributed in another order"),
         ({"num_ranks": 3}, "stopped inside an epoch on 4 ranks"),
     ],
 )

@@ -106,9 +106,9 @@ def test_memory_maps_are_read_row_by_row(tmp_path):
         ((np.zeros(3), np.zeros(4)), r"different numbers of samples: \[0\]: 3, \[1\]: 4"),
         (np.zeros(()), "without an axis of samples"),
         (torch.eye(3).to_sparse(), "sparse"),
-        ((), "tuple must hold arrays"),
-        ((np.zeros(3), [1, 2, 3]), "tuple must hold arrays"),
-        ({"x": "y"}, "dict must hold arrays"),
+        ((), "tuple must hold only arrays"),
+        ((np.zeros(3), [1, 2, 3]), "tuple must hold only arrays"),
+        ({"x": "y"}, "dict must hold only arrays"),
         (7, "int is not a data source"),
     ],
 )
@@ -252,7 +252,7 @@ def test_a_data_loader_says_what_the_loader_needs():
         ),
         ({"sampler": RandomSampler(range(10), replacement=True)}, "RandomSampler"),
         ({"batch_size": None}, "without batches"),
-        ({"num_workers": 1, "multiprocessing_context": "fork"}, "cannot be used beside MPI"),
+        ({"num_workers": 1, "multiprocessing_context": "fork"}, "cannot be used with MPI"),
     ],
 )
 def test_data_loaders_that_cannot_be_dealt_out(options, message):

@@ -114,7 +114,7 @@ def test_abi_that_the_user_chose_wrongly() -> None:
 @pytest.mark.parametrize(
     ("answer", "status", "words"),
     [
-        (probe(), "ok", "sum is right"),
+        (probe(), "ok", "sum is correct"),
         (probe(size=1), "broken", "jobs of size 1, 1"),
         (probe(right=False, code=1), "broken", "sum is wrong"),
         (Answer(code=None, err="no answer within 9 s", hung=True), "broken", "hang"),
@@ -234,7 +234,7 @@ def test_torch_config_is_read() -> None:
             0,
             "2.13.0",
             "ok",
-            "0.28.1, built with mpi, bound to torch 2.13.0",
+            "0.28.1, built with mpi, linked to torch 2.13.0",
         ),
         (
             HorovodCheck(status="ok", version="0.28.1", built={"mpi": True, "nccl": False}),
@@ -248,7 +248,7 @@ def test_torch_config_is_read() -> None:
             0,
             "2.11.0",
             "warning",
-            "bound to torch 2.11.0, but torch 2.13.0 is here",
+            "linked to torch 2.11.0, but torch 2.13.0 is installed",
         ),
         (
             HorovodCheck(
@@ -261,7 +261,7 @@ def test_torch_config_is_read() -> None:
             0,
             None,
             "broken",
-            "bound to torch 2.11.0 and openmpi: import fails",
+            "linked to torch 2.11.0 and openmpi: import fails",
         ),
     ],
 )

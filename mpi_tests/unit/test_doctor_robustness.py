@@ -44,7 +44,7 @@ def test_a_machine_with_nothing_on_it_breaks_no_check() -> None:
     verdicts = list(examine(facts()))
     assert [check.name for check in verdicts] == [name for name, _ in CHECKS]
     assert {c.name: c.status for c in verdicts}["MPI and launcher"] == "broken"
-    own_fault = [check.text for check in verdicts if "the check itself" in check.text]
+    own_fault = [check.text for check in verdicts if "the check" in check.text]
     assert [text for text in own_fault if "/no/python" not in text] == []
     assert exit_code(verdicts) == 1
     json.dumps(as_json(verdicts))
@@ -66,7 +66,7 @@ def test_lines() -> None:
     check = Check(name="x", status="broken", text="word " * 30, cure="mend it")
     lines = render(check, name_width=4).splitlines()
     assert lines[0].startswith("broken   x     word word")
-    assert lines[-1].strip() == "cure: mend it"
+    assert lines[-1].strip() == "fix: mend it"
     assert max(map(len, lines)) <= 100
     fine = Check(name="y", status="ok", text="fine", cure="ignored")
     assert render(fine, name_width=1) == "ok       y  fine"

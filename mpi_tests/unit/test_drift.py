@@ -88,7 +88,7 @@ def test_differences_in_words():
     )
     assert describe_difference(one, one.clone()) == ""
     assert describe_difference(one.double(), one) == "is float64 (3,) instead of float32 (3,)"
-    assert describe_difference(None, one) == "is no longer there on one side"
+    assert describe_difference(None, one) == "is missing on one side"
 
 
 def test_the_message_names_parameter_rank_and_step():
@@ -98,11 +98,12 @@ def test_the_message_names_parameter_rank_and_step():
     assert text == (
         "step 300: fc.weight of rank 2 of 4 differs from that of the others; rank 2 on n1: 1 of 3 "
         "elements differ, element 1 is 0.5 instead of 1.0, 1 bit apart; also fc.bias and 2 more; "
-        "one flipped bit points to memory: have the node looked at, and resume from a checkpoint "
+        "one flipped bit suggests faulty memory: have the node checked, and resume from a "
+        "checkpoint "
         "before this step"
     )
     two = render([find_odd("w", "ab")], ["", "3 of 3 elements differ"], ["a", "b"], step=1)
-    assert "w of rank 1 of 2 differs from that of rank 0 (no majority tells which" in two
+    assert "w of rank 1 of 2 differs from that of rank 0 (there is no majority to show which" in two
     assert "look for updates" in two
 
 

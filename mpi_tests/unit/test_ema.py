@@ -122,7 +122,7 @@ def test_mistakes_are_named():
         hpc.optim.EMA(model, into=wrong)
     ema = hpc.optim.EMA(model)
     model.append(nn.Linear(2, 2))
-    with pytest.raises(hpc.errors.ConfigError, match=r"2\.bias came or went"):
+    with pytest.raises(hpc.errors.ConfigError, match=r"2\.bias was added or removed"):
         ema.update()
 
 

@@ -130,15 +130,15 @@ def test_the_first_save_comes_early_to_learn_its_cost():
 def test_described_in_plain_words():
     governor = Governor()
     assert governor.describe() == (
-        "no step yet; a save is thought to take 60 s; one every 5 min, which loses least at one "
-        "failure in 24 h 0 min"
+        "no step yet; a save is estimated to take 60 s; one every 5 min, optimal for one failure "
+        "in 24 h 0 min"
     )
     for seconds in (0.1,) * 9 + (0.4,):
         governor.step_took(seconds)
     governor.save_took(8)
     assert governor.describe(3600) == (
-        "a step takes 100 ms (a slow one 400 ms); a save takes up to 8 s; one every 20 min, which "
-        "loses least at one failure in 24 h 0 min; 60 min left: stops in 59 min, keeping 72 s for "
+        "a step takes 100 ms (a slow one 400 ms); a save takes up to 8 s; one every 20 min, "
+        "optimal for one failure in 24 h 0 min; 60 min left: stops in 59 min, keeping 72 s for "
         "the last save"
     )
     assert format_seconds(12.34) == "12.3 s"

@@ -106,7 +106,7 @@ def test_a_chain_names_the_job_before(recorder):
     assert ["afterok:4711" in script for script in scripts] == [False, True, True]
     recorder.record.unlink()
     words = ["--site", "pbs", "--time", "2h", "--chain", "2", "--requeue", "1", "--", "python", "x"]
-    assert "not both" in hpctrain(recorder, "job", "submit", *words).stderr
+    assert "use either those or --requeue" in hpctrain(recorder, "job", "submit", *words).stderr
     assert recorder.calls() == []  # not even the first was handed over
 
 
@@ -256,7 +256,7 @@ def test_a_log_is_followed_to_the_end_of_its_job(tmp_path):
     assert [p.name for p in log_paths(entry("5", array_size=2), job="5_1")] == ["n-5_1.out"]
     with pytest.raises(ConfigError, match="has tasks 0 to 1"):
         log_paths(entry("5", array_size=2), job="5_2")
-    with pytest.raises(ConfigError, match="is no array"):
+    with pytest.raises(ConfigError, match="is not an array"):
         log_paths(entry("5"), 0)
 
 

@@ -175,7 +175,7 @@ def test_advice():
     (said,) = advise_request(replace(USE, used_memory_bytes=10 * GIB))
     assert said == "16 % of the memory was used: --memory 7G a node is enough."
     (said,) = advise_request(replace(USE, used_memory_bytes=63 * GIB))
-    assert "98 % full: ask for more" in said
+    assert "98 % full: request more" in said
     (said,) = advise_request(replace(USE, state="OUT_OF_MEMORY", used_memory_bytes=10 * GIB))
     assert "ran out of memory" in said
     (said,) = advise_request(replace(USE, limit_s=86400))
@@ -222,7 +222,7 @@ def test_why_accounting_knows_nothing_is_said():
     assert SLURM.ask_use("1", lambda *_: None) == ([], "sacct is not on PATH")
     uses, why = SLURM.ask_use("1", answer(1, "", "Slurm accounting storage is disabled\n"))
     assert (uses, why) == ([], "sacct failed: Slurm accounting storage is disabled")
-    assert SLURM.ask_use("1", answer(0, "", ""))[1] == "sacct knows no job 1 that has started"
+    assert SLURM.ask_use("1", answer(0, "", ""))[1] == "sacct has no record of job 1 starting"
     asked = []
 
     def record(words, stdin):
@@ -318,7 +318,7 @@ def test_a_run_that_says_what_it_used_is_shown_where_there_is_no_accounting(tmp_
     write_summary(tmp_path / "old", used=None)
     assert read_used(tmp_path / "old" / "summary.json") is None
     assert main(["job", "efficiency", "--run", str(tmp_path / "old")]) != 0
-    assert "does not say what the run used" in capsys.readouterr().err
+    assert "does not record what the run used" in capsys.readouterr().err
 
 
 def test_accounting_is_asked_first_for_any_job(tmp_path, capsys, monkeypatch):
@@ -335,7 +335,7 @@ def test_accounting_is_asked_first_for_any_job(tmp_path, capsys, monkeypatch):
     sacct.write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n")
     assert main(["job", "efficiency", "77"]) != 0
     said = capsys.readouterr().err
-    assert "it is not known what job 77 used: sacct failed: Slurm accounting storage" in said
+    assert "no record of what job 77 used: sacct failed: Slurm accounting storage" in said
     made = {"batch": "slurm", "name": "a", "site": "slurm", "script": "s", "log_dir": "logs"}
     entry = SubmittedJob(
         job="77", directory=str(tmp_path), submitted="2026-11-15T06:30:00Z", **made

@@ -205,7 +205,7 @@ OTHER = {
 
 @pytest.mark.parametrize("field", OTHER)
 def test_what_a_manifest_cannot_say_is_refused(field):
-    with pytest.raises(ConfigError, match=rf"{field} = .* has no place in an MPIJob"):
+    with pytest.raises(ConfigError, match=rf"{field} = .* is not supported in an MPIJob"):
         manifest(**{field: OTHER[field]})
 
 

@@ -48,11 +48,11 @@ def test_jobs_at_their_limits_are_taken(queue, num_nodes, hours):
 @pytest.mark.parametrize(
     ("queue", "num_nodes", "hours", "told"),
     [
-        ("batch", 10, 2.01, "a job on 10 nodes at most 02:00:00, and 02:00:36 was asked for; no"),
+        ("batch", 10, 2.01, "a job on 10 nodes at most 02:00:00, and 02:00:36 was requested; no"),
         ("batch", 4, 3, "use --partition long (1 to 4 nodes, 24:00:00)"),
-        ("batch", 101, 1, "takes 1 to 100 nodes, and 101 were asked for; use --partition big (64"),
-        ("batch", 101, 2, "no queue that the profile knows takes it: ask for less"),
-        ("big", 63, 1, "takes 64 nodes or more, and 63 were asked for; use --partition batch (1"),
+        ("batch", 101, 1, "takes 1 to 100 nodes, and 101 were requested; use --partition big (64"),
+        ("batch", 101, 2, "no queue in the profile takes it: request less"),
+        ("big", 63, 1, "takes 64 nodes or more, and 63 were requested; use --partition batch (1"),
         ("big", 4, 1, "02:00:00 on at most 10 nodes, 06:00:00 on at most 100 nodes), or --partiti"),
         ("long", 1, 25, "Here: queue long gives a job on 1 node at most 24:00:00"),
     ],

@@ -202,7 +202,7 @@ def test_an_old_slurm_gets_the_usual_restart_and_that_is_said(tmp_path, monkeypa
     assert main([*words, "--", "x"]) == 0
     out, err = capsys.readouterr()
     assert "#SBATCH --requeue\n" in out
-    assert "restarts wait their turn" in err
+    assert "restarts are not expedited" in err
     sbatch.write_text("#!/bin/sh\necho slurm 25.11.1\n")
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho enable_expedited_requeue\n")
     (tmp_path / "scontrol").chmod(0o755)

@@ -52,10 +52,10 @@ def test_an_mpi_that_srun_cannot_start_is_refused_before_the_queue():
 @pytest.mark.parametrize(
     ("fields", "more", "why"),
     [
-        ({}, {"offered": None}, "srun cannot be asked here"),
-        ({}, {"offered": ""}, "srun cannot be asked here"),
+        ({}, {"offered": None}, "srun cannot be queried here"),
+        ({}, {"offered": ""}, "srun cannot be queried here"),
         ({}, {"family": None}, "loads no MPI here"),
-        ({"template": "slurm-apptainer", "image": "x.sif"}, {}, "the MPI in x.sif is not known"),
+        ({"template": "slurm-apptainer", "image": "x.sif"}, {}, "the MPI in x.sif is unknown"),
     ],
 )
 def test_where_it_cannot_be_known_that_is_said(fields, more, why):

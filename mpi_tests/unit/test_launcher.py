@@ -246,9 +246,9 @@ def test_an_mpich_tells_what_it_was_built_with():
 
 def test_a_foreign_mpirun_is_named():
     text = mismatch(OPENMPI, rank=0, size=1, family="mpich")
-    assert "belongs to another MPI" in text
+    assert "belongs to a different MPI" in text
     assert "hpctrain run -n 8 train.py" in text
-    assert "belongs to another MPI" in mismatch(HYDRA, rank=0, size=1, family="openmpi")
+    assert "belongs to a different MPI" in mismatch(HYDRA, rank=0, size=1, family="openmpi")
 
 
 def test_a_leaking_rank_is_named():
@@ -261,7 +261,7 @@ def test_trouble_in_mpi_init_is_foreseen():
     assert foresee_trouble(detect({**SRUN, "PMIX_NAMESPACE": "x"}), mpi("openmpi")) is None
     assert foresee_trouble(detect({**SRUN, "PMI_FD": "4"}), mpi("mpich")) is None
     assert foresee_trouble(detect(OPENMPI), mpi("openmpi")) is None
-    assert "belongs to another MPI" in foresee_trouble(detect(OPENMPI), mpi("mpich"))
+    assert "belongs to a different MPI" in foresee_trouble(detect(OPENMPI), mpi("mpich"))
     assert foresee_trouble(detect(HYDRA), mpi("intel")) is None
     assert foresee_trouble(detect(SRUN), mpi("cray")) is None
 

@@ -88,7 +88,7 @@ def test_equal_names_from_different_places_are_told_as_such():
     }
     assert render_calls(2, None, histories, waiting=0, places=True) == [
         "  rank 0 waits at t.py:7",
-        "  call #1 has one name on all ranks, and was made in several places:",
+        "  call #1 has the same name on all ranks, but was made in several places:",
         "    rank 0 at t.py:5",
         "    rank 1 at t.py:6",
     ]

@@ -251,7 +251,7 @@ def test_a_machine_from_measurements(tmp_path):
     assert again.engines["mpi"].intra == machine.engines["mpi"].intra
     write_machine(machine, tmp_path / "ours.toml")
     assert find_machine(tmp_path / "ours.toml") == machine
-    with pytest.raises(ConfigError, match="counts from one rank alone"):
+    with pytest.raises(ConfigError, match="is relative to one rank alone"):
         fit_contention([launches[1].compute])
     with pytest.raises(ConfigError, match="no collective was measured"):
         fit_machine(launches[:1], title="")
@@ -353,7 +353,7 @@ def test_strong_advice_looks_at_the_share_of_a_rank():
         (["--ranks", "4", "--time", "2h", "--site", "x"], "--time, --site is for a rehearsal"),
         (["--ranks", "4", "--rehearse", "--epochs", "0"], "--epochs 0 must be at least 1"),
         (["--ranks", "3", "--global-batch", "64"], "does not divide over 3 ranks"),
-        ([], "and --machine and --ranks"),
+        ([], "--machine and --ranks"),
         (["--ranks", "1", "--machine", "nosuch"], "no machine 'nosuch'; there are cpu-"),
         (["--ranks", "1", "--profile", "nosuch.json"], "nosuch.json cannot be read"),
         (["--measure-profile", "x"], "needs CONFIG.toml or --subject"),
@@ -377,10 +377,10 @@ def test_a_fit_says_how_unsure_it_is_and_who_disturbed_it(files, tmp_path, capsy
     assert fit_contention([quick, quick, slow, slower])[1] == pytest.approx(0.03 / 1.23 / 0.23)
     loaded = replace(MACHINE, foreign_load=0.34)
     write_machine(loaded, tmp_path / "m.toml")
-    assert (tmp_path / "m.toml").read_text().startswith("# Others used 34% of the cores")
+    assert (tmp_path / "m.toml").read_text().startswith("# Other processes used 34% of the cores")
     assert find_machine(tmp_path / "m.toml").foreign_load == 0.34
     assert main(["plan", *files, "--ranks", "4"]) == 0
-    assert "others used 34% of the cores: not to be trusted" in capsys.readouterr().out
+    assert "under 34% background load: do not trust it" in capsys.readouterr().out
     assert main(["bench", "fit", "--ranks", "1,0", str(tmp_path / "x.toml")]) == 2
     assert "at least 1" in capsys.readouterr().err
     assert main(["bench", "fit", "--repeats", "0", str(tmp_path / "x.toml")]) == 2
@@ -404,7 +404,7 @@ def test_a_network_that_was_not_measured_is_not_for_free(files, tmp_path, capsys
     fitted = replace(MACHINE, ranks_per_node=2, costs=costs, engines={})
     write_machine(fitted, tmp_path / "m.toml")
     assert main(["plan", *files, "--ranks", "2,8"]) == 2
-    assert "give --ranks-per-node 8 if one node has them all" in capsys.readouterr().err
+    assert "give --ranks-per-node 8 if they fit on one node" in capsys.readouterr().err
     assert main(["plan", *files, "--ranks", "2,8", "--ranks-per-node", "8"]) == 0
 
 

@@ -17,7 +17,7 @@ from hpctrain.replica import OptimizerFacts, Options, ReplicaFacts, choose
 from hpctrain.replica.policy import UPDATES, bucket_size, may_share_memory
 
 MIB = 1 << 20
-SGD = OptimizerFacts(keeps_state=False, why="SGD treats every element alone")
+SGD = OptimizerFacts(keeps_state=False, why="SGD updates every element independently")
 COUPLED = OptimizerFacts(shards_by=None, why="it couples parameters")
 
 
@@ -92,7 +92,7 @@ def test_what_is_chosen(given_facts, options, mode, overlap, bucket, update):
     ("given_facts", "options", "words"),
     [
         (facts(), Options(update="both"), "choose auto, sharded, replicated"),
-        (facts("torch"), Options(update="sharded"), "do not meet in shared memory"),
+        (facts("torch"), Options(update="sharded"), "are not summed in shared memory"),
         (facts(optimizers=(COUPLED,)), Options(update="sharded"), "couples parameters"),
         (facts(has_masters=True), Options(update="sharded"), "masters"),
         (facts("torch"), Options(share_parameters=True), "needs a sharded update"),
@@ -114,7 +114,7 @@ def test_one_of_several_optimizers_may_be_divided():
     assert [one.by for one in choice.update] == ["element", None]
     assert choice.divides_update
     scattered = OptimizerFacts(scattered="head.weight")
-    assert "head.weight does not lie" in choose(facts(optimizers=(scattered,))).update[0].why
+    assert "head.weight is not contiguous" in choose(facts(optimizers=(scattered,))).update[0].why
 
 
 any_facts = st.builds(

@@ -107,7 +107,7 @@ def test_a_forked_child_ignores_warnings_and_can_be_terminated():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("SIGKILL",), "'SIGKILL' cannot be a warning; choose from SIGUSR2"),
+        (("SIGKILL",), "'SIGKILL' cannot be used as a warning; choose from SIGUSR2"),
         (("USR3",), "'USR3' is unknown here"),
         ((), "at least one signal"),
         (("USR2", "SIGUSR2"), "each once"),

@@ -64,7 +64,7 @@ def test_public_names():
 @pytest.mark.parametrize("name", MOVED.split())
 def test_names_that_have_moved_still_work(name):
     home, _, last = name.rpartition(".")
-    with pytest.warns(DeprecationWarning, match=f"hpctrain.{last} is hpctrain.{name} now"):
+    with pytest.warns(DeprecationWarning, match=f"hpctrain.{last} is now hpctrain.{name}"):
         found = getattr(hpctrain, last)
     assert found is getattr(importlib.import_module(f"hpctrain.{home}"), last)
 
@@ -140,7 +140,7 @@ def test_flags_of_actions():
     ("words", "told"),
     [
         (["horovod", "build", "--help"], "Compile Horovod for exactly the torch, MPI"),
-        (["horovod", "check", "--help"], "Say whether the installed Horovod can be imported"),
+        (["horovod", "check", "--help"], "Check whether the installed Horovod can be imported"),
         (["run", "--logdir", "d", "train.py"], "usage: hpctrain run [options]"),
         (["doctor", "--nosuch"], "usage: hpctrain doctor"),
     ],

@@ -84,7 +84,7 @@ def test_a_rate_never_exceeds_its_peak_and_falls_after_the_warm_up(steps, warm, 
         ({"decay": "none", "end": 0.1}, "end=0.1 belongs to decay=cosine or polynomial"),
         ({"milestones": (3,)}, "belongs to decay=step"),
         ({"warmup_from": 0.5}, "needs warmup_steps"),
-        ({"end": 1.5}, "is a part of the peak"),
+        ({"end": 1.5}, "is a fraction of the peak"),
     ],
 )
 def test_mistakes_are_named(options, message):

@@ -112,7 +112,7 @@ def test_the_page_says_everything_and_needs_nothing(inputs, tmp_path):
         "hpctrain bench scale train.py --ranks 1,2,4,8,16 --mode weak",
         "hpctrain train a.toml",
         "2 restarts and 12 checkpoints",
-        "Rank 3 was the slowest in 75 % of the steps that say so, 8 % behind",
+        "Rank 3 was the slowest in 75 % of the steps that record it, 8 % behind",
         'search for "step 7"',
         "MPICH 5.0.2",
         "other names no command",
@@ -190,7 +190,7 @@ def test_benchmarks_that_were_disturbed_say_so_and_runs_how_to_repeat_them(tmp_p
     (run / "environment.json").unlink()
     write_report([tmp_path / "a.json", run], tmp_path / "out", formats=("md",))
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "rounds were disturbed by others: do not quote" in text
+    assert "rounds were disturbed by other processes: do not quote" in text
     assert f"hpctrain train {run}/config.toml -n " in text
 
 
@@ -290,9 +290,9 @@ def test_mistakes_are_refused_by_name(tmp_path, capsys):
     (tmp_path / "a.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     cases = [
-        ([tmp_path / "a.json"], {}, "is no benchmark result"),
+        ([tmp_path / "a.json"], {}, "is not a benchmark result"),
         ([tmp_path / "none.json"], {}, "cannot be read"),
-        ([tmp_path / "empty"], {}, "no run directory"),
+        ([tmp_path / "empty"], {}, "not a run directory"),
         ([tmp_path / "a.json"], {"formats": ("html", "doc")}, "'doc' is unknown"),
     ]
     for inputs, more, words in cases:

@@ -101,7 +101,7 @@ def test_a_law_is_named_where_it_holds_and_none_where_none_does(name, best):
     (law,) = result["scale"]["laws"]
     assert law["best"] == best
     lines = describe_laws(result)
-    assert ("no law of scaling describes the data" in lines[1]) == (best is None)
+    assert ("no scaling law fits the data" in lines[1]) == (best is None)
     check_sentences(lines, curve_of(result))
 
 
@@ -117,7 +117,7 @@ def test_what_is_known_of_each_law_is_said():
     assert "falls below 80 % at 3.0 ranks" in said["Gustafson"]
     assert "it rises, so overhead grows" in said["communication"]
     assert "faster than ideal" in said["superlinear"]
-    assert "below 0, so more than ideal" in said["superlinear"]
+    assert "below 0, so better than ideal" in said["superlinear"]
     # A common factor of 0.58 is not ideal scaling.
     assert "58.0 % at 2, 58.0 % at 4" in said["distributing costs"]
     assert "does not fall below" not in said["distributing costs"]
@@ -189,7 +189,7 @@ def test_results_of_older_versions_are_concluded_from_anew():
     check_sentences(describe_laws(result), curve_of(result))
     (study,) = understand(result, "x").studies
     assert not any("does not fall below" in line for line in study.fits)
-    assert any("no law of scaling" in line for line in study.fits)
+    assert any("no scaling law" in line for line in study.fits)
 
 
 COSTS = st.lists(st.tuples(st.floats(0.01, 1e4), st.floats(0.01, 1e6)), min_size=1, max_size=12)

@@ -209,7 +209,7 @@ def test_a_file_that_a_rank_does_not_see_is_no_lack_of_space(tmp_path):
     backing = Backing(folder=tmp_path, free_bytes=1, why="")
     told = _attach((backing, str(tmp_path / "other")), -1, (0, 4096), 4096, ())
     assert isinstance(told, str)
-    assert f"does not see the file that another rank of its node has made in {tmp_path}" in told
+    assert f"does not see the file that another rank of its node created in {tmp_path}" in told
     assert "one container" in told
     assert "space" not in told
     file = tmp_path / "directory"

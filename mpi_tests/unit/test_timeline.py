@@ -151,7 +151,7 @@ def test_a_merged_trace_is_as_the_format_asks_and_has_arrows_to_those_who_waited
     late = next(r for r in starts if r["ts"] == pytest.approx(2 * 10_000 + 26_000))
     assert late["pid"] == 2  # from rank 1, which came last, to rank 0
     assert next(r["pid"] for r in ends if r["id"] == late["id"]) == 1
-    held = [r for r in document["traceEvents"] if r["name"] == "rank 1 is there"]
+    held = [r for r in document["traceEvents"] if r["name"] == "rank 1 arrived"]
     assert [r["pid"] for r in held if r["ts"] == pytest.approx(late["ts"], abs=0.1)] == [1]
     assert document["otherData"]["clock_error_us"] == 0.5
     assert "number 3" in document["otherData"]["slowest_step"]
@@ -272,7 +272,7 @@ def test_files_of_an_earlier_larger_run_are_left_out(tmp_path):
 
 
 def test_what_is_no_trace_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="no rank recorded there"):
+    with pytest.raises(ConfigError, match="no rank recorded a trace there"):
         merge_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"a\.jsonl is not the trace"):
         read_rank('{"some": "thing"}\n', "a.jsonl")

@@ -97,7 +97,7 @@ kind = "fp61"
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("train.epochs=2|train.steps=5", "train.epochs and train.steps both say"),
+        ("train.epochs=2|train.steps=5", "train.epochs and train.steps both define"),
         ("train.accumulate=7", "does not divide train.global_batch=64"),
         ("schedule.warmup_steps=5", 'belongs to schedule.name="recipe"'),
         ("schedule.name=recipe|schedule.every=epoch", "torch's schedules"),
@@ -114,7 +114,7 @@ kind = "fp61"
         ("data.num_draws=5", "belongs to data.sample_weights"),
         ("data.bucket_batches=5", "belongs to data.lengths"),
         ("data.lengths=a.npy|data.sample_weights=b.npy", "both choose the samples"),
-        ("data.lengths=a.npy|data.shuffle=false", "data.lengths says the order"),
+        ("data.lengths=a.npy|data.shuffle=false", "data.lengths determines the order"),
         ("data.evaluation_files=['x.npy','y.npy']", 'add join = "rows"'),
         ("data.evaluation_files=['a.h5']|data.columns=['x']|data.join=columns", "leave one of"),
         ("optimizer.args.lr=1", "is optimizer.lr; write it there"),
@@ -131,7 +131,7 @@ kind = "fp61"
         ),
         (
             "schedule.name=ReduceLROnPlateau|schedule.args.mode=max",
-            'mode="max" and train.monitor="min:loss" say opposite things',
+            'mode="max" and train.monitor="min:loss" contradict',
         ),
         ("schedule.name=StepLR|schedule.metric=min:loss", "belongs to ReduceLROnPlateau"),
         ("ema.warm_up=true", "belong to ema.decay"),

@@ -56,7 +56,7 @@ def test_what_takes_effect_may_change(setting):
 @pytest.mark.parametrize(
     ("before", "setting", "told"),
     [
-        ((), "optimizer.lr=0.01", "optimizer.lr 0.1 -> 0.01: it comes with the checkpoint"),
+        ((), "optimizer.lr=0.01", "optimizer.lr 0.1 -> 0.01: it is restored from the checkpoint"),
         ((), "optimizer.args.momentum=0.5", "optimizer.args.momentum 0.9 -> 0.5"),
         ((), "optimizer.weight_decay=0.1", "optimizer.weight_decay left out -> 0.1"),
         ((), "schedule.name=recipe", "schedule.name 'none' -> 'recipe'"),
@@ -76,7 +76,7 @@ def test_what_takes_effect_may_change(setting):
         (
             (*RECIPE, "schedule.end=0.1"),
             "train.steps=420",
-            "train.steps 400 -> 420: the rate was to fall until step 400, and now until 420; "
+            "train.steps 400 -> 420: the rate was to decay until step 400, and now until 420; "
             "schedule.decay_steps=400 leaves it as it was",
         ),
     ],

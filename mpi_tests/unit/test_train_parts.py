@@ -477,8 +477,8 @@ def test_a_run_that_has_reached_its_goal_says_what_would_prolong_it():
     by_epochs = progress.describe_end(epochs=3, steps=None)
     assert by_epochs.startswith("nothing is left to do: 3 of 3 epochs are done; raise epochs")
     by_steps = progress.describe_end(epochs=None, steps=60)
-    assert "60 steps were asked for, and 69 are done already; raise steps" in by_steps
+    assert "60 steps were requested, and 69 are already done; raise steps" in by_steps
     fewer = progress.describe_end(epochs=2, steps=None)
-    assert "2 epochs were asked for, and 3 are done already; raise epochs" in fewer
+    assert "2 epochs were requested, and 3 are already done; raise epochs" in fewer
     progress.stop_reason = "2 evaluations without a better loss"
     assert "2 evaluations without a better loss" in progress.describe_end(epochs=3, steps=None)

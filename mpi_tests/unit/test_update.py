@@ -122,7 +122,7 @@ def test_the_choice():
     assert choose(over(Told, lr=0.1)).by == "parameter"
     assert choose(adam, "replicated").by is None
     assert choose(adam, "replicated").why == "asked for"
-    assert choose(adam, shared=False).why == "gradients do not meet in shared memory here"
+    assert choose(adam, shared=False).why == "gradients are not summed in shared memory here"
     assert "keeps no state" in choose(plain).why
     assert choose(plain).by is None
     assert choose(plain, "sharded").by == "element"
@@ -131,7 +131,7 @@ def test_the_choice():
     for update in ("auto", "sharded"):
         assert choose(adam, update, shared=False, alone=True).by is None
     scattered = torch.optim.Adam([torch.nn.Parameter(torch.randn(4, 4)[:, :2])])
-    assert choose(scattered).why == "p0 does not lie in one piece of memory"
+    assert choose(scattered).why == "p0 is not contiguous in memory"
     for optimizer, shared in ((adam, False), (over(Untold, lr=0.1), True), (scattered, True)):
         with pytest.raises(ConfigError, match=r'"sharded" is not possible: .*pass update="auto"'):
             choose(optimizer, "sharded", shared=shared)

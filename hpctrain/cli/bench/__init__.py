@@ -17,14 +17,14 @@ KINDS = {
     # kind: its line in the overview; the module hpctrain.cli.bench.KIND has the rest
     "scale": "a script at several numbers of ranks, engines and settings, on this machine",
     "submit": "the same as batch jobs, one array for each number of nodes",
-    "collect": "what has been measured of a sweep so far, also by jobs that still run",
-    "layout": "every ranks x threads of this node at one batch; the best is for `run -n auto`",
-    "compare": "two results: exit code 1 where points are slower beyond noise, or count more",
+    "collect": "what a sweep has measured so far, including jobs that still run",
+    "layout": "every ranks x threads of this node at one batch; `run -n auto` uses the best",
+    "compare": "two results: exit code 1 if points are slower beyond noise, or counts grew",
     "overhead": "what exchanging gradients adds to a training step",
     "collectives": "allreduce from 1 KiB to 256 MiB on each engine",
     "data": "batches of arrays, and whether a step waits for them",
     "checkpoint": "what saving costs a training, and the disk",
-    "fit": "a machine file for `hpctrain plan` from what is measured here",
+    "fit": "measure a machine file for `hpctrain plan` here",
     "measure": "one launch of a sweep, as its batch jobs run it",
 }
 
@@ -37,11 +37,11 @@ _PROGRAMS = {
 }
 
 _EPILOG = """\
-A script takes part in a sweep by asking `world.bench` for its batch and settings; docs/scaling.md
-shows how. One that does not is measured as it is.
+A script takes part in a sweep by reading its batch and settings from `world.bench`; docs/scaling.md
+shows how. Other scripts are measured as they are.
 
-exit codes: 0 well; 1 a point failed or is slower; 2 wrong usage; 3 not saved, others computed;
-130 interrupted
+exit codes: 0 success; 1 a point failed or is slower; 2 usage error; 3 not saved, the machine was
+busy; 130 interrupted
 
 examples:
   hpctrain bench scale --ranks 1,2,4 --mode weak train.py

@@ -24,7 +24,7 @@ __all__ = ["add_arguments", "compare_files", "main"]
 _MORE = """\
 Times are compared on one kind of machine: slower is a point whose interval lies above the old one's
 by more than the tolerance. Counts (messages, hooks, bytes of a step) are exact on every machine:
-each that grew is a regression. Points that only one of the results has are listed, and no more;
+each that grew is a regression. Points that only one of the results has are only listed;
 those that one of them measured once have no verdict.
 
 exit codes: 0 nothing is worse; 1 something is; 2 the results cannot be compared

@@ -16,11 +16,10 @@ __all__ = ["add_arguments", "main"]
 _MORE = """\
 Each number of ranks is launched --repeats times, all numbers in turn, and medians count: computing
 without communication, for what ranks that share a node take from each other, and allreduces of
-4 KiB to 64 MiB on each engine. On one node there is no network to be measured, and the file is good
-for that node. What others used of the machine
-meanwhile is in the file, with a warning where it was more than 5 % of the cores.
+4 KiB to 64 MiB on each engine. On one node there is no network to measure, and the file is valid
+for that node. The background load is in the file, with a warning if it exceeded 5 % of the cores.
 
-exit codes: 0 well; 1 a launch failed; 2 wrong usage
+exit codes: 0 success; 1 a launch failed; 2 usage error
 
 examples:
   hpctrain bench fit --ranks 1,2,4 mine.toml
@@ -48,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     if unknown := sorted(set(engines) - set(known)):
         raise ConfigError(f"--engines {', '.join(unknown)}; choose from {', '.join(known)}")
     if args.output.suffix != ".toml" or not args.output.absolute().parent.is_dir():
-        raise ConfigError(f"{args.output} must end in .toml, in a folder that is there")
+        raise ConfigError(f"{args.output} must end in .toml, in an existing folder")
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats} must be at least 1")
     from hpctrain.predict import fit_here
@@ -58,7 +57,8 @@ def main(args: argparse.Namespace) -> int:
     print(render_machine(machine), end="")
     if machine.is_disturbed:
         log.warn(
-            f"others used {machine.foreign_load:.0%} of the cores while this was measured (at most "
+            f"other processes used {machine.foreign_load:.0%} of the cores while this was "
+            "measured (at most "
             f"{LOAD_LIMIT:.0%} is quiet): do not trust these numbers; measure again"
         )
     log.notice(f"written to {args.output}")

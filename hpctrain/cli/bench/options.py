@@ -39,21 +39,23 @@ def add_settings(parser: argparse.ArgumentParser, *, folder: str) -> None:
         type=int,
         default=20,
         metavar="S",
-        help="steps that count in a launch, which then ends; 0: to its own end (default: 20)",
+        help="timed steps of a launch, which then ends; 0: run to the end (default: 20)",
     )
     parser.add_argument(
-        "--warmup", type=int, default=3, metavar="W", help="steps before them (default: 3)"
+        "--warmup", type=int, default=3, metavar="W", help="warm-up steps before them (default: 3)"
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="T", help="seconds a launch (default: 600)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the shuffled order (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the shuffled order (default: 0)"
+    )
     parser.add_argument(
         "--load-limit",
         type=float,
         default=0.05,
         metavar="X",
-        help="share of all cores that others may use during a launch (default: 0.05)",
+        help="share of all cores that other processes may use during a launch (default: 0.05)",
     )
     parser.add_argument(
         "--retries",
@@ -67,7 +69,7 @@ def add_settings(parser: argparse.ArgumentParser, *, folder: str) -> None:
         type=Path,
         default=Path(folder),
         metavar="D",
-        help=f"folder of the sweep, which resumes there after an interruption (default: {folder})",
+        help=f"folder of the sweep; an interrupted sweep resumes there (default: {folder})",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="a module, not a file")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -115,7 +117,7 @@ def conclude(args: argparse.Namespace, folder: Folder, sweep: Sweep) -> tuple[in
     )
     wrong = validate(result)
     if wrong:
-        raise ConfigError("the result is not as the schema says: " + "; ".join(wrong))
+        raise ConfigError("the result does not match the schema: " + "; ".join(wrong))
     for table in (point_rows(result), split_rows(result)):
         if table[1]:
             print(log.table(*table), end="\n\n")
@@ -123,8 +125,8 @@ def conclude(args: argparse.Namespace, folder: Folder, sweep: Sweep) -> tuple[in
         print(line)
     if result["num_noisy"]:
         log.warn(
-            f"{result['num_noisy']} of {len(result['blocks'])} rounds were disturbed by others; "
-            "do not quote this"
+            f"{result['num_noisy']} of {len(result['blocks'])} rounds were disturbed by other "
+            "processes; do not quote this"
         )
     text = json.dumps(result, indent=1) + "\n"
     (folder.path / "result.json").write_text(text, encoding="utf-8")

@@ -21,11 +21,11 @@ class BenchProgram:
     label: str
     """For people; no path."""
     key: str
-    """What its layouts are remembered under."""
+    """The key under which its layouts are saved."""
     given: tuple[str, ...]
     """The user's own arguments."""
     batch: int | None = None
-    """Samples of one share, where the command line or the configuration names them."""
+    """Samples of one share, if the command line or the configuration gives them."""
 
 
 def subject_of(args: argparse.Namespace) -> BenchProgram:
@@ -60,7 +60,7 @@ def _configured(args: argparse.Namespace, path: Path, words: Sequence[str]) -> B
     sets = [word for word in words if word != "--set"]
     if len(words) != 2 * len(sets) or list(words[::2]) != ["--set"] * len(sets):
         raise ConfigError(
-            f"after {path.name} only --set KEY=VALUE may come, not {' '.join(words)!r}"
+            f"after {path.name} only --set KEY=VALUE may follow, not {' '.join(words)!r}"
         )
     config = load_config(path, sets)
     keys = [axis.partition("=")[0] for axis in getattr(args, "vary", [])]

@@ -28,14 +28,14 @@ from hpctrain.engines import AUTO, communicating_names
 __all__ = ["add_arguments", "add_scaling", "engines_of", "main"]
 
 _MORE = """\
-Every point is a launch of its own (`hpctrain run`), all of them interleaved and repeated. Two more
-are measured as well: the undistributed script on one rank's cores, which efficiency is counted
-against, and one process with all cores. A launch that fails is a row that says why; the same
-command resumes where it was interrupted, and retries what failed.
+Every point is a separate launch (`hpctrain run`); launches are interleaved and repeated. Two
+baselines are measured as well: the undistributed script on one rank's cores, the reference for
+efficiency, and one process with all cores. A failed launch is a row with the reason; the same
+command resumes after an interruption and retries failed launches.
 
-{batch}, {ranks} and the keys of --vary may stand in the script's arguments. A CONFIG.toml is
+{batch}, {ranks} and the keys of --vary may appear in the script's arguments. A CONFIG.toml is
 measured as `hpctrain train` would train it: --vary takes its keys (precision.kind=fp32,bf16), and
-after it only --set KEY=VALUE may come.
+after it only --set KEY=VALUE may follow.
 
 examples:
   hpctrain bench scale --ranks 1,2,4 --mode weak --batch 64 train.py
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         metavar="T",
-        help="threads a rank (default: what the most ranks leave to each)",
+        help="threads per rank (default: what is left to each at the most ranks)",
     )
     add_settings(parser, folder="bench-scale")
     add_output(parser)
@@ -70,7 +70,7 @@ def add_scaling(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=MODES,
         default="weak",
-        help="weak: every rank brings its share of the batch; strong: they divide one",
+        help="weak: every rank adds a share to the batch; strong: the ranks divide one batch",
     )
     parser.add_argument(
         "--engines",

@@ -19,8 +19,8 @@ from hpctrain.submit import Ledger, Request, make_plan, state_home
 __all__ = ["add_arguments", "main"]
 
 _MORE = """\
-One job array for each number of nodes, its tasks one at a time; the two baselines have a node of
-their own. `hpctrain bench collect DIR` shows what there is, and says why a job left nothing.
+One job array for each number of nodes, its tasks one at a time; the two baselines each have a node
+to themselves. `hpctrain bench collect DIR` shows the results so far, and why a job has none.
 
 example:
   hpctrain bench submit --node-counts 1,2,4 --ranks-per-node 4 --cpus-per-rank 16 --time 20m \\
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Write the sweep, submit its jobs, and print their ids."""
     if args.array is not None or args.nodes != 1:
-        raise ConfigError("the sweep itself decides --array and --nodes; give --node-counts")
+        raise ConfigError("the sweep sets --array and --nodes itself; give --node-counts")
     subject = subject_of(args)
     program = subject.program
     request, site = job_from(args, (("python", "-m", "hpctrain"),))
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
         python=_interpreter(request),
     )
     print("\n".join(jobs))
-    log.notice(f"`hpctrain bench collect {args.dir}` shows what there is")
+    log.notice(f"`hpctrain bench collect {args.dir}` shows the results so far")
     return 0
 
 

@@ -10,17 +10,17 @@ __all__ = ["ACTIONS", "add_arguments", "main"]
 ACTIONS = {
     # action: its line in the overview; the module hpctrain.cli.job.ACTION has the rest
     "render": "write a job script",
-    "submit": "write a job script and hand it to the batch system",
-    "status": "say how jobs are doing",
-    "logs": "show the log of a job, also while it grows",
+    "submit": "write a job script and submit it",
+    "status": "show the state of jobs",
+    "logs": "show or follow the log of a job",
     "cancel": "end jobs",
-    "efficiency": "show what a job used of what it asked for, and what to ask for next time",
+    "efficiency": "compare what a job used with what it requested, and suggest the next request",
     "sites": "list the site profiles, or show one",
-    "lint": "name the mistakes in a job script that cost node-hours",
+    "lint": "find mistakes in a job script that cost node-hours",
 }
 
 _EPILOG = """\
-exit codes: 0 well; 1 the batch system refuses, or lint found something; 2 wrong usage
+exit codes: 0 success; 1 the batch system refused, or lint found something; 2 usage error
 
 examples:
   hpctrain job render --site slurm --time 2h --nodes 2 --ranks-per-node 4 -- python train.py

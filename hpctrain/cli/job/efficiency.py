@@ -24,8 +24,8 @@ from hpctrain.submit import (
 __all__ = ["add_arguments", "main"]
 
 _MORE = """\
-Slurm's accounting is asked for any job. Where there is none, what `hpctrain train` or the Trainer
-left in the job's run directory is shown: name it with --run where it is not found.
+For any job, Slurm's accounting is queried. Where there is none, what `hpctrain train` or the
+Trainer left in the job's run directory is shown: give it with --run if it is not found.
 
 examples:
   hpctrain job efficiency
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _MORE
     add_job(parser, several=False)
     parser.add_argument("--run", type=Path, metavar="DIR", help="the job's run directory")
-    parser.add_argument("--json", action="store_true", help="print what is known as JSON")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         title = f"job {use.job}, {use.state}, {use.num_nodes} node{'s' * (use.num_nodes > 1)}"
         headers = ("", "used", "asked for", "share")
         print(log.table(headers, use.rows(), title=f"{title} (by {use.source})"))
-        for line in advise_request(use) or ["What was asked for fits what was used."]:
+        for line in advise_request(use) or ["The request matches what was used."]:
             print(line)
     return 0
 
@@ -64,7 +64,7 @@ def _of_run(directory: Path) -> list[JobUse]:
     used = read_used(directory / "summary.json")
     if used is None:
         raise JobError(
-            f"{directory}/summary.json does not say what the run used; it does once a run of "
+            f"{directory}/summary.json does not record what the run used; it does once a run of "
             "`hpctrain train` or of the Trainer has finished"
         )
     return [used]
@@ -86,7 +86,7 @@ def _of_job(job: str | None) -> list[JobUse]:
     found = [use for path in paths if (use := read_used(path)) is not None]
     if not found:
         raise JobError(
-            f"it is not known what job {wanted} used: {', '.join(reasons)}, and no summary.json of "
+            f"no record of what job {wanted} used: {', '.join(reasons)}, and no summary.json of "
             "a finished run has this job's id; name its run directory with --run"
         )
     return found[-1:]

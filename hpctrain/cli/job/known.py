@@ -34,7 +34,7 @@ def meant(job: str | None) -> SubmittedJob:
     if entry is None:
         what = f"job {job}" if job else "any job"
         raise JobError(
-            f"hpctrain does not remember {what} ({ledger.path}); it knows what `hpctrain job "
-            "submit` handed over, for others ask the batch system itself"
+            f"hpctrain has no record of {what} ({ledger.path}); it records only what `hpctrain "
+            "job submit` submitted; for other jobs, query the batch system"
         )
     return entry

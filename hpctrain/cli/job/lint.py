@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--level",
         choices=LEVELS,
         default=LEVELS[0],
-        help="the least that is shown and counts: warning (default), or note, which adds what is "
-        "true and often harmless",
+        help="lowest level that is shown and counted: warning (default), or note, which is often "
+        "harmless",
     )
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
                 print(f"{path_text}:{finding.line}: {finding.level} {finding.rule}: {finding.what}")
                 print(f"    {finding.why}\n    fix: {finding.cure}")
         if notes:
-            print(f"{notes} more of level note, often harmless: --level note shows them")
+            print(f"{notes} more of level note, often harmless: show them with --level note")
     return 1 if any(found.values()) else 0
 
 

@@ -68,7 +68,7 @@ def job_from(
     request, site = request_from(args, commands, script=script), site_from(args)
     system = find_system(find_template(request.template or site.template).batch)
     if request.expedite and (why_not := system.why_no_expedite(ask_program)):
-        log.notice(f"restarts wait their turn: {why_not}")
+        log.notice(f"restarts are not expedited: {why_not}")
         request = replace(request, expedite=False)
     return choose_srun_mpi(request, site, say=log.notice), site
 
@@ -119,7 +119,7 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mpi",
         metavar="M",
-        help="how the launcher starts MPI: pmix, pmi2, mpich (`hpctrain doctor` names yours)",
+        help="how the launcher starts MPI: pmix, pmi2, mpich (`hpctrain doctor` shows yours)",
     )
 
 
@@ -134,7 +134,7 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--array-limit", type=int, metavar="N", help="tasks at a time")
     group.add_argument("--after", action="append", default=[], metavar="ID", help="wait for a job")
     group.add_argument(
-        "--after-kind", choices=AFTER_KINDS, default="ok", help="it must end well, or only end"
+        "--after-kind", choices=AFTER_KINDS, default="ok", help="it must succeed, or only end"
     )
     group.add_argument(
         "--directive", action="append", default=[], metavar="D", help="one more, as --exclusive"
@@ -143,7 +143,11 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
 
 def _add_ends(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--requeue", type=int, default=0, metavar="N", help="restarts, at most, while it advances"
+        "--requeue",
+        type=int,
+        default=0,
+        metavar="N",
+        help="at most N restarts while it makes progress",
     )
     group.add_argument(
         "--requeue-on",
@@ -155,7 +159,7 @@ def _add_ends(group: argparse._ArgumentGroup) -> None:
         "--expedite", action="store_true", help="restart lost nodes' jobs first (Slurm 25.11)"
     )
     group.add_argument("--signal", choices=SIGNALS, default="USR2", help="the warning's signal")
-    group.add_argument("--signal-lead", metavar="T", help="warn the ranks so long before the end")
+    group.add_argument("--signal-lead", metavar="T", help="warn the ranks this long before the end")
     group.add_argument("--log-dir", default="logs", metavar="D", help="default: logs")
 
 
@@ -167,7 +171,7 @@ def _add_surroundings(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--image", metavar="F", help="container image, or an EDF")
     group.add_argument("--pack", metavar="F", help="archive of `hpctrain pack`, to every node")
     group.add_argument(
-        "--stage", action="append", default=[], metavar="P", help="copy to every node's own disk"
+        "--stage", action="append", default=[], metavar="P", help="copy to every node's local disk"
     )
     group.add_argument("--prologue", default="", metavar="C", help="command for every node first")
 
@@ -223,7 +227,7 @@ def request_from(
 def _codes(text: str) -> tuple[int, ...]:
     words = [] if text == "none" else text.split(",")
     if not all(word.isascii() and word.isdecimal() for word in words):
-        raise ConfigError(f"--requeue-on {text!r} is not understood; write 124,137 or none")
+        raise ConfigError(f"--requeue-on {text!r} is not valid; write 124,137 or none")
     return tuple(map(int, words))
 
 

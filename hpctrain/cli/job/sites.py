@@ -61,7 +61,7 @@ def _row(site: Site) -> tuple[object, ...]:
 
 def _known(site: Site) -> str:
     if not site.source:
-        return "never run; it does not say"
+        return "never run; no source"
     how = "run on" if site.ever_run else "never run; written from"
     assumed = f"; assumed: {', '.join(site.assumed)}" if site.assumed else ""
     return f"{how} {site.source} ({site.as_of}){assumed}"

@@ -19,7 +19,7 @@ _SHOWN = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_job(parser, several=True)
-    parser.add_argument("--json", action="store_true", help="print what is known as JSON")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def main(args: argparse.Namespace) -> int:

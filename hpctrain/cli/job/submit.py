@@ -83,7 +83,7 @@ def _warn_of_absent(request: Request) -> None:
     named = (*request.stage, *request.source, request.pack, request.venv, request.image)
     for path in named:
         if path is not None and "://" not in path and not Path(path).exists():
-            log.warn(f"{path} is not here; a job that does not find it on its nodes ends at once")
+            log.warn(f"{path} is not here; a job that does not find it on its nodes fails at once")
 
 
 def _show(text: str) -> None:

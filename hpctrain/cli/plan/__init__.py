@@ -24,12 +24,12 @@ from hpctrain.predict import TOPOLOGIES, write_profile
 __all__ = ["add_arguments", "main"]
 
 _EPILOG = """\
-A profile is what one rank does in a step. It is measured where you are, from CONFIG.toml or with a
-function that returns a hpctrain.predict.Subject; a machine is one of --machines, or
-what `hpctrain bench fit` wrote. Everything that is predicted is simulated and says so.
+A profile is what one rank does in a step. It is measured on this machine, from CONFIG.toml or with
+a function that returns a hpctrain.predict.Subject; a machine is one of --machines, or what
+`hpctrain bench fit` wrote. All predictions are simulated and labelled so.
 
-exit codes: 0 well; 1 a rehearsal found an error, or something failed; 2 the command line or a file
-is wrong
+exit codes: 0 success; 1 a rehearsal found an error, or something failed; 2 the command line or a
+file is wrong
 
 examples:
   hpctrain plan train.toml --machine cpu-ethernet-25g --ranks 8,64
@@ -49,17 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--profile", type=Path, metavar="P.json", help="one rank's step")
     parser.add_argument("--machine", metavar="M", help="a name, or a file that ends in .toml")
-    parser.add_argument("--machines", action="store_true", help="list the machines there are")
+    parser.add_argument("--machines", action="store_true", help="list the known machines")
     parser.add_argument("--ranks", metavar="A,B", help="numbers of ranks, such as 8,64,512")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     how = parser.add_argument_group("how gradients travel (default: as hpctrain.distribute does)")
-    how.add_argument(
-        "--engine", choices=communicating_names(), help="whose costs of the machine count"
-    )
-    how.add_argument("--topology", choices=TOPOLOGIES, help="how an allreduce goes")
+    how.add_argument("--engine", choices=communicating_names(), help="the engine whose costs apply")
+    how.add_argument("--topology", choices=TOPOLOGIES, help="the allreduce algorithm")
     how.add_argument("--bucket-mib", type=float, metavar="M", help="fusion size; 0: all at once")
-    how.add_argument("--cycle-ms", type=float, metavar="T", help="pieces leave every T ms")
-    how.add_argument("--accumulate", type=int, metavar="K", help="passes a step (default: 1)")
+    how.add_argument("--cycle-ms", type=float, metavar="T", help="pieces are sent every T ms")
+    how.add_argument("--accumulate", type=int, metavar="K", help="passes per step (default: 1)")
     how.add_argument("--wire-bits", type=int, choices=(16, 32), default=32, help="on the wire")
     what = parser.add_argument_group("what is asked")
     what.add_argument("--global-batch", type=int, metavar="G", help="of all ranks: strong scaling")
@@ -68,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--efficiency", type=float, default=0.8, metavar="E", help="still worth it")
     _add_rehearsal(parser.add_argument_group("rehearsing a job on virtual ranks"))
     own = parser.add_argument_group("measuring a profile")
-    own.add_argument("--measure-profile", type=Path, metavar="OUT", help="write OUT and end")
+    own.add_argument("--measure-profile", type=Path, metavar="OUT", help="write OUT and exit")
     own.add_argument("--subject", metavar="FILE:NAME", help="what to measure")
     own.add_argument("--repeats", type=int, default=20, metavar="K", help="steps (default: 20)")
 
@@ -82,12 +80,12 @@ def _count(text: str) -> int:
 
 
 def _add_rehearsal(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--rehearse", action="store_true", help="say what would break, and end")
+    group.add_argument("--rehearse", action="store_true", help="report what would break, and exit")
     group.add_argument(
         "--samples", type=_count, metavar="N", help="of the data; default: profile's"
     )
     group.add_argument("--epochs", type=int, metavar="E", help="default: 1")
-    group.add_argument("--drop-last", action="store_true", help="leave out a last, smaller batch")
+    group.add_argument("--drop-last", action="store_true", help="drop a last, smaller batch")
     group.add_argument("--warmup-steps", type=int, metavar="K", help="of the schedule")
     group.add_argument("--state-copies", type=float, metavar="C", help="default: 2, as Adam has")
     group.add_argument(
@@ -96,7 +94,7 @@ def _add_rehearsal(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--time", metavar="T", help="walltime: 2h30m, 02:30:00")
     group.add_argument("--requeue", type=int, default=0, metavar="N", help="restarts")
     group.add_argument("--save-dir", type=Path, metavar="D", help="where checkpoints would go")
-    group.add_argument("--keep", type=int, default=3, metavar="K", help="checkpoints that stay")
+    group.add_argument("--keep", type=int, default=3, metavar="K", help="checkpoints to keep")
     group.add_argument("--site", metavar="S", help="show the job script for this site")
 
 

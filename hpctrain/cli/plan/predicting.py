@@ -125,9 +125,10 @@ def _check_network(args: argparse.Namespace, machine: Machine, num_ranks: int) -
     num_nodes = -(-num_ranks // machine.ranks_per_node)
     if num_nodes > 1 and machine.costs_of(args.engine).inter.is_unknown:
         raise ConfigError(
-            f"{machine.name} was measured on one node and knows no network, and {num_ranks} ranks "
-            f"are {num_nodes} nodes of {machine.ranks_per_node}; give --ranks-per-node {num_ranks} "
-            "if one node has them all, or write the network's numbers under [inter]"
+            f"{machine.name} was measured on one node and has no network numbers, and {num_ranks} "
+            "ranks "
+            f"are {num_nodes} nodes of {machine.ranks_per_node}; give --ranks-per-node "
+            f"{num_ranks} if they fit on one node, or add the network's numbers under [inter]"
         )
 
 
@@ -181,7 +182,7 @@ def _table(profile: Profile, machine: Machine, predictions: list[Prediction]) ->
     headers += ["exposed ms", "straggling ms", "contention ms", "samples/s"]
     kind = "measured" if machine.measured else "from documentation"
     if machine.is_disturbed:
-        kind += f" while others used {machine.foreign_load:.0%} of the cores: not to be trusted"
+        kind += f" under {machine.foreign_load:.0%} background load: do not trust it"
     title = (
         f"SIMULATED: {profile.model} on {machine.title} (machine file {kind}); computing as on "
         f"{profile.machine}"
@@ -214,7 +215,7 @@ def check_given(args: argparse.Namespace) -> None:
     measures = args.measure_profile is not None
     if not (args.profile or args.config) or not (measures or (args.machine and args.ranks)):
         raise ConfigError(
-            "a prediction needs --profile or CONFIG.toml, and --machine and --ranks; see --help"
+            "a prediction needs --profile or CONFIG.toml, --machine and --ranks; see --help"
         )
 
 

@@ -33,7 +33,7 @@ __all__ = ["print_rehearsal"]
 _ELEMENT_BYTES = 4
 _ACCOUNT = "ACCOUNT"
 _COMMAND = ("python", "train.py")
-"""What stands in a job script for what a rehearsal is not told."""
+"""Placeholders in a job script for what a rehearsal is not given."""
 
 
 def print_rehearsal(args: argparse.Namespace) -> int:

@@ -110,7 +110,7 @@ def explain(path: Path, error: Any) -> str:
         size = "no bytes"
     # Whatever numpy does not know at all it takes for a pickle, which would mislead.
     why = "unknown content" if "pickle" in str(error) else str(error)
-    return f"is truncated or not what its name says ({size}; {why})"
+    return f"is truncated, or its format does not match its name ({size}; {why})"
 
 
 SUFFIXES = (".pt", ".pth")
@@ -223,7 +223,7 @@ class Container(ABC):
                 self._handle = self._open(library)
             except Exception as error:  # each library has its own
                 raise DataError(
-                    f"{self.path} is truncated or not what its name says ({error})"
+                    f"{self.path} is truncated, or its format does not match its name ({error})"
                 ) from error
             self._pid = os.getpid()
         return self._arrays(self._handle)

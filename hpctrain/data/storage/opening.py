@@ -50,7 +50,7 @@ __all__ = [
 
 
 _PARTS = (".npz", ".pt", ".pth")
-"""Files that name their arrays: in a folder of them each can only be a part of the rows."""
+"""Files that name their arrays: in a folder of them, each can only be a part of the rows."""
 
 Form = list[tuple[str, str, tuple[int, ...]]]
 
@@ -85,7 +85,7 @@ class RowParts:
             if form != first:
                 raise ConfigError(
                     f"{path} has {form}, and {self._paths[0]} has {first} (name, dtype, shape of "
-                    "a sample); files whose rows follow each other must be alike"
+                    "a sample); files whose rows are concatenated must have the same columns"
                 )
         self._ends = np.cumsum(lengths)
 
@@ -155,7 +155,7 @@ def find_parts(folder: Path) -> list[Path]:
     kinds = sorted({".pt" if path.suffix == ".pth" else path.suffix for path in found})
     if len(kinds) > 1:
         raise ConfigError(
-            f"{folder} has {' and '.join(kinds)} files; keep one kind in a folder, or name the "
+            f"{folder} has {' and '.join(kinds)} files; keep one kind in a folder, or list the "
             "files: rows=[...]"
         )
     return sorted(found, key=lambda path: _natural(path.name))
@@ -183,7 +183,7 @@ class Named:
 
     paths: tuple[Path, ...]
     join: Literal["rows", "columns"] | None = None
-    """How several belong together; None for one file or folder."""
+    """How several files are combined; None for one file or folder."""
     names: tuple[str, ...] | None = None
     """Of one file, or of parts: which arrays. Of columns: what they are called."""
 
@@ -277,7 +277,7 @@ def name_files(
         return Named((Path(paths[0]),), None, names)
     if columns is None:
         raise ConfigError(
-            f"{call} was given no file; give a path, rows=[...] (files whose rows follow each "
+            f"{call} got no file; give a path, rows=[...] (files whose rows follow each "
             "other) or columns=[...] (files with one array each)"
         )
     if isinstance(columns, Mapping):
@@ -328,7 +328,7 @@ def name_columns(call: str, paths: Sequence[str | Path]) -> Named:
     lengths = [len(array) for array in arrays]
     kinds = {(str(array.dtype), tuple(array.shape[1:])) for array in arrays}
     if len(set(lengths)) > 1:
-        what = f"have {lengths} rows, so they are no columns of one data set"
+        what = f"have {lengths} rows, so they are not columns of one data set"
         raise ConfigError(_both_spellings(call, paths, what))
     if len(kinds) == 1:
         dtype, shape = next(iter(kinds))
@@ -414,14 +414,15 @@ def _no_shards(folder: Path) -> str:
     arrays = sorted(path for path in folder.iterdir() if path.suffix == ".npy")
     if not arrays:
         return (
-            f"{told}, and the folder has no .npz or .pt files: it is no data set; write one with "
+            f"{told}, and the folder has no .npz or .pt files: it is not a data set; write one "
+            "with "
             "`hpctrain data shard FILE --to FOLDER`"
         )
     listed = ", ".join(repr(str(path)) for path in arrays[:2])
     listed += ", ..." if len(arrays) > 2 else ""
     return (
-        f"{told}: shards that were not written to the end are written again by `hpctrain data "
-        f"shard`; of single .npy files say how they belong together: rows=[{listed}] or "
+        f"{told}: incomplete shards are rewritten by `hpctrain data "
+        f"shard`; for single .npy files say how to combine them: rows=[{listed}] or "
         f"columns=[{listed}]"
     )
 

@@ -89,9 +89,9 @@ def as_text(
     title = f"{counts}, {job.mpi}, {_count(len(links), 'link')} measured"
     lines = [log.table(headers, rows, title=title)]
     if len(nodes) > len(shown):
-        lines.append(f" ... and {len(nodes) - len(shown)} more nodes, none of them named below")
+        lines.append(f" ... and {len(nodes) - len(shown)} more nodes, none of them listed below")
     for outlier in outliers:
-        lines += [f"outlier  {outlier.text}", f"         cure: {outlier.cure}"]
+        lines += [f"outlier  {outlier.text}", f"         fix: {outlier.cure}"]
     if not outliers:
         lines.append("no outliers" if len(nodes) > 1 else "one node: nothing to compare it with")
     return "\n".join(lines)

@@ -148,8 +148,8 @@ def _clock_outliers(nodes: Sequence[NodeReport]) -> list[Outlier]:
             quantity="clock",
             value=ahead_s,
             typical=None,
-            text=f"{nodes[i].host}: its clock is {ahead_s:+.3f} s off the others'",
-            cure="have the node's time service mended; logs and traces will not line up",
+            text=f"{nodes[i].host}: its clock is off by {ahead_s:+.3f} s",
+            cure="have the node's time service fixed; logs and traces will not line up",
         )
         for i, ahead_s in find_clocks_off(offsets).items()
     ]
@@ -178,8 +178,8 @@ def _link_outliers(nodes: Sequence[NodeReport], links: Sequence[NodeLink]) -> li
             value=link.bandwidth,
             typical=min(typical[link.a], typical[link.b]),
             text=f"{nodes[link.a].host} to {nodes[link.b].host}: {link.bandwidth:.4g} MB/s, though "
-            f"both have {min(typical[link.a], typical[link.b]):.4g} or more with others",
-            cure="a path in the network is bad or busy; measure again, then tell the site",
+            f"both have {min(typical[link.a], typical[link.b]):.4g} or more with other nodes",
+            cure="a network path is bad or busy; measure again, then report it to the site",
         )
         for link in find_slow_links(measured, typical)
     ]

@@ -137,7 +137,8 @@ def _arm_watchdog(limit_s: float) -> None:
 
     def bark() -> None:
         log.notice(
-            f"doctor --all-nodes gave up on {socket.gethostname()} after {limit_s:g} s; a node or "
+            f"doctor --all-nodes timed out on {socket.gethostname()} after {limit_s:g} s; a node "
+            "or "
             "a link hangs: try fewer nodes, or allow more with --time-limit"
         )
         os._exit(1)

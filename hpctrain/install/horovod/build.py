@@ -51,9 +51,7 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if self.jobs is not None and self.jobs < 1:
-            raise InstallError(
-                f"--jobs {self.jobs}: at least one compiler has to run; give 1 or more"
-            )
+            raise InstallError(f"--jobs {self.jobs}: give 1 or more")
         if self.sdist is not None and not self.sdist.is_file():
             raise InstallError(
                 f"--sdist {self.sdist}: no such file; give the path of "
@@ -195,7 +193,7 @@ def _run(
     try:
         code = run_logged(command, log_file=log_file, env=env, limit_s=limit_s, on_line=watcher)
     except TooLongError:
-        _fail(doing, log_file, f"it took longer than {limit_s:.0f} s and was ended")
+        _fail(doing, log_file, f"it exceeded {limit_s:.0f} s and was killed")
     if code != 0:
         _fail(doing, log_file)
 

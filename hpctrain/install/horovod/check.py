@@ -139,7 +139,7 @@ def _ask(
     if not answer.ok:
         return {}, answer.reason
     found = answer.objects()
-    return (found[-1], "") if found else ({}, "its answer cannot be read")
+    return (found[-1], "") if found else ({}, "its output cannot be parsed")
 
 
 def _run_allreduce(

@@ -54,7 +54,7 @@ def find(
         InstallError: `wanted` is True and CUDA cannot be used.
     """
     if wanted is False:
-        return None, "asked for without CUDA"
+        return None, "CUDA was disabled"
     found, why = _find(torch_cuda, packages, environ)
     if found is None and wanted:
         raise InstallError(

@@ -60,7 +60,7 @@ def _run(command: list[str], environ: Mapping[str, str]) -> None:
         lines = (done.stderr + done.stdout).strip().splitlines()
         last = lines[-1] if lines else f"exit code {done.returncode}"
         raise InstallError(
-            f"installing Horovod failed: `{' '.join(command[:5])} ...` said: {last}. If this "
-            "environment is not yours to write to, make a venv (`python -m venv "
+            f"installing Horovod failed: `{' '.join(command[:5])} ...` said: {last}. If you "
+            "cannot write to this environment, make a venv (`python -m venv "
             "--system-site-packages`) and build from there"
         )

@@ -27,7 +27,7 @@ _CAUSES = (
         r"(Killed signal terminated program|Killed\s+.*cc1plus|virtual memory exhausted"
         r"|cannot allocate memory|fatal error: Killed)",
         "the compiler ran out of memory",
-        "build with fewer compilers at a time (--jobs 1), or on a node with more memory",
+        "build with fewer parallel compilers (--jobs 1), or on a node with more memory",
     ),
     (
         r"No space left on device",
@@ -49,7 +49,7 @@ _CAUSES = (
     ),
     (
         r"(mpi\.h: No such file|MPI::MPI_CXX\" includes non-existent path)",
-        "the MPI's compiler wrapper is there and its headers are not",
+        "the MPI's compiler wrapper is installed, but its headers are not",
         "install the MPI's development package (Debian and Ubuntu: `apt install libopenmpi-dev`)",
     ),
     (

@@ -149,11 +149,11 @@ def probe_interpreter(
             env=dict(environ),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InstallError(f"{python} does not answer: {error}; name a working Python") from error
+        raise InstallError(f"{python} failed to run: {error}; give a working Python") from error
     if done.returncode != 0 or not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise InstallError(
-            f"{python} cannot be asked about its packages: {last}. If importing torch crashes "
+            f"{python} cannot be queried for its packages: {last}. If importing torch crashes "
             "there, fix torch first: `python -c 'import torch'` must work"
         )
     facts = json.loads(done.stdout.splitlines()[-1])

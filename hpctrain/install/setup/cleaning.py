@@ -32,7 +32,7 @@ def clean(venv: Path, checkout: Path) -> int:
         for folder in list((checkout / top).rglob("__pycache__")):
             shutil.rmtree(folder, ignore_errors=True)
     if not may_clear(venv):
-        log.notice(f"{venv} is no virtual environment, so it was left alone")
+        log.notice(f"{venv} is not a virtual environment, so it was left alone")
         return 1
     shutil.rmtree(venv, ignore_errors=True)
     return 0

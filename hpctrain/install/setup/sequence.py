@@ -25,7 +25,7 @@ _EXTRAS = ("demo", "test", "lint")
 _HOROVOD_LIMIT_S = 2 * 3600.0
 _EXITS = (
     "exit codes: 0 set up (also when Horovod was not built, unless --horovod yes); 1 failed; "
-    "2 wrong usage"
+    "2 usage error"
 )
 
 
@@ -41,15 +41,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--mpi",
         choices=("auto", "site", "mpich"),
         default="auto",
-        help="the site's own, or the one from the package index; auto: as the last time, else the "
+        help="the site's MPI, or the one from the package index; auto: as last time, else the "
         "first that works",
     )
     parser.add_argument(
         "--horovod",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="build Horovod: insist, or leave it; auto: as the last time, else do without if it "
-        "fails",
+        help="build Horovod: required or skipped; auto: as last time, else skip it if it fails",
     )
     return parser.parse_args(arguments)
 
@@ -79,7 +78,7 @@ def _set_up(
         )
     if not venv.may_clear(folder):
         raise InstallError(
-            f"{folder} exists and is no virtual environment; name another place: make VENV=..."
+            f"{folder} exists and is not a virtual environment; choose another place: make VENV=..."
         )
     started = time.monotonic()
     last = stamp.read(folder)
@@ -132,7 +131,7 @@ def _is_done(
     log.notice(f"{folder} is up to date; MPI: {last.mpi}")
     if last.horovod == "failed":
         log.notice(
-            "Horovod is not there: its build failed earlier and nothing has changed since; "
+            "Horovod is not installed: its build failed earlier and nothing has changed since; "
             "`make setup HOROVOD=yes` tries again"
         )
     return True
@@ -189,7 +188,7 @@ def _horovod(option: str, folder: Path, environ: Mapping[str, str]) -> str:
     for action in ("build", "check"):
         if _run_verb([*verb, action], environ) != 0:
             if option == "auto":
-                log.warn("going on without Horovod; `make setup HOROVOD=yes` tries again")
+                log.warn("continuing without Horovod; `make setup HOROVOD=yes` tries again")
             return "failed"
     return "built"
 

@@ -99,7 +99,7 @@ def provide_mpi(venv: Path, option: str, steps: Steps) -> str:
     elif wants_site(option, site) and site is not None:
         failure = _use_site(venv, site, steps)
         if not failure:
-            return f"the site's, {site.mpirun} (mpicc and mpirun are on PATH and two ranks met)"
+            return f"the site's, {site.mpirun} (mpicc and mpirun are on PATH; two ranks ran)"
         if option == "site":
             raise InstallError(
                 f"mpi4py does not work with the site's MPI ({site.mpirun}): {failure}. Load "
@@ -162,7 +162,7 @@ def _prove(venv: Path, search_path: str, environ: Mapping[str, str], mpirun: Pat
         return f"mpi4py loads {loaded.mpi} and {mpirun} is {version}"
     program = [str(python), "-c", MPI4PY_PROOF]
     trial = run_two_ranks(mpirun, version, program, environ=environ)
-    return "" if trial.ok else f"two ranks did not meet ({trial.reason})"
+    return "" if trial.ok else f"the two-rank test failed ({trial.reason})"
 
 
 def installed(venv: Path, name: str) -> bool:

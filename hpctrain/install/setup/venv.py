@@ -84,7 +84,7 @@ def ensure_venv(venv: Path, steps: Steps) -> None:
         return
     leftovers = [child for child in venv.iterdir() if child.name not in _KEPT]
     if leftovers:
-        log.notice(f"{venv} is broken, incomplete or of another Python; recreating it")
+        log.notice(f"{venv} is broken, incomplete or for another Python; recreating it")
     python = getattr(sys, "_base_executable", "") or sys.executable
     ways = ways_to_make(
         venv,
@@ -102,8 +102,8 @@ def ensure_venv(venv: Path, steps: Steps) -> None:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     tried = f" {steps.tail()}" if ways else ""
     raise InstallError(
-        f"no virtual environment can be made with {python}: it has neither ensurepip, virtualenv "
-        "nor pip that work, and there is no uv. Install one of them (Debian and Ubuntu: `apt "
+        f"no virtual environment can be made with {python}: no working ensurepip, virtualenv or "
+        "pip, and no uv. Install one of them (Debian and Ubuntu: `apt "
         f"install python{version}-venv`), or name another Python: make PYTHON=...{tried}"
     )
 

@@ -69,7 +69,7 @@ class AloneMode(TorchGradientsMode):
 
     def describe(self) -> list[tuple[str, str]]:
         """Rows that say what was chosen."""
-        return [("gradients", "torch's own: one rank exchanges nothing")]
+        return [("gradients", "torch's own: a single rank exchanges nothing")]
 
     def counts(self) -> dict[str, int]:
         """Nothing is sent."""

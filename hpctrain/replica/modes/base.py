@@ -109,7 +109,7 @@ class Mode(Gradients, ABC):
 
     watch: BackwardWatch
     weighs_samples = True
-    """Whether ranks count by their samples; Adasum knows no weights."""
+    """Whether ranks are weighted by their samples; Adasum has no weights."""
     chosen = ""
     """What the policy chose, and why."""
     wire: WireUse | None = None

@@ -126,8 +126,8 @@ class HorovodMode(Mode):
         if words.counted and self._adasum:
             self.begin(fresh=True)
             raise ConfigError(
-                "op='adasum' has no weights, so num_samples means nothing to it; leave out "
-                "num_samples, or use op='average'"
+                "op='adasum' has no weights, so num_samples has no effect; leave it out, or use "
+                "op='average'"
             )
         flags = (tuple(range(len(self.parameters))), totals[CONTROL_WORDS:])
         every = num_used == len(self.parameters)
@@ -252,7 +252,7 @@ class _Notes:
         self.used: set[int] = set()
         """By index, since the last exchange."""
         self.leaving = False
-        """Whether gradients leave as soon as they are there."""
+        """Whether gradients are sent as soon as they are ready."""
         self.num_calls = 0
         with unfrozen(parameters):
             self._handles = [hook_gradient(p, self._note) for p in parameters]
@@ -275,8 +275,8 @@ class _Notes:
         if self.leaving and index in self._ready:
             raise ConfigError(
                 f"the gradient of {self._names[index]} was added to twice in one backward pass "
-                "(reentrant checkpointing does so), and the first part may have left already; use "
-                "overlap=False, or checkpoint(..., use_reentrant=False)"
+                "(reentrant checkpointing does so), and the first part may already have been "
+                "sent; use overlap=False, or checkpoint(..., use_reentrant=False)"
             )
         self._ready[index] = None
         gradient = parameter.grad
@@ -294,13 +294,14 @@ class _Notes:
 def _check_engine(engine: HorovodEngine, settings: HorovodTraining) -> None:
     if settings.op == "adasum" and engine.size > 1 and Op.ADASUM not in engine.ops:
         raise ConfigError(
-            f"op='adasum' over {engine.size} ranks: Horovod has it for the whole world, and for a "
-            "power of two ranks (on GPUs: nodes); use op='average', or other ranks"
+            f"op='adasum' over {engine.size} ranks: Horovod supports it only for the whole world "
+            "and a power-of-two number of ranks (on GPUs: nodes); use op='average', or another "
+            "number of ranks"
         )
     if settings.num_groups and engine.process_set.process_set_id != 0:
         raise ConfigError(
-            "num_groups on a part of the world: Horovod makes groups over all of its ranks alone; "
-            "leave it out, or use fusion='arena'"
+            "num_groups on a part of the world: Horovod supports groups only over all of its "
+            "ranks; leave it out, or use fusion='arena'"
         )
 
 
@@ -320,7 +321,7 @@ class Wire:
     def __init__(self, *, half: bool) -> None:
         self.half = half
         self.divisor = 1.0
-        """What gradients are divided by before they leave; nobody multiplies on arrival."""
+        """What gradients are divided by before they are sent; not undone on arrival."""
 
     def carried_as(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a gradient on its way. Halves are summed as float32: 65504 is soon full."""
@@ -358,8 +359,7 @@ def check_parameters(names: Sequence[str], parameters: Sequence[Tensor], *, adas
     for name, parameter in zip(names, parameters, strict=True):
         if adasum and parameter.is_complex():
             raise ConfigError(
-                f"parameter {name} is complex, and op='adasum' means nothing for it; use "
-                "op='average'"
+                f"parameter {name} is complex, which op='adasum' does not support; use op='average'"
             )
         count = parameter.numel() * (2 if parameter.is_complex() else 1)
         if count > _MOST:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["NodeMode"]
 
 _TAKE_FROM_BYTES = 16 << 20
-"""From here on gradients are moved one by one during backward, each while it is in the cache; fewer
-are all still there afterwards, and one pass is quicker (5 and 21 MB in `benchmarks.step_overhead`).
+"""From this size on gradients are moved one by one during backward, each while it is in the cache;
+smaller ones are all still there afterwards, and one pass is faster (5 and 21 MB in
+`benchmarks.step_overhead`).
 """
 
 
@@ -67,11 +68,11 @@ class NodeMode(TorchGradientsMode):
             ):
                 self._slots[index], self.views[index] = slot, view
         self._written: set[int] = set()
-        """Parameters whose place in this rank's part is not zero."""
+        """Parameters whose slot in this rank's part is not zero."""
         self._told: frozenset[int] | None = None
         """The flags in this rank's part."""
         self._copies = False
-        """Whether this rank writes to gradients: it then has them in pages of its own."""
+        """Whether this rank writes to gradients: it then has private pages of them."""
         self._text = f"exchange of gradients ({some_names(self.names)})"
         self._num_exchanges = 0
 

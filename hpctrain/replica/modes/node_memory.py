@@ -35,7 +35,7 @@ __all__ = ["GradientBuffer", "NodeMemory", "NodeNorms", "NodeSums"]
 
 _CPU = torch.device("cpu")
 _DIRECT_FROM_BYTES = 32 << 10
-"""A smaller gradient is copied with all others: one more sum would cost more than it spares."""
+"""A smaller gradient is copied with all others: one more sum would cost more than it saves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class GradientBuffer:
     seen: Tensor
     """The summed gradients as this rank sees them, end to end."""
     slots: list[Tensor]
-    """Where this rank's gradients go, one view per member."""
+    """This rank's gradients, one view per member."""
     views: list[Tensor]
     """The summed gradients, one view per member."""
 
@@ -156,7 +156,7 @@ class _Run:
     """Every rank's part of it, by local rank."""
     total: Tensor
     member: int | None
-    """The parameter whose whole gradient it is, where it can be added from torch's own memory."""
+    """The parameter whose whole gradient it is, if it can be summed from torch's own memory."""
 
 
 class NodeSums:

@@ -10,7 +10,7 @@ from hpctrain.submit.lint.script import Script
 __all__ = ["LEVELS", "Check", "LintFinding", "Rule"]
 
 LEVELS = ("warning", "note")
-"""A warning is likely to cost a job or node-hours; a note is true and often harmless."""
+"""A warning is likely to cost a job or node-hours; a note is often harmless."""
 
 Check = Callable[[Script], Iterable[tuple[int, str]]]
 """From a script to the lines that are wrong and what is wrong there."""
@@ -25,7 +25,7 @@ class Rule:
     cure: str
     check: Check
     level: str | Callable[[Script], str] = "warning"
-    """One of LEVELS, or what decides on it by the script."""
+    """One of LEVELS, or a function that chooses it for a script."""
     batches: tuple[str, ...] = ()
     """The batch systems it is about; () for all."""
 

@@ -254,7 +254,7 @@ def _tasks_not_started(script: Script) -> Iterator[tuple[int, str]]:
         tasks = tasks_per_node(script) or 1
         if tasks > 1:
             name = script.trainings[0].name
-            yield option.line, f"{tasks} tasks are asked for, and {name} starts once"
+            yield option.line, f"{tasks} tasks are requested, and {name} starts once"
 
 
 def _spread(script: Script) -> str:
@@ -291,8 +291,8 @@ RULES = (
     ),
     Rule(
         id="J18",
-        why="A placeholder of a template is left in: the job is refused or finds nothing.",
-        cure="Write what is meant.",
+        why="A template placeholder was not replaced: the job is refused or finds nothing.",
+        cure="Write the real value.",
         check=_placeholder,
     ),
     Rule(
@@ -304,13 +304,13 @@ RULES = (
     Rule(
         id="J05",
         why="The site's default applies, which may be minutes or days.",
-        cure="Say how long it takes, with a margin: --time=02:00:00.",
+        cure="Give the expected time with a margin: --time=02:00:00.",
         check=_no_walltime,
         level="note",
     ),
     Rule(
         id="J06",
-        why="It is refused, or the job is killed at once or at another time than meant.",
+        why="It is refused, or the job is killed at once or at an unintended time.",
         cure="Write HH:MM:SS with minutes and seconds below 60.",
         check=_bad_walltime,
     ),
@@ -330,7 +330,7 @@ RULES = (
     ),
     Rule(
         id="J09",
-        why="The job ends at once without a log that says so; mkdir in the script is too late.",
+        why="The job fails at once without a log; mkdir in the script is too late.",
         cure="Make the folder before submitting.",
         check=_no_folder,
     ),
@@ -343,7 +343,7 @@ RULES = (
     ),
     Rule(
         id="J11",
-        why="The shell takes the carriage return for a part of each word.",
+        why="The shell treats the carriage return as part of each word.",
         cure="sed -i 's/\\r$//' SCRIPT",
         check=_carriage_returns,
     ),
@@ -358,14 +358,14 @@ RULES = (
     Rule(
         id="J13",
         why="A word processor or a web page turned a hyphen or a quote into another character; "
-        "neither the shell nor the batch system knows it as an option.",
+        "neither the shell nor the batch system accepts it.",
         cure="Retype it: - ' \"",
         check=_typographic,
     ),
     Rule(
         id="J14",
         why="The shell stops there, if it starts at all.",
-        cure="Mend it until `bash -n SCRIPT` is silent.",
+        cure="Fix it until `bash -n SCRIPT` is silent.",
         check=_syntax,
     ),
     Rule(
@@ -379,8 +379,8 @@ RULES = (
     Rule(
         id="J15",
         why="Without a launcher one process starts, on the first node; the cores of the other "
-        "tasks stand idle and may be on other nodes.",
-        cure="Start it with srun, or ask for one task: --nodes=1 --ntasks=1 --cpus-per-task=N.",
+        "tasks are idle and may be on other nodes.",
+        cure="Start it with srun, or request one task: --nodes=1 --ntasks=1 --cpus-per-task=N.",
         check=_tasks_not_started,
         level=_spread,
         batches=("slurm",),

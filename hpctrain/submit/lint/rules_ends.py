@@ -165,7 +165,7 @@ def _not_strict(script: Script) -> Iterator[tuple[int, str]]:
 RULES = (
     Rule(
         id="J40",
-        why="--signal=B: reaches the batch shell alone, whose default is to die of it.",
+        why="--signal=B: reaches only the batch shell, which dies of it by default.",
         cure="trap 'kill -USR2 $pid' USR2, with the launcher in the background and wait; or leave "
         "B: out.",
         check=_no_trap,
@@ -185,13 +185,13 @@ RULES = (
     ),
     Rule(
         id="J43",
-        why="The job is COMPLETED whatever became of the ranks.",
+        why="The job is COMPLETED even if ranks failed.",
         cure='pid=$! after the launcher, then wait "$pid".',
         check=_bare_wait,
     ),
     Rule(
         id="J44",
-        why="A library may take USR1 for itself, and the warning is lost.",
+        why="A library may use USR1 itself, and the warning is lost.",
         cure="Use USR2.",
         check=_usr1,
         level="note",
@@ -223,7 +223,8 @@ RULES = (
     ),
     Rule(
         id="J49",
-        why="A failed module load or cd goes unnoticed, and the job runs on with the wrong things.",
+        why="A failed module load or cd goes unnoticed, and the job continues in the wrong "
+        "environment.",
         cure="set -euo pipefail above the first command.",
         check=_not_strict,
         level="note",
@@ -237,7 +238,7 @@ RULES = (
     Rule(
         id="J53",
         why="Without B: the signal reaches job steps only; a program that the batch shell starts "
-        "itself hears nothing.",
+        "directly gets nothing.",
         cure="Start it with srun, or use --signal=B: and a trap.",
         check=_no_step,
         batches=("slurm",),

@@ -22,9 +22,9 @@ _MEET = re.compile(
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _SWITCHES = {
     "NCCL_P2P_DISABLE": "GPUs of a node no longer copy to each other directly",
-    "NCCL_SHM_DISABLE": "GPUs of a node speak through the network",
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    "HIP_LAUNCH_BLOCKING": "every kernel is waited for",
+    "NCCL_SHM_DISABLE": "GPUs of a node communicate through the network",
+    "CUDA_LAUNCH_BLOCKING": "every kernel launch is synchronous",
+    "HIP_LAUNCH_BLOCKING": "every kernel launch is synchronous",
 }
 _SET_IF_ASKED = {
     "SLURM_CPUS_PER_TASK": ("cpus-per-task",),
@@ -98,9 +98,9 @@ def _own_address(script: Script) -> Iterator[tuple[int, str]]:
         if name != "hostname" or start.command.pipe_to:
             continue
         if asked := {"-i", "--ip-address"} & set(words):
-            yield start.line, f"hostname {asked.pop()} may answer 127.0.1.1, or several addresses"
+            yield start.line, f"hostname {asked.pop()} may print 127.0.1.1, or several addresses"
         elif {"-I", "--all-ip-addresses"} & set(words) and "[0]" not in script.shell:
-            yield start.line, "hostname -I answers with all addresses of the node"
+            yield start.line, "hostname -I prints all addresses of the node"
 
 
 def _if_several(script: Script) -> str:
@@ -223,13 +223,13 @@ def _new_shell(script: Script) -> Iterator[tuple[int, str]]:
             redirected = "<" in script.lines[command.line - 1] or command.captured
             piped = any(other.pipe_to.startswith(command.text) for other in script.commands)
             if not redirected and not piped:
-                yield command.line, f"{text!r} starts a shell of its own"
+                yield command.line, f"{text!r} starts a new shell"
 
 
 RULES = (
     Rule(
         id="J24",
-        why="Two jobs on a node, or one that lingers, take the same port, and one of them fails.",
+        why="Two jobs on a node, or a lingering one, use the same port, and one of them fails.",
         cure="torchrun --standalone on one node; else a port from the job's id, or `hpctrain run`, "
         "which looks for a free one.",
         check=_fixed_port,
@@ -237,28 +237,28 @@ RULES = (
     ),
     Rule(
         id="J25",
-        why="Ranks of other nodes look for rank 0 on themselves and wait for ever.",
-        cure="Take the first host of the job: scontrol show hostnames | head -n 1; or `hpctrain "
+        why="Ranks of other nodes look for rank 0 on their own node and wait forever.",
+        cure="Use the first host of the job: scontrol show hostnames | head -n 1; or `hpctrain "
         "run`.",
         check=_local_master,
     ),
     Rule(
         id="J26",
-        why="Each rank starts as many threads as the node has cores, and they fight.",
+        why="Each rank starts as many threads as the node has cores, and they compete.",
         cure="export OMP_NUM_THREADS= the cores of one rank.",
         check=_no_threads,
     ),
     Rule(
         id="J31",
-        why="The address may be of the loopback or of a slow network, and it may be several words: "
-        "ranks of other nodes do not find it.",
+        why="The address may be that of the loopback or of a slow network, or several words: "
+        "ranks of other nodes cannot reach it.",
         cure="Use the host's name: scontrol show hostnames | head -n 1.",
         check=_own_address,
         level=_if_several,
     ),
     Rule(
         id="J32",
-        why="purge takes back the paths that modules set, also those that the environment needs.",
+        why="purge removes the paths that modules set, including those that the environment needs.",
         cure="module purge first, then module load, then activate.",
         check=_purged,
     ),
@@ -271,14 +271,14 @@ RULES = (
     ),
     Rule(
         id="J34",
-        why="The batch system has set it to the GPUs of this job; numbers of one's own name others "
-        "or leave some out.",
-        cure="Leave it out, and take the device by the local rank.",
+        why="The batch system has set it to the GPUs of this job; your own numbers select other "
+        "GPUs or leave some out.",
+        cure="Leave it out, and choose the device by the local rank.",
         check=_fixed_devices,
     ),
     Rule(
         id="J35",
-        why="A switch for finding faults was left in; the training is slower for it.",
+        why="A debugging switch was left in; it slows down the training.",
         cure="Take it out, and measure with and without.",
         check=_switches,
     ),
@@ -292,7 +292,7 @@ RULES = (
     ),
     Rule(
         id="J56",
-        why="Slurm sets it only where the option is given; otherwise it is empty, and arithmetic "
+        why="Slurm sets it only if the option is given; otherwise it is empty, and arithmetic "
         "or the program's options break.",
         cure="Give the option in a directive, or a default: ${NAME:-1}.",
         check=_unset,
@@ -306,7 +306,7 @@ RULES = (
     ),
     Rule(
         id="J59",
-        why="A batch job has no input, so that shell ends at once; what it set is gone with it.",
+        why="A batch job has no input, so that shell exits at once, and its settings are lost.",
         cure="scl: source scl_source enable NAME; else leave it out.",
         check=_new_shell,
     ),
@@ -318,7 +318,7 @@ RULES = (
     ),
     Rule(
         id="J64",
-        why="A batch job has no input: conda takes the silence for a no, and installs nothing.",
+        why="A batch job has no input: conda reads that as no, and installs nothing.",
         cure="Add -y; better, install on the login node.",
         check=_asks,
     ),

@@ -59,7 +59,7 @@ def _gpus_per_task(script: Script) -> Iterator[tuple[int, str]]:
         own = start.option("--gpus-per-task")
         if ranks > 1 and (directive or own) and "--gpu-bind=none" not in script.text:
             line = start.line if own or not directive else directive.line
-            yield line, "--gpus-per-task shows each rank one GPU alone"
+            yield line, "--gpus-per-task shows each rank only one GPU"
             return
 
 
@@ -97,7 +97,7 @@ def _no_launcher(script: Script) -> Iterator[tuple[int, str]]:
     reached = any(s.launcher or _REACHES_NODES.fullmatch(s.name) for s in script.starts)
     if nodes > 1 and not reached and not script.opaque and script.trainings:
         start = script.trainings[0]
-        yield start.line, f"{nodes} nodes are asked for, and {start.name} starts on one"
+        yield start.line, f"{nodes} nodes are requested, and {start.name} starts on one"
 
 
 def _no_exec(script: Script) -> Iterator[tuple[int, str]]:
@@ -206,7 +206,7 @@ def _rank_of_batch_shell(script: Script) -> Iterator[tuple[int, str]]:
         if not named or command.captured or command.function or (meets and not many):
             continue
         if command in launches or (command.assigned and command.words[:1] in ((), ("export",))):
-            yield command.line, f"${named[0]} is that of the batch shell, 0"
+            yield command.line, f"${named[0]} is the batch shell's value, 0"
 
 
 def _told_otherwise(script: Script) -> Iterator[tuple[int, str]]:
@@ -226,7 +226,7 @@ def _without_gpus(script: Script) -> Iterator[tuple[int, str]]:
         text = " ".join(start.program)
         told = re.search(r"--(?:device|accelerator)[= ]cpu\b|--no[_-](?:cuda|gpu)\b", text)
         if told and uses_gpus(script) and gpus_per_node(script):
-            yield start.line, f"GPUs are asked for, and {told.group()} leaves them idle"
+            yield start.line, f"GPUs are requested, and {told.group()} leaves them idle"
 
 
 def _slots_apart(script: Script) -> Iterator[tuple[int, str]]:
@@ -254,7 +254,7 @@ def _one_word(script: Script) -> Iterator[tuple[int, str]]:
 RULES = (
     Rule(
         id="J20",
-        why="One rank drives one GPU: the others stand idle, or ranks share one.",
+        why="One rank drives one GPU: the others are idle, or ranks share one.",
         cure="Make tasks per node equal to GPUs per node.",
         check=_tasks_and_gpus,
     ),
@@ -287,14 +287,14 @@ RULES = (
     ),
     Rule(
         id="J27",
-        why="The other nodes are paid for and do nothing, or the first waits for them.",
-        cure="Start it on every node: srun, mpiexec or `hpctrain run`; or ask for one node.",
+        why="The other nodes are charged and idle, or the first waits for them.",
+        cure="Start it on every node: srun, mpiexec or `hpctrain run`; or request one node.",
         check=_no_launcher,
     ),
     Rule(
         id="J28",
         why="A signal ends the shell between launcher and program, and the program is killed "
-        "without having heard of it.",
+        "without getting the signal.",
         cure="Write exec before the last command.",
         check=_no_exec,
         level=_if_signalled,
@@ -308,8 +308,8 @@ RULES = (
     ),
     Rule(
         id="J30",
-        why="torchrun, accelerate and deepspeed start one process for each GPU themselves: so many "
-        "times too many share the GPUs, or fight for a port.",
+        why="torchrun, accelerate and deepspeed start one process for each GPU themselves: so too "
+        "many processes share the GPUs, or compete for a port.",
         cure="Start one of them per node: --ntasks-per-node=1.",
         check=_launchers_squared,
     ),
@@ -323,14 +323,14 @@ RULES = (
     ),
     Rule(
         id="J37",
-        why="A resource set of jsrun has no GPU unless -g asks for one.",
+        why="A resource set of jsrun has no GPU without -g.",
         cure="jsrun -n SETS -a 1 -c CORES -g 1",
         check=_no_gpus_of_jsrun,
     ),
     Rule(
         id="J38",
         why="Open MPI and srun refuse more ranks than tasks; others put them on the same cores.",
-        cure="Ask for as many tasks as ranks are started.",
+        cure="Request as many tasks as ranks are started.",
         check=_too_many_ranks,
     ),
     Rule(
@@ -348,13 +348,14 @@ RULES = (
     ),
     Rule(
         id="J54",
-        why="torchrun and accelerate wait until so many nodes have joined, and fail after minutes.",
+        why="torchrun and accelerate wait until that many nodes have joined, and fail after "
+        "minutes.",
         cure="--nnodes=$SLURM_NNODES, started once on each node.",
         check=_agents_missing,
     ),
     Rule(
         id="J55",
-        why="Ranks wait for as many as WORLD_SIZE says, or some are left out.",
+        why="Ranks wait for WORLD_SIZE ranks, or some are left out.",
         cure="export WORLD_SIZE=$SLURM_NTASKS",
         check=_wrong_world,
     ),
@@ -366,15 +367,15 @@ RULES = (
     ),
     Rule(
         id="J60",
-        why="Lightning and its like compare these with the job and stop, or use a part of it.",
+        why="Lightning and similar tools compare these with the job and stop, or use a part of it.",
         cure="--num_nodes=$SLURM_NNODES, and as many devices as tasks on a node.",
         check=_told_otherwise,
         batches=("slurm",),
     ),
     Rule(
         id="J62",
-        why="The GPUs are paid for.",
-        cure="Ask for none, or let the program use them.",
+        why="The GPUs are charged.",
+        cure="Request none, or let the program use them.",
         check=_without_gpus,
     ),
     Rule(

@@ -38,7 +38,7 @@ _SHORT = {
     },
 }
 _ABBREVIATED = {"out": "output", "err": "error", "node": "nodes", "job": "job-name"}
-"""sbatch takes any beginning of an option's name; these are in use."""
+"""sbatch accepts any unambiguous prefix of an option; these are in use."""
 _VARIABLE = re.compile(r"(?<!\\)\$(?:\{(\w+)\}|(\w+))")
 _OTHER_SHELL = re.compile(r"#!.*\b(python\d?[\d.]*|perl|t?csh|fish|ruby|Rscript)\b")
 _OF_SLURM = {
@@ -60,7 +60,7 @@ class Option:
     value: str
     line: int
     active: bool
-    """False after the first command, where batch systems stop reading."""
+    """False after the first command, when batch systems stop reading."""
 
 
 @dataclass(frozen=True, kw_only=True)

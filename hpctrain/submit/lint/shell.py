@@ -36,14 +36,14 @@ class Command:
     expands: frozenset[str] = frozenset()
     """Variables that this shell expands: not those in single quotes or after a backslash."""
     pipe_to: str = ""
-    """The text after `|`: what decides the exit code of the pipeline unless pipefail is set."""
+    """The text after `|`: it determines the exit code of the pipeline unless pipefail is set."""
     otherwise: str = ""
     """The text after `||`."""
     tested: bool = False
     """Whether `if`, `while`, `!` or `||` looks at its exit code."""
     in_background: bool = False
     captured: bool = False
-    """Whether it stands in `$(...)`: its output is captured; it is not a step of the job."""
+    """Whether it is in `$(...)`: its output is captured; it is not a step of the job."""
     function: int = 0
     """The function it is part of, as a number; 0 for the script itself."""
     branches: tuple[tuple[int, int], ...] = ()

@@ -19,7 +19,7 @@ _EXAMPLES = {
     "train.loss": "cross_entropy",
     "optimizer.lr": 0.001,
 }
-"""What a template says where there is no default, or where the default alone cannot be."""
+"""Template values for keys without a default, or whose default alone is not valid."""
 
 
 def explain(name: str) -> str:

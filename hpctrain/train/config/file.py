@@ -102,8 +102,8 @@ class Config:
         if mode not in (None, way):
             key = "train.monitor" if self.schedule.metric is None else "schedule.metric"
             yield (
-                f'schedule.args.mode="{mode}" and {key}="{self.plateau_metric}" say opposite '
-                "things; leave mode out"
+                f'schedule.args.mode="{mode}" and {key}="{self.plateau_metric}" contradict '
+                "each other; leave out mode"
             )
 
     def as_tree(self) -> dict[str, dict[str, Any]]:

@@ -53,7 +53,7 @@ class EngineChoice(Section):
         words=lambda: (AUTO, *engine_names()),
     )
     overlap: bool | None = key(
-        "Send gradients while backward still runs; left out, where there is something to hide.",
+        "Send gradients while backward still runs; left out, if there is something to overlap.",
         default=None,
     )
     bucket_bytes: int | None = key("When to close a bucket of gradients.", default=None, low=1)
@@ -61,9 +61,9 @@ class EngineChoice(Section):
         "Whether the ranks of a node divide the update and hold the optimizer's state once.",
         default="auto",
     )
-    share_parameters: bool = key("Hold the weights once a node, too.", default=False)
+    share_parameters: bool = key("Hold the weights once per node, too.", default=False)
     wire: str = key(
-        "How gradients travel between nodes: as they are, or in 16 bits.",
+        "How gradients are sent between nodes: as they are, or in 16 bits.",
         default=NONE,
         words=wire_names,
     )
@@ -93,7 +93,8 @@ class Checkpoint(Section):
 
     enabled: bool = key("Save checkpoints, and resume from the newest.", default=True)
     every_s: float | Literal["auto"] | None = key(
-        "Seconds between checkpoints; `auto` weighs what a save costs against how often jobs fail.",
+        "Seconds between checkpoints; `auto` balances the cost of a save against how often jobs "
+        "fail.",
         default="auto",
         above=0,
     )
@@ -108,7 +109,7 @@ class Checkpoint(Section):
     keep_every_hours: float | None = key(
         "Also keep one every so many hours.", default=None, above=0
     )
-    asynchronous: bool = key("Write while the training goes on.", default=True)
+    asynchronous: bool = key("Write while the training continues.", default=True)
 
     def conflicts(self) -> Iterator[str]:
         """Options of checkpoints where there are some."""
@@ -130,13 +131,13 @@ class Logging(Section):
     every_steps: int = key("Steps between lines of metrics.", default=10, low=1)
     timing: bool | None = key(
         "Measure input, forward, backward, exchange and update of every step. Left out: on CPUs; "
-        "on GPUs it waits for the device at each border.",
+        "on GPUs it synchronizes the device at each boundary.",
         default=None,
     )
     tensorboard: bool = key(
         "Also write TensorBoard events (needs the package tensorboard).", default=False
     )
-    csv: bool = key("Also write metrics.csv, one row a line of metrics.", default=False)
+    csv: bool = key("Also write metrics.csv, one row per line of metrics.", default=False)
     wandb: Literal["off", "offline", "online"] = key(
         "Also log to Weights & Biases (needs the package wandb): into the run directory, for "
         "`wandb sync`, or to the server while it runs.",
@@ -175,7 +176,7 @@ class Faults(Section):
     title: ClassVar[str] = "faults"
 
     signals: tuple[str, ...] = key(
-        "Signals after which all ranks save and leave to be requeued.",
+        "Signals after which all ranks save and exit to be requeued.",
         default=("SIGUSR2", "SIGUSR1", "SIGTERM"),
         form=(r"SIG[A-Z0-9]+", "SIGNAME"),
     )
@@ -191,7 +192,7 @@ class Faults(Section):
         low=0,
     )
     nonfinite: Literal["stop", "ignore"] = key(
-        "What a loss does that is inf or NaN on some rank, looked at with every line of metrics.",
+        "What happens if a loss is inf or NaN on some rank, checked with every line of metrics.",
         default="stop",
     )
 

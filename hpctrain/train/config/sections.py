@@ -49,8 +49,8 @@ class Model(Section):
     title: ClassVar[str] = "model"
 
     build: str = key(
-        "The function that makes the model, found as `python -m` finds modules. It returns a "
-        "module, or a dict of modules that train.step trains, each with an optimizer of its own.",
+        "The function that builds the model; its module is found as by `python -m`. It returns a "
+        "module, or a dict of modules that train.step trains, each with its own optimizer.",
         form=REFERENCE,
     )
     args: dict[str, Any] = field(
@@ -64,8 +64,8 @@ class Model(Section):
     )
     compile_mode: Literal[
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ] = key("How much torch.compile tries.", default="default")
-    compile_backend: str = key("What torch.compile makes code with.", default="inductor")
+    ] = key("How much torch.compile optimizes.", default="default")
+    compile_backend: str = key("The backend of torch.compile.", default="inductor")
 
     def conflicts(self) -> Iterator[str]:
         """Options of the compiler where it is used."""
@@ -88,7 +88,7 @@ class Data(Section):
 
     build: str | None = key(
         "The function that returns the training data: arrays, a Dataset, a DataLoader. If it has "
-        "a parameter `world`, it is given the world, and may use share, scatter or files.",
+        "a parameter `world`, it gets the world, and may use share, scatter or files.",
         default=None,
         form=REFERENCE,
     )
@@ -105,7 +105,7 @@ class Data(Section):
     )
     evaluation_files: tuple[str, ...] = key("Files of the data to evaluate on.", default=())
     join: Literal["rows", "columns"] | None = key(
-        "How several files belong together: their rows follow each other, or each is one column "
+        "How several files are combined: their rows are concatenated, or each is one column "
         "(inputs first, then the target).",
         default=None,
     )
@@ -114,7 +114,7 @@ class Data(Section):
         default=(),
     )
     access: Literal["files", "share", "scatter"] = key(
-        "How files are read: each rank its samples as it needs them, one copy a node in memory, "
+        "How files are read: each rank reads its samples as needed, one copy per node in memory, "
         "or by rank 0, which sends every rank its share.",
         default="files",
     )
@@ -148,14 +148,18 @@ class Data(Section):
     even_last: bool = key(
         "Make the last two batches equal where the last would be less than half full.", default=True
     )
-    num_workers: int = key("Processes a rank that fetch samples of a Dataset.", default=0, low=0)
-    prefetch: int | None = key("Batches ahead; left out, the loader decides.", default=None, low=0)
+    num_workers: int = key(
+        "Worker processes per rank that fetch samples of a Dataset.", default=0, low=0
+    )
+    prefetch: int | None = key(
+        "Batches to prefetch; left out, the loader decides.", default=None, low=0
+    )
 
     def conflicts(self) -> Iterator[str]:
         """One source for the training data; options only where they mean something."""
         if bool(self.files) == (self.build is not None):
             given = "both are given" if self.files else "neither is given"
-            yield f"data.build or data.files must say where the data come from; {given}"
+            yield f"data.build or data.files must give the data; {given}"
         if self.evaluation and self.evaluation_files:
             yield "data.evaluation and data.evaluation_files are both given; leave one out"
         by_file = bool(self.files or self.evaluation_files)
@@ -179,7 +183,7 @@ class Data(Section):
             yield "data.sample_weights and data.lengths both choose the samples; leave one out"
         chosen = "lengths" if self.lengths else "sample_weights"
         if (self.lengths or self.sample_weights) and self.shuffle is not True:
-            yield f"data.{chosen} says the order; leave data.shuffle out"
+            yield f"data.{chosen} determines the order; leave out data.shuffle"
         if (self.lengths or self.sample_weights) and self.files and self.access == "scatter":
             yield f'data.{chosen} needs random access; use data.access="files" or "share"'
         if self.num_draws is not None and not self.sample_weights:
@@ -217,7 +221,7 @@ class Training(Section):
     )
     metrics: tuple[str, ...] = key(
         "Measured in evaluations beside the loss: `accuracy`, `mae`, `mse`, or MODULE:FUNCTION "
-        "that returns one value a sample.",
+        "that returns one value per sample.",
         default=(),
         form=NAME_OR_REFERENCE,
     )
@@ -246,15 +250,15 @@ class Training(Section):
         default=None,
         low=1,
     )
-    min_delta: float = key("By how much better must be better.", default=0.0, low=0)
-    seed: int = key("Of the run: weights, orders, dropout.", default=0, low=0, below=2**63)
+    min_delta: float = key("The least improvement that counts.", default=0.0, low=0)
+    seed: int = key("Seed of the run: weights, orders, dropout.", default=0, low=0, below=2**63)
     device: Literal["auto", "cuda", "cpu"] = key("What the ranks compute on.", default="auto")
     allow_shared_device: bool = key(
-        "Let several ranks of a node compute on one GPU, to try things out; NCCL refuses that.",
+        "Let several ranks of a node compute on one GPU, for trials; NCCL refuses that.",
         default=False,
     )
     num_threads: int | None = key(
-        "Threads a rank; left out, its share of the cores.", default=None, low=1
+        "Threads per rank; left out, its share of the cores.", default=None, low=1
     )
     bind: Literal["none", "numa"] = key(
         "Bind ranks to cores where the launcher did not.", default="none"
@@ -268,7 +272,7 @@ class Training(Section):
     def conflicts(self) -> Iterator[str]:
         """One way to say how long, one way to say what a step does."""
         if self.epochs is not None and self.steps is not None:
-            yield "train.epochs and train.steps both say when to stop; leave one out"
+            yield "train.epochs and train.steps both define when to stop; leave one out"
         if self.global_batch % self.accumulate:
             yield (
                 f"train.accumulate={self.accumulate} does not divide "
@@ -276,7 +280,7 @@ class Training(Section):
             )
         if self.evaluate_every_steps is not None and self.evaluate_every_epochs != 1:
             yield (
-                "train.evaluate_every_steps and train.evaluate_every_epochs both say when to "
+                "train.evaluate_every_steps and train.evaluate_every_epochs both define when to "
                 "evaluate; leave one out"
             )
         if self.min_delta and self.patience is None:
@@ -296,7 +300,7 @@ class Optimizer(Section):
     )
     lr: float = key("The learning rate; of train.global_batch unless schedule scales it.", above=0)
     weight_decay: float | None = key(
-        "Of the weights; left out, the optimizer's own.", default=None, low=0
+        "Weight decay; left out, the optimizer's default.", default=None, low=0
     )
     exclude_norms: bool = key(
         "Biases and normalisation do not decay, and have no trust ratio.", default=False
@@ -349,29 +353,33 @@ class Schedule(Section):
         form=MONITOR,
     )
     base_batch: int | None = key(
-        "The batch that optimizer.lr is right for; left out, train.global_batch.",
+        "The batch size that optimizer.lr was tuned for; left out, train.global_batch.",
         default=None,
         low=1,
     )
     scaling: Literal["linear", "sqrt", "none"] = key(
-        "How the rate follows from base_batch to the batch of a step.", default="linear"
+        "How the rate scales from base_batch to the batch of a step.", default="linear"
     )
-    warmup_steps: int = key("Steps in which the rate rises.", default=0, low=0)
+    warmup_steps: int = key("Steps of warm-up, in which the rate rises.", default=0, low=0)
     warmup_from: float = key(
-        "Where it rises from, as a part of the peak.", default=0.0, low=0, high=1
+        "Rate at the start of warm-up, as a fraction of the peak.", default=0.0, low=0, high=1
     )
     decay: Literal["cosine", "polynomial", "step", "none"] = key(
-        "How it falls after that.", default="cosine"
+        "How the rate decays after that.", default="cosine"
     )
     decay_steps: int | None = key(
         "The step at which a cosine or polynomial decay ends; left out, the last of the training.",
         default=None,
         low=1,
     )
-    end: float = key("What it falls to, as a part of the peak.", default=0.0, low=0, high=1)
-    power: float | None = key("Of a polynomial decay.", default=None, above=0)
-    milestones: tuple[int, ...] = key("Of a step decay: when it falls.", default=(), low=0)
-    factor: float | None = key("Of a step decay: what is left of it.", default=None, above=0)
+    end: float = key("Final rate, as a fraction of the peak.", default=0.0, low=0, high=1)
+    power: float | None = key("Power of a polynomial decay.", default=None, above=0)
+    milestones: tuple[int, ...] = key(
+        "For a step decay: the steps at which the rate falls.", default=(), low=0
+    )
+    factor: float | None = key(
+        "For a step decay: the factor at each milestone.", default=None, above=0
+    )
 
     RECIPE: ClassVar[tuple[str, ...]] = (
         "base_batch",
@@ -423,14 +431,14 @@ class Averages(Section):
     title: ClassVar[str] = "ema"
 
     decay: float | None = key(
-        "What the average keeps at every step, such as 0.999; left out, there is none.",
+        "Decay of the average at every step, such as 0.999; left out, there is no average.",
         default=None,
         low=0,
         below=1,
     )
     warm_up: bool = key(
-        "Begin with a smaller decay, (1 + k) / (10 + k) after k steps, so that the weights of the "
-        "start are soon forgotten.",
+        "Begin with a smaller decay, (1 + k) / (10 + k) after k steps, so that the initial "
+        "weights are soon forgotten.",
         default=False,
     )
     evaluate: bool = key(
