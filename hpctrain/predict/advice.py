@@ -7,15 +7,20 @@ from dataclasses import asdict, dataclass, replace
 
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_bytes
+from hpctrain.predict.costs import RankLayout
+from hpctrain.predict.exchange import default_exchange
 from hpctrain.predict.machine import Machine
 from hpctrain.predict.model import Prediction, predict
 from hpctrain.predict.profile import Profile
 from hpctrain.tables import count_of
+from hpctrain.wire import NONE
 
 __all__ = ["Advice", "Cost", "advise", "cost_of"]
 
 _SIZES = tuple(1 << power for power in range(20, 29))
 _MOST_ACCUMULATED = 64
+_WIRE = "bf16"
+"""What is looked at: the range of float32, so that nothing else has to change."""
 _WORTH = 0.02
 """Gains below this are within the accuracy of a prediction."""
 
@@ -42,8 +47,10 @@ class Advice:
     """By how much a step gets shorter, relative."""
     accumulate: int | None
     """The fewest backward passes per step that reach the target efficiency; None: none do."""
+    wire: str | None
+    """The wire between nodes that was looked at; None: this engine has none for these ranks."""
     compression_gain: float
-    """By how much 16 bits on the wire instead of 32 shorten a step, relative."""
+    """By how much it shortens a step, relative; 0: by nothing."""
     efficient_ranks: int | None
     """The most of the requested numbers of ranks that are still efficient; None: none are."""
     ranks_to_ask: int | None
@@ -73,9 +80,10 @@ class Advice:
             )
         else:
             lines.append(f"accumulation: not needed for {efficiency:.0%}")
-        gain = self.compression_gain
-        worth = f"shortens a step by {gain:.0%}" if gain >= _WORTH else "gains nothing here"
-        lines.append(f"compression: 16 bits on the wire {worth}")
+        if self.wire is not None:
+            gain = self.compression_gain
+            worth = f"shortens a step by {gain:.0%}" if gain >= _WORTH else "gains nothing here"
+            lines.append(f'compression: wire="{self.wire}" between nodes {worth}')
         if self.ranks_to_ask is None:
             lines.append(f"nodes: none of these numbers of ranks reaches {efficiency:.0%}")
         else:
@@ -134,12 +142,14 @@ def advise(
     efficient = max(good, key=lambda each: each.num_ranks, default=None)
     chosen = None if efficient is None else _undominated(efficient, predictions)
     size, gain = _best_size(profile, machine, last)
+    wired = _with_wire(profile, machine, last)
     return Advice(
         num_ranks=last.num_ranks,
         bucket_bytes=size,
         bucket_gain=gain,
         accumulate=_least_accumulation(profile, machine, last, efficiency),
-        compression_gain=_gain(profile, machine, last, wire_ratio=0.5),
+        wire=None if wired is None else wired.exchange.wire,
+        compression_gain=0.0 if wired is None else _gain_of(wired, last),
         efficient_ranks=efficient.num_ranks if efficient else None,
         ranks_to_ask=chosen.num_ranks if chosen else None,
         nodes_to_ask=chosen.num_nodes if chosen else None,
@@ -166,8 +176,29 @@ def _again(profile: Profile, machine: Machine, like: Prediction, **changes: obje
 
 
 def _gain(profile: Profile, machine: Machine, like: Prediction, **changes: object) -> float:
-    other = _again(profile, machine, like, **changes)
+    return _gain_of(_again(profile, machine, like, **changes), like)
+
+
+def _gain_of(other: Prediction, like: Prediction) -> float:
     return max(0.0, 1 - other.step_s.value / like.step_s.value)
+
+
+def _with_wire(profile: Profile, machine: Machine, like: Prediction) -> Prediction | None:
+    """The same with 16 bits between nodes; None: `distribute` does not do that here."""
+    if like.num_nodes == 1 or like.exchange.wire != NONE or like.exchange.wire_ratio < 1:
+        return None
+    try:
+        chosen = default_exchange(
+            like.exchange.engine,
+            RankLayout(num_ranks=like.num_ranks, ranks_per_node=machine.ranks_per_node),
+            gradient_bytes=profile.gradient_bytes,
+            on_gpu=machine.memory_bytes_per_device > 0,
+            wire=_WIRE,
+        )
+    except ConfigError:
+        return None
+    changes = {"overlap": chosen.overlap, "bucket_bytes": chosen.bucket_bytes}
+    return _again(profile, machine, like, wire=chosen.wire, **changes)
 
 
 def _best_size(profile: Profile, machine: Machine, like: Prediction) -> tuple[int | None, float]:

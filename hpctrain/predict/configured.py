@@ -25,6 +25,7 @@ class ConfigOptions:
     engine: str | None
     bucket_bytes: int | None
     overlap: bool | None
+    wire: str
     epochs: int
     steps: int | None
     drop_last: bool
@@ -50,6 +51,7 @@ def read_options(path: Path) -> ConfigOptions:
         engine=None if engine == AUTO else engine,
         bucket_bytes=config.engine.bucket_bytes,
         overlap=config.engine.overlap,
+        wire=config.engine.wire,
         epochs=config.train.num_epochs or 1,
         steps=config.train.steps,
         drop_last=config.data.drop_last,

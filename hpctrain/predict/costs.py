@@ -21,6 +21,7 @@ __all__ = [
     "RankLayout",
     "allreduce_s",
     "doublings",
+    "encoded_allreduce_s",
     "expected_maximum",
     "shares_of",
     "slowest_of",
@@ -75,6 +76,25 @@ def allreduce_s(num_bytes: float, layout: RankLayout, costs: Costs) -> float:
         narrow = shares.inter_bytes * num_bytes / costs.intra.bytes_per_s
         moving = max(inside, between, narrow if layout.local_ranks > 1 else 0.0)
     return latency + moving + costs.reduce_s_per_byte * num_bytes
+
+
+def encoded_allreduce_s(
+    num_bytes: float, layout: RankLayout, costs: Costs, *, ratio: float
+) -> float:
+    """Seconds of an allreduce with a wire: as it is inside each node, encoded between them.
+
+    Args:
+        num_bytes: Of the gradients.
+        layout: Several nodes.
+        costs: Of the links. What encoding costs is not in them.
+        ratio: Bytes between nodes for a byte of gradients.
+    """
+    node = RankLayout(num_ranks=layout.local_ranks, ranks_per_node=layout.local_ranks)
+    shares = _hierarchical(layout)
+    between = shares.inter_bytes * num_bytes * ratio / costs.inter.bytes_per_s
+    latency = shares.inter_hops * costs.inter.latency_s
+    inside = allreduce_s(num_bytes, node, costs)
+    return (inside or costs.reduce_s_per_byte * num_bytes) + latency + between
 
 
 def doublings(layout: RankLayout) -> float:

@@ -10,6 +10,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.predict.costs import RankLayout
 from hpctrain.replica import Options, ReplicaFacts, choose
 from hpctrain.tables import count_of, number_of, positive
+from hpctrain.wire import BITS, NONE
 
 __all__ = ["Exchange", "default_exchange"]
 
@@ -29,7 +30,9 @@ class Exchange:
     cycle_s_per_rank: float = 0.0
     """Additional negotiation time per piece and rank."""
     wire_ratio: float = 1.0
-    """Bytes on the wire for a byte of gradients: 0.5 for 16 bits instead of 32."""
+    """Bytes on all links for a byte of gradients: 0.5 for 16 bits instead of 32."""
+    wire: str = NONE
+    """How gradients travel between nodes, as `hpctrain.distribute` takes it."""
     accumulate: int = 1
     """Backward passes before an exchange."""
     divided_update: bool = False
@@ -42,6 +45,8 @@ class Exchange:
         number_of(self.cycle_s_per_rank, "cycle_s_per_rank")
         if positive(self.wire_ratio, "wire_ratio") > 1:
             raise ConfigError(f"wire_ratio={self.wire_ratio} must be at most 1")
+        if self.wire not in BITS:
+            raise ConfigError(f"wire={self.wire!r} cannot be predicted; choose {', '.join(BITS)}")
         count_of(self.accumulate, "accumulate")
 
     def cycle_of(self, num_ranks: int) -> float:
@@ -57,6 +62,7 @@ def default_exchange(
     on_gpu: bool,
     overlap: bool | None = None,
     bucket_bytes: int | None = None,
+    wire: str = NONE,
 ) -> Exchange:
     """What `hpctrain.distribute` does with this engine.
 
@@ -70,6 +76,10 @@ def default_exchange(
         on_gpu: Whether the ranks compute on GPUs.
         overlap: As `distribute` takes it.
         bucket_bytes: As `distribute` takes it.
+        wire: As `distribute` takes it.
+
+    Raises:
+        ConfigError: `distribute` would refuse this, too.
     """
     known = communicating_names()
     if engine is not None and engine not in known:
@@ -85,11 +95,18 @@ def default_exchange(
             engine=capabilities_of(name),
             gradient_bytes=gradient_bytes,
         ),
-        Options(overlap=overlap, bucket_bytes=bucket_bytes),
+        Options(overlap=overlap, bucket_bytes=bucket_bytes, wire=wire),
     )
+    if choice.wire != NONE and choice.mode == "arena" and layout.num_ranks % layout.local_ranks:
+        raise ConfigError(
+            f"wire={wire!r} needs equally many ranks on every node with the {name} engine, and the "
+            f"last of {layout.num_nodes} has {layout.num_ranks % layout.local_ranks} of "
+            f"{layout.local_ranks}; leave out wire="
+        )
     return Exchange(
         engine=engine,
         overlap=choice.overlap,
         bucket_bytes=choice.bucket_bytes,
         divided_update=choice.divides_update,
+        wire=choice.wire,
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import ceil, sqrt
 
-from hpctrain.predict.costs import RankLayout, allreduce_s, slowest_of
+from hpctrain.predict.costs import RankLayout, allreduce_s, encoded_allreduce_s, slowest_of
 from hpctrain.predict.exchange import Exchange, default_exchange
 from hpctrain.predict.machine import Costs, Link, Machine
 from hpctrain.predict.profile import Layer, Profile
+from hpctrain.wire import BITS, NONE
 
 __all__ = [
     "Message",
@@ -230,7 +232,7 @@ def simulate(
     line = replay(
         profile.layers,
         exchange,
-        lambda size: allreduce_s(size, layout, costs),
+        partial(_allreduce_s, layout=layout, costs=costs, wire=exchange.wire),
         slow=slow,
         num_ranks=layout.num_ranks,
     )
@@ -264,6 +266,12 @@ def simulate(
         samples_per_s=samples * layout.num_ranks / step,
         exchange=exchange,
     )
+
+
+def _allreduce_s(num_bytes: float, *, layout: RankLayout, costs: Costs, wire: str) -> float:
+    if wire == NONE or layout.num_nodes == 1:
+        return allreduce_s(num_bytes, layout, costs)
+    return encoded_allreduce_s(num_bytes, layout, costs, ratio=BITS[wire] / BITS[NONE])
 
 
 def _spread(best: Range, others: list[Range]) -> Range:

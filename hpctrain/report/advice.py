@@ -104,7 +104,7 @@ def _communication(study: Study) -> Iterator[Bottleneck]:
                 "step for gradients that backward does not hide.",
                 attempt="Give each rank more samples a step or accumulate=2 and more, so that "
                 "there is more to compute for each exchange; try overlap=True with other "
-                "bucket_bytes; between nodes, Horovod's compression or bf16 halves the bytes."
+                'bucket_bytes; between nodes, wire="bf16" halves the bytes.'
                 + _other_engine(study, point),
             )
 

@@ -11,11 +11,12 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.wire.casting import Bf16Wire, Fp16Wire
-    from hpctrain.wire.registry import NONE, make_wire, wire_names
+    from hpctrain.wire.registry import BITS, NONE, make_wire, wire_names
     from hpctrain.wire.summing import add_decoded
     from hpctrain.wire.wire import ENCODABLE, Summing, Wire
 
 __all__ = [
+    "BITS",
     "ENCODABLE",
     "NONE",
     "Bf16Wire",
@@ -31,7 +32,7 @@ __getattr__ = lazy(
     __name__,
     {
         ".casting": ("Bf16Wire", "Fp16Wire"),
-        ".registry": ("NONE", "make_wire", "wire_names"),
+        ".registry": ("BITS", "NONE", "make_wire", "wire_names"),
         ".summing": ("add_decoded",),
         ".wire": ("ENCODABLE", "Summing", "Wire"),
     },

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hpctrain.wire.wire import Wire
 
-__all__ = ["BUILT_IN", "GROUP", "NONE", "make_wire", "wire_names"]
+__all__ = ["BITS", "BUILT_IN", "GROUP", "NONE", "make_wire", "wire_names"]
 
 GROUP = "hpctrain.wires"
 """The entry point group of wires from other packages."""
@@ -28,6 +28,8 @@ BUILT_IN = {
     "fp16": "hpctrain.wire.casting:Fp16Wire",
 }
 """One line per wire of this package."""
+BITS = {NONE: 32, "bf16": 16, "fp16": 16}
+"""What an element of float32 takes on the way."""
 
 
 def wire_names() -> tuple[str, ...]:

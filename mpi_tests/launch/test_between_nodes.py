@@ -112,6 +112,7 @@ with hpc.init(seed=1, device="cpu", num_threads=1) as world:
         few, many = train(world, replica, 1), train(world, replica, 4)
         rows = world.comm.allgather(((many - few) / 3, world.local_rank))
         found[wire] = {"moved": (weights - start), "describe": replica.describe(),
+                       "bytes": replica.counts()["bytes"],
                        "sent": sum(b for b, local in rows if not local)}
         replica.close()
     exact = found["none"]["moved"]
@@ -148,6 +149,7 @@ def test_a_wire_halves_the_bytes_between_nodes(nodes, ranks, engine, tmp_path):
         assert f"{wire} between 2 nodes" in told[wire]["describe"]
         assert 0 < told[wire]["error"] <= 3 * rounding
         assert told[wire]["sent"] < 0.55 * told["none"]["sent"]
+        assert 0.5 <= told[wire]["bytes"] / told["none"]["bytes"] < 0.501
 
 
 STATE = """

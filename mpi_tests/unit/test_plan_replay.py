@@ -23,7 +23,7 @@ from hpctrain.predict import (
     default_exchange,
     predict,
 )
-from hpctrain.predict.costs import allreduce_s, expected_maximum, slowest_of
+from hpctrain.predict.costs import allreduce_s, encoded_allreduce_s, expected_maximum, slowest_of
 from hpctrain.predict.machine import TOPOLOGIES
 from hpctrain.predict.model import form_pieces, replay
 
@@ -290,3 +290,30 @@ def test_what_is_refused():
 
 
 LINK = Link(latency_s=0, bytes_per_s=1)
+
+
+def test_a_wire_spares_bytes_between_nodes_alone():
+    fast, slow = Link(latency_s=1e-6, bytes_per_s=1e10), Link(latency_s=1e-5, bytes_per_s=1e8)
+    costs = Costs(topology="hierarchical", intra=fast, inter=slow)
+    layout = RankLayout(num_ranks=8, ranks_per_node=4)
+    whole = allreduce_s(1e8, layout, costs)
+    assert encoded_allreduce_s(1e8, layout, costs, ratio=1.0) == pytest.approx(whole)
+    # Two nodes: each sends all of it once, and inside nothing changes.
+    spared = whole - encoded_allreduce_s(1e8, layout, costs, ratio=0.5)
+    assert spared == pytest.approx(0.5 * 1e8 / 1e8)
+    with pytest.raises(ConfigError, match="wire='fp8' cannot be predicted; choose none, bf16"):
+        Exchange(wire="fp8")
+
+
+def test_a_wire_is_predicted_where_distribute_has_it():
+    def chosen(engine, num_ranks, **options):
+        layout = RankLayout(num_ranks=num_ranks, ranks_per_node=4)
+        return default_exchange(
+            engine, layout, gradient_bytes=1 << 26, on_gpu=False, wire="bf16", **options
+        )
+
+    assert chosen("mpi", 4).wire == "none"  # one node
+    assert chosen("mpi", 8).wire == chosen("mpi", 6).wire == chosen("torch", 8).wire == "bf16"
+    assert not chosen("torch", 8).overlap
+    with pytest.raises(ConfigError, match="the last of 2 has 2 of 4"):
+        chosen("torch", 6)

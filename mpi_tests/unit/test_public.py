@@ -47,7 +47,7 @@ FLAGS = {
         "--engine --epochs --global-batch --help --json --keep --machine --machines "
         "--measure-profile --profile --ranks --ranks-per-node --rehearse --repeats --requeue "
         "--samples --save-dir --site --state-copies --subject --time --topology "
-        "--train-samples --warmup-steps --wire-bits -h"
+        "--train-samples --warmup-steps --wire --wire-bits -h"
     ),
     "pack": "--help --output --prefix -h -o",
 }

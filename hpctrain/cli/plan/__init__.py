@@ -20,6 +20,7 @@ from hpctrain.cli.plan.predicting import (
 from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
 from hpctrain.predict import TOPOLOGIES, write_profile
+from hpctrain.wire import BITS
 
 __all__ = ["add_arguments", "main"]
 
@@ -58,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--bucket-mib", type=float, metavar="M", help="fusion size; 0: all at once")
     how.add_argument("--cycle-ms", type=float, metavar="T", help="pieces are sent every T ms")
     how.add_argument("--accumulate", type=int, metavar="K", help="passes per step (default: 1)")
-    how.add_argument("--wire-bits", type=int, choices=(16, 32), default=32, help="on the wire")
+    how.add_argument("--wire", choices=tuple(BITS), help="between nodes (default: none)")
+    how.add_argument("--wire-bits", type=int, choices=(16, 32), default=32, help="on all links")
     what = parser.add_argument_group("what is asked")
     what.add_argument("--global-batch", type=int, metavar="G", help="of all ranks: strong scaling")
     what.add_argument("--ranks-per-node", type=int, metavar="R", help="instead of the machine's")

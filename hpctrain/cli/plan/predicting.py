@@ -21,6 +21,7 @@ from hpctrain.predict import (
     predict,
     read_profile,
 )
+from hpctrain.wire import BITS, NONE
 
 __all__ = [
     "check_given",
@@ -144,6 +145,7 @@ def _exchange(
         on_gpu=machine.memory_bytes_per_device > 0,
         overlap=False if size == 0 else args.overlap,
         bucket_bytes=size or None,
+        wire=args.wire,
     )
     chosen = replace(chosen, accumulate=args.accumulate, wire_ratio=args.wire_bits / 32)
     if args.cycle_ms is not None:
@@ -206,6 +208,13 @@ def take_config(args: argparse.Namespace) -> None:
             args.bucket_mib = asked.bucket_bytes / 2**20
         args.drop_last = args.drop_last or asked.drop_last
         args.even_last, args.overlap = asked.even_last, asked.overlap
+        args.wire = args.wire or asked.wire
+    args.wire = args.wire or NONE
+    if args.wire != NONE and args.wire_bits != BITS[NONE]:
+        raise ConfigError(
+            f"--wire {args.wire} and --wire-bits {args.wire_bits}; give one: the first is "
+            "distribute(wire=), between nodes; the second is on all links"
+        )
     if args.accumulate is None:
         args.accumulate = 1
 

@@ -153,11 +153,7 @@ class ArenaMode(Mode):
         return {
             "messages": self.arena.num_messages,
             "hooks": self.arena.num_trigger_calls,
-            "bytes": sum(
-                (bucket.stop - bucket.start)
-                * self.arena.flats[bucket.dtype, bucket.device].element_size()
-                for bucket in self.arena.buckets
-            ),
+            "bytes": sum(self._bytes_of(bucket) for bucket in self.arena.buckets),
         }
 
     def close(self) -> None:

@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpctrain.fusion import Arrived, Usage
+from hpctrain.fusion import Arrived, Bucket, Usage
 from hpctrain.precision import Gradients
 from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.wire_state import WireUse
+from hpctrain.wire import ENCODABLE
 
 __all__ = ["BackwardWatch", "Hooks", "Mode", "TorchGradientsMode", "look_at", "unfrozen"]
 
@@ -197,6 +198,15 @@ class Mode(Gradients, ABC):
         return kept, left
 
     # Reports
+
+    def _bytes_of(self, bucket: Bucket) -> int:
+        """What a message takes on the way: encoded, where gradients are."""
+        dtype: torch.dtype = getattr(torch, bucket.dtype)
+        size, num_gradients = bucket.stop - bucket.start, bucket.flags - bucket.start
+        if self.wire is None or dtype not in ENCODABLE:
+            return size * dtype.itemsize
+        encoded = self.wire.wire.num_bytes(num_gradients)
+        return encoded + (size - num_gradients) * dtype.itemsize
 
     @abstractmethod
     def describe(self) -> list[tuple[str, str]]:

@@ -238,7 +238,7 @@ class NodeMode(TorchGradientsMode):
 
     def counts(self) -> dict[str, int]:
         """Exchanges so far and Python hooks called so far, and bytes in one exchange."""
-        num_bytes = sum(buffer.num_bytes for buffer in self.memory.buffers)
+        num_bytes = sum(self._bytes_of(buffer.bucket) for buffer in self.memory.buffers)
         return {"messages": self._num_exchanges, "hooks": self.usage.num_taken, "bytes": num_bytes}
 
     def close(self) -> None:
