@@ -9,6 +9,10 @@
 | advice | what to change, and how many nodes to ask for (pure) |
 | rehearsal | a job on virtual ranks: what would break before it is queued (pure) |
 | measuring, fit | measure this machine, and fit a machine file |
+| footprint | what a model holds and computes, unit by unit (pure) |
+| fake_device, unit_watch | a footprint measured without memory, on torch's fake device |
+| grid_shapes, grid_costs | factorings of N ranks; bytes and seconds of one grid (pure) |
+| grid_choice | every grid of N ranks, and which to take (pure) |
 | configured | a configuration of `hpctrain train` as the predictor sees it |
 
 Everything it says is simulated. Names are loaded on first use: predicting needs neither torch nor
@@ -25,13 +29,25 @@ if TYPE_CHECKING:
     from hpctrain.predict.advice import Advice, advise
     from hpctrain.predict.configured import (
         ConfigOptions,
+        footprint_configured,
         measure_configured,
         read_options,
         state_copies_of,
     )
     from hpctrain.predict.costs import RankLayout
     from hpctrain.predict.exchange import Exchange, default_exchange
+    from hpctrain.predict.fake_device import TENSOR_STYLES, measure_footprint
     from hpctrain.predict.fit import Measurement, fit_machine
+    from hpctrain.predict.footprint import FORMATS, Footprint, Tie, Unit
+    from hpctrain.predict.grid_choice import (
+        HEADROOM,
+        Compute,
+        GridChoice,
+        GridPlan,
+        choose_grid,
+        plan_grids,
+    )
+    from hpctrain.predict.grid_shapes import SCHEDULES, GridShape
     from hpctrain.predict.machine import (
         LOAD_LIMIT,
         TOPOLOGIES,
@@ -46,7 +62,7 @@ if TYPE_CHECKING:
     from hpctrain.predict.measuring import SIZES, fit_here, measure
     from hpctrain.predict.model import Prediction, Range, predict
     from hpctrain.predict.profile import Layer, Profile, parse_profile, read_profile, write_profile
-    from hpctrain.predict.profiling import Subject, load_subject, measure_profile
+    from hpctrain.predict.profiling import Subject, find_subject, load_subject, measure_profile
     from hpctrain.predict.rehearsal import (
         JobLimits,
         Problem,
@@ -57,13 +73,22 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "FORMATS",
+    "HEADROOM",
     "LOAD_LIMIT",
+    "SCHEDULES",
     "SIZES",
+    "TENSOR_STYLES",
     "TOPOLOGIES",
     "Advice",
+    "Compute",
     "ConfigOptions",
     "Costs",
     "Exchange",
+    "Footprint",
+    "GridChoice",
+    "GridPlan",
+    "GridShape",
     "JobLimits",
     "Layer",
     "Link",
@@ -77,18 +102,25 @@ __all__ = [
     "Rehearsed",
     "State",
     "Subject",
+    "Tie",
     "TrainingRun",
+    "Unit",
     "advise",
+    "choose_grid",
     "default_exchange",
     "find_machine",
+    "find_subject",
     "fit_here",
     "fit_machine",
+    "footprint_configured",
     "load_subject",
     "machine_names",
     "measure",
     "measure_configured",
+    "measure_footprint",
     "measure_profile",
     "parse_profile",
+    "plan_grids",
     "predict",
     "read_options",
     "read_profile",
@@ -108,6 +140,7 @@ __getattr__ = lazy(
         ),
         ".configured": (
             "ConfigOptions",
+            "footprint_configured",
             "measure_configured",
             "read_options",
             "state_copies_of",
@@ -117,9 +150,31 @@ __getattr__ = lazy(
             "Exchange",
             "default_exchange",
         ),
+        ".fake_device": (
+            "TENSOR_STYLES",
+            "measure_footprint",
+        ),
         ".fit": (
             "Measurement",
             "fit_machine",
+        ),
+        ".footprint": (
+            "FORMATS",
+            "Footprint",
+            "Tie",
+            "Unit",
+        ),
+        ".grid_choice": (
+            "Compute",
+            "GridChoice",
+            "GridPlan",
+            "HEADROOM",
+            "choose_grid",
+            "plan_grids",
+        ),
+        ".grid_shapes": (
+            "GridShape",
+            "SCHEDULES",
         ),
         ".machine": (
             "Costs",
@@ -151,6 +206,7 @@ __getattr__ = lazy(
         ),
         ".profiling": (
             "Subject",
+            "find_subject",
             "load_subject",
             "measure_profile",
         ),

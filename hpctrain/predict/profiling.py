@@ -21,7 +21,7 @@ from hpctrain.replica import choose_update, optimizer_facts
 from hpctrain.tables import count_of
 from hpctrain.world import keep_freed_memory
 
-__all__ = ["Subject", "load_subject", "measure_profile"]
+__all__ = ["Subject", "find_subject", "load_subject", "measure_profile"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +186,15 @@ def load_subject(where: str) -> Subject:
     Raises:
         ConfigError: there is no such file or function, or it returns something else.
     """
+    return find_subject(where)()
+
+
+def find_subject(where: str) -> Callable[[], Subject]:
+    """The function `NAME` of `FILE.py:NAME`, which raises where it returns something else.
+
+    Raises:
+        ConfigError: there is no such file or function.
+    """
     path, _, name = where.rpartition(":")
     if not path or not name.isidentifier():
         raise ConfigError(f"--subject {where}: write FILE.py:NAME, NAME a function in the file")
@@ -203,10 +212,14 @@ def load_subject(where: str) -> Subject:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"--subject {where}: {path} has no function {name}")
-    subject = function()
-    if not isinstance(subject, Subject):
-        raise ConfigError(
-            f"--subject {where}: {name}() returned a {type(subject).__name__}, and must return a "
-            "hpctrain.predict.Subject"
-        )
-    return subject
+
+    def make() -> Subject:
+        subject = function()
+        if not isinstance(subject, Subject):
+            raise ConfigError(
+                f"--subject {where}: {name}() returned a {type(subject).__name__}, and must return "
+                "a hpctrain.predict.Subject"
+            )
+        return subject
+
+    return make

@@ -31,19 +31,22 @@ if TYPE_CHECKING:
     from hpctrain.train.directory import read_summary
     from hpctrain.train.display import follow, show_once
     from hpctrain.train.figures import time_steps
-    from hpctrain.train.memory import Memory
+    from hpctrain.train.memory import SHARDS, Memory, ShardLevel, UnitSize
     from hpctrain.train.plan import count_samples, plan_ahead
     from hpctrain.train.progress import Monitor
     from hpctrain.train.trainer import Trainer
 
 __all__ = [
+    "SHARDS",
     "Checkpoint",
     "Config",
     "Faults",
     "Logging",
     "Memory",
     "Monitor",
+    "ShardLevel",
     "Trainer",
+    "UnitSize",
     "build_data",
     "build_models",
     "build_optimizer",
@@ -99,7 +102,12 @@ __getattr__ = lazy(
             "show_once",
         ),
         ".figures": ("time_steps",),
-        ".memory": ("Memory",),
+        ".memory": (
+            "Memory",
+            "SHARDS",
+            "ShardLevel",
+            "UnitSize",
+        ),
         ".plan": (
             "count_samples",
             "plan_ahead",

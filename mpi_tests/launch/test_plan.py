@@ -94,6 +94,24 @@ def test_profiles_from_a_configuration_and_from_a_function(folder):
     assert profile.compute_s > 0
 
 
+def test_grids_of_a_configuration_and_of_a_function(folder):
+    words = ["plan", "--memory", "own.toml", "--ranks", "2,4", "--memory-per-rank", "1GB"]
+    done = hpctrain(*words, "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "step times are not predicted" in done.stderr
+    for plan in json.loads(done.stdout)["plans"]:
+        assert plan["proposal"]["shape"] == {"data": plan["num_ranks"], "pipeline": 1, "tensor": 1}
+        assert plan["proposal"]["micro_batches"] * plan["proposal"]["micro_batch"] == (
+            24 // plan["num_ranks"]
+        )
+    words = ["plan", "--memory", "--subject", "own.py:subject", "--ranks", "2"]
+    timed = [*words, "--machine", "perlmutter-gpu", "--tflops", "1e-3"]
+    done = hpctrain(*timed, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("SIMULATED: Sequential")
+    assert "take it by Grid(world, data=2, pipeline=1, tensor=1)" in done.stdout
+
+
 @slow
 def test_this_machine_becomes_a_file(tmp_path):
     done = hpctrain("bench", "fit", "--ranks", "1,2", "--repeats", "2", "mine.toml", cwd=tmp_path)

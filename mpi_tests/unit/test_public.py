@@ -45,9 +45,10 @@ FLAGS = {
     "plan": (
         "--accumulate --activation-mib --bucket-mib --cycle-ms --drop-last --efficiency "
         "--engine --epochs --global-batch --help --json --keep --machine --machines "
-        "--measure-profile --profile --ranks --ranks-per-node --rehearse --repeats --requeue "
-        "--samples --save-dir --site --state-copies --subject --time --topology "
-        "--train-samples --warmup-steps --wire --wire-bits -h"
+        "--measure-profile --memory --memory-per-rank --micro-batch --precision --profile --ranks "
+        "--ranks-per-node --rehearse --repeats --requeue --samples --save-dir --schedule --site "
+        "--state-copies --subject --tensor --tflops --time --topology --train-samples "
+        "--warmup-steps --wire --wire-bits -h"
     ),
     "pack": "--help --output --prefix -h -o",
 }

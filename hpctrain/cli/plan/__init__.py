@@ -17,6 +17,7 @@ from hpctrain.cli.plan.predicting import (
     profile_from,
     take_config,
 )
+from hpctrain.cli.plan.sizing import add_sizing, check_sizing, print_grids
 from hpctrain.engines import communicating_names
 from hpctrain.errors import ConfigError
 from hpctrain.predict import TOPOLOGIES, write_profile
@@ -29,8 +30,8 @@ A profile is what one rank does in a step. It is measured on this machine, from 
 a function that returns a hpctrain.predict.Subject; a machine is one of --machines, or what
 `hpctrain bench fit` wrote. All predictions are simulated and labelled so.
 
-exit codes: 0 success; 1 a rehearsal found an error, or something failed; 2 the command line or a
-file is wrong
+exit codes: 0 success; 1 a rehearsal found an error, no grid fits, or something failed; 2 the
+command line or a file is wrong
 
 examples:
   hpctrain plan train.toml --machine cpu-ethernet-25g --ranks 8,64
@@ -39,6 +40,9 @@ examples:
   hpctrain plan --profile p.json --machine mine.toml --ranks 64 --global-batch 8192 --json
   hpctrain plan --rehearse --profile p.json --machine frontier --ranks 512 --global-batch 8192 \\
       --samples 1281167 --epochs 90 --time 12h --site frontier --save-dir runs
+  hpctrain plan --memory --subject train.py:subject --ranks 64 --memory-per-rank 80GB
+  hpctrain plan --memory --subject train.py:subject --ranks 64 --machine perlmutter-gpu \\
+      --tflops 120 --precision bf16 --tensor '*.up=column' --tensor '*.down=row'
 """
 
 
@@ -67,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--train-samples", type=_count, default=0, metavar="N", help="for node-hours")
     what.add_argument("--efficiency", type=float, default=0.8, metavar="E", help="still worth it")
     _add_rehearsal(parser.add_argument_group("rehearsing a job on virtual ranks"))
+    add_sizing(parser.add_argument_group("models larger than a device"))
     own = parser.add_argument_group("measuring a profile")
     own.add_argument("--measure-profile", type=Path, metavar="OUT", help="write OUT and exit")
     own.add_argument("--subject", metavar="FILE:NAME", help="what to measure")
@@ -101,11 +106,14 @@ def _add_rehearsal(group: argparse._ArgumentGroup) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """List, measure, rehearse or predict."""
+    """List, measure, rehearse, plan grids or predict."""
     if args.machines:
         return print_list(as_json=args.json)
     _check_rehearsal(args)
+    check_sizing(args)
     take_config(args)
+    if args.memory:
+        return print_grids(args)
     if args.measure_profile:
         return _measure(args)
     if args.rehearse:

@@ -25,6 +25,7 @@ from hpctrain.wire import BITS, NONE
 
 __all__ = [
     "check_given",
+    "check_network",
     "check_ranks",
     "machine_from",
     "parse_ranks",
@@ -111,7 +112,7 @@ def check_ranks(args: argparse.Namespace, machine: Machine, num_ranks: int) -> N
     Raises:
         ConfigError: with what is in the way.
     """
-    _check_network(args, machine, num_ranks)
+    check_network(args, machine, num_ranks)
     if args.global_batch is None or args.global_batch % (num_ranks * args.accumulate) == 0:
         return
     raise ConfigError(
@@ -121,7 +122,7 @@ def check_ranks(args: argparse.Namespace, machine: Machine, num_ranks: int) -> N
     )
 
 
-def _check_network(args: argparse.Namespace, machine: Machine, num_ranks: int) -> None:
+def check_network(args: argparse.Namespace, machine: Machine, num_ranks: int) -> None:
     """A network that was never measured would cost nothing."""
     num_nodes = -(-num_ranks // machine.ranks_per_node)
     if num_nodes > 1 and machine.costs_of(args.engine).inter.is_unknown:

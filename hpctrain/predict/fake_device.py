@@ -1,0 +1,233 @@
+"""Measure a footprint without memory: one micro-batch on torch's fake device. Needs torch.
+
+Fake tensors have shapes and formats and no data, so that a model of any size runs through forward
+and backward on a login node. What forward keeps for backward is counted where autograd keeps it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from hpctrain.errors import ConfigError
+from hpctrain.predict.footprint import FORMATS, Footprint
+from hpctrain.predict.unit_watch import UnitWatch
+
+__all__ = ["TENSOR_STYLES", "StepParts", "measure_footprint", "state_copies", "units_of"]
+
+TENSOR_STYLES = ("column", "row")
+_LARGE = 0.5
+"""A module with more than this part of all parameters is opened: it is too large for one unit."""
+_PROBE = 64
+
+
+class StepParts(Protocol):
+    """What a step consists of; `hpctrain.predict.Subject` is one."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What trains it."""
+
+    @property
+    def loss(self) -> Callable[[], Tensor]:
+        """Forward of one micro-batch."""
+
+    @property
+    def batch(self) -> int:
+        """Samples of the micro-batch."""
+
+
+def measure_footprint(
+    make: Callable[[], StepParts],
+    *,
+    precision: str = "fp32",
+    tensor: Mapping[str, str] | None = None,
+    name: str = "",
+) -> Footprint:
+    """Run one micro-batch on the fake device.
+
+    Args:
+        make: Builds the model, the optimizer and the micro-batch; it is called on the fake device,
+            where nothing has memory.
+        precision: As `hpctrain.distribute` takes it.
+        tensor: Name patterns of modules that tensor parallelism divides, and `column` or `row`.
+        name: What the model is called; empty: its class.
+
+    Raises:
+        ConfigError: the model does not run there, with what failed; a pattern matches nothing.
+    """
+    if precision not in FORMATS:
+        raise ConfigError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")
+    # What a data set or a file brought has data, and becomes fake where it is first used.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with _replacing_parameters(), _refusing("the model cannot be built", _BUILT):
+            parts = make()
+        model = parts.model
+        _check_device(model)
+        styles = _match(model, tensor or {})
+        with _refusing(f"{type(model).__name__} does not run", _RUN):
+            watch = UnitWatch(model, units_of(model), styles)
+            watch.run(parts.loss, precision)
+    copies = max(
+        (state_copies(parts.optimizer, group) for group in parts.optimizer.param_groups), default=0
+    )
+    return Footprint(
+        model=name or type(model).__name__,
+        batch=parts.batch,
+        units=watch.units(),
+        state_copies=copies,
+        precision=precision,
+        transient_bytes=watch.transient_bytes,
+        ties=watch.ties,
+        tensor_sizes={
+            where: _divided_size(model.get_submodule(where), style)
+            for where, style in styles.items()
+        },
+    )
+
+
+_BUILT = "build it without looking at values, and on the CPU"
+_RUN = "forward must not look at values: no item(), no nonzero(), no branch on a tensor"
+
+
+@contextmanager
+def _refusing(what: str, cure: str) -> Iterator[None]:
+    """Name what failed on the fake device."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        told = str(error).strip().split("\n")[0] or "no message"
+        raise ConfigError(
+            f"{what} on the fake device, where tensors have no data: {type(error).__name__}: "
+            f"{told}; {cure}"
+        ) from error
+
+
+@contextmanager
+def _replacing_parameters() -> Iterator[None]:
+    """Let `model.to(...)` and `model.half()` work: torch cannot swap parameters that are fake.
+
+    New parameters come into their places, each once where modules share it.
+    """
+    original = nn.Module._apply
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+        for name, old in self._parameters.items():
+            if old is None:
+                continue
+            with torch.no_grad():
+                new = fn(old)
+            if new is not old:
+                fresh = nn.Parameter(new, requires_grad=old.requires_grad)
+                self._parameters[name] = made.setdefault(id(old), (old, fresh))[1]
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _check_device(model: nn.Module) -> None:
+    """Autograd ends the process where tensors are on a device that this torch does not have."""
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    for kind in sorted(kinds - {"cpu", "meta"}):
+        module = getattr(torch, kind, None)
+        if module is None or not module.is_available():
+            raise ConfigError(
+                f"{type(model).__name__} is on {kind}, which is not here; build it on the CPU to "
+                "measure it: bytes are the same"
+            )
+
+
+def units_of(model: nn.Module) -> list[str]:
+    """The names of the modules that are not cut, in the order of the module tree.
+
+    Lists and sequences of modules are opened, and so is a module with more than half of all
+    parameters that has modules of its own.
+    """
+    total = sum(p.numel() for p in model.parameters())
+
+    def is_opened(module: nn.Module) -> bool:
+        if not any(True for _ in module.children()):
+            return False
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            return True
+        return sum(p.numel() for p in module.parameters()) > _LARGE * total
+
+    def found(module: nn.Module, before: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            where = f"{before}{name}"
+            if is_opened(child):
+                yield from found(child, f"{where}.")
+            else:
+                yield where
+
+    return list(found(model, "")) or [""]
+
+
+def _match(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+    """By name of a module: how it is divided."""
+    styles: dict[str, str] = {}
+    for pattern, style in patterns.items():
+        if style not in TENSOR_STYLES:
+            raise ConfigError(
+                f"tensor pattern {pattern!r} is {style!r}; choose {' or '.join(TENSOR_STYLES)}"
+            )
+        names = [
+            name
+            for name, module in model.named_modules()
+            if fnmatchcase(name, pattern) and isinstance(module, nn.Linear | nn.Embedding)
+        ]
+        if not names:
+            raise ConfigError(
+                f"tensor pattern {pattern!r} matches no nn.Linear or nn.Embedding of "
+                f"{type(model).__name__}; its modules are called as in named_modules()"
+            )
+        styles |= dict.fromkeys(names, style)
+    return styles
+
+
+def _divided_size(module: nn.Module, style: str) -> int:
+    """The size that the ranks of a tensor group divide among them."""
+    weight = module.get_parameter("weight")
+    rows = (style == "row") == isinstance(module, nn.Embedding)
+    return weight.shape[0 if rows else 1]
+
+
+def state_copies(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
+    """What the optimizer holds for a byte of weights: measured on one small matrix, for real."""
+    dtype = next((p.dtype for p in group["params"]), torch.float32)
+    weight = nn.Parameter(torch.zeros(_PROBE, _PROBE, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    probe = copy.copy(optimizer)
+    probe.state = type(optimizer.state)(dict)
+    probe.param_groups = [{**group, "params": [weight]}]
+    probe.step()
+    held = [
+        value.numel() * value.element_size()
+        for value in tree_leaves(dict(probe.state[weight]))
+        if isinstance(value, Tensor) and value.dim() > 0
+    ]
+    return sum(held) / (weight.numel() * weight.element_size())

@@ -1,0 +1,367 @@
+"""What one grid costs a rank: bytes it holds, bytes it sends, seconds of a step. Pure; simulated.
+
+The bytes are those of `hpctrain.train.Memory`, the seconds those of the replay of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.predict.costs import RankLayout, allreduce_s, slowest_of
+from hpctrain.predict.exchange import Exchange, default_exchange
+from hpctrain.predict.footprint import Footprint, Unit
+from hpctrain.predict.grid_shapes import (
+    GridShape,
+    Group,
+    ScheduleName,
+    group_of,
+    in_flight,
+    shared_link,
+)
+from hpctrain.predict.machine import Machine
+from hpctrain.predict.model import replay
+from hpctrain.predict.profile import Layer
+from hpctrain.train import Memory, ShardLevel, UnitSize
+
+__all__ = [
+    "Cut",
+    "RankBytes",
+    "SentBytes",
+    "StepTime",
+    "bytes_of",
+    "sent_by",
+    "time_of",
+    "unit_costs",
+]
+
+_BACKWARD = 2 / 3
+"""The part of computing that is backward: two products for each of forward's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """A model on a grid: everything that a rank's costs follow from."""
+
+    footprint: Footprint
+    shape: GridShape
+    shard: ShardLevel
+    stages: tuple[range, ...]
+    """By stage: its units."""
+    micro_batches: int
+    micro_batch: int
+    """Samples."""
+    schedule: ScheduleName = "1f1b"
+
+    def units(self, stage: int) -> list[Unit]:
+        """Of a stage."""
+        return [self.footprint.units[index] for index in self.stages[stage]]
+
+    def scaled(self, of_batch: float) -> int:
+        """What the measured batch has, for a micro-batch: in proportion."""
+        return round(of_batch * self.micro_batch / self.footprint.batch)
+
+    def part(self, whole: float, divided: float) -> float:
+        """What is left of a whole on one rank of a tensor group that divides a part of it."""
+        return whole - divided * (1 - 1 / self.shape.tensor)
+
+    def received(self, stage: int) -> int:
+        """Bytes that a stage gets from the one before it, of a micro-batch."""
+        first = self.stages[stage].start
+        return self.scaled(self.footprint.units[first - 1].output_bytes) if stage else 0
+
+    def sent(self, stage: int) -> int:
+        """Bytes that a stage gives to the one after it, of a micro-batch."""
+        last = stage == len(self.stages) - 1
+        return 0 if last else self.scaled(self.units(stage)[-1].output_bytes)
+
+    def weights(self, stage: int) -> tuple[int, int]:
+        """Bytes of a stage's weights and of those that are trained, as the model stores them."""
+        sizes = [self.unit_bytes(unit) for unit in self.units(stage)]
+        mine = self.stages[stage]
+        tied = sum(
+            tie.num_bytes
+            for tie in self.footprint.ties
+            if tie.other in mine and tie.first not in mine
+        )
+        return sum(size for size, _ in sizes) + tied, sum(size for _, size in sizes) + tied
+
+    def unit_bytes(self, unit: Unit) -> tuple[int, int]:
+        """Bytes of a unit's weights on a rank, and of those that are trained."""
+        divided = min(unit.trained, unit.tensor_weights)
+        return (
+            round(self.part(unit.weights, unit.tensor_weights)),
+            round(self.part(unit.trained, divided)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBytes:
+    """What a rank of one stage needs."""
+
+    stage: int
+    weights: int
+    gradients: int
+    state: int
+    activations: int
+    """Of all micro-batches under way."""
+    gathered: int
+    """Whole weights and gradients, where they are sharded, while a unit computes."""
+    transient: int
+    """What an operation makes and drops again."""
+
+    @property
+    def held(self) -> int:
+        """From step to step."""
+        return self.weights + self.gradients + self.state
+
+    @property
+    def total(self) -> int:
+        """At the most, at any one time."""
+        return self.held + self.activations + self.gathered + self.transient
+
+
+def bytes_of(cut: Cut, stage: int, *, shared_by: int = 1) -> RankBytes:
+    """What a rank of a stage needs.
+
+    Args:
+        cut: The model on the grid.
+        stage: Which.
+        shared_by: Ranks of a node that add up in its shared memory; 1: none do.
+    """
+    footprint, form = cut.footprint, cut.footprint.format
+    weights, trained = cut.weights(stage)
+    units = cut.units(stage)
+    memory = Memory.estimate(
+        weights=round(weights * form.stored),
+        gradients=round(trained * form.stored),
+        optimizer_state=round(trained * (footprint.state_copies + form.master)),
+        ranks_per_node=shared_by,
+        shares_memory=shared_by > 1,
+        shards_update=shared_by > 1,
+        shard=cut.shard,
+        num_shards=cut.shape.data,
+        units=[
+            UnitSize(round(whole * form.computed), reduced)
+            for whole, reduced in map(cut.unit_bytes, units)
+        ],
+    )
+    count = in_flight(cut.schedule, cut.micro_batches, cut.shape.pipeline, stage)
+    kept = sum(cut.part(unit.activation_bytes, unit.tensor_activation_bytes) for unit in units)
+    # A sharded model is gathered in the format that it computes in: nothing is cast.
+    casts = cut.shard in ("none", "state")
+    cast = sum(unit.cast_bytes for unit in units) if casts else 0
+    held = -(-memory.per_node // shared_by)
+    state = _held_state(memory, cut, shared_by)
+    own = memory.weights
+    if cut.shard in ("gradients", "parameters"):
+        own = -(-memory.weights // cut.shape.data)
+    return RankBytes(
+        stage=stage,
+        weights=own + sum(unit.buffer_bytes for unit in units),
+        gradients=held - own - state,
+        state=state,
+        activations=count * (cut.scaled(kept) + cast + cut.received(stage)),
+        gathered=memory.gathered,
+        transient=cut.scaled(footprint.transient_bytes),
+    )
+
+
+def _held_state(memory: Memory, cut: Cut, shared_by: int) -> int:
+    if shared_by > 1:
+        return memory.optimizer_state // shared_by
+    shards = 1 if cut.shard == "none" else cut.shape.data
+    return -(-memory.optimizer_state // shards)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentBytes:
+    """What a rank sends in a step, by dimension of the grid."""
+
+    data: int
+    pipeline: int
+    tensor: int
+
+
+def sent_by(cut: Cut, stage: int) -> SentBytes:
+    """What a rank of a stage sends in a step."""
+    weights, trained = cut.weights(stage)
+    computed = weights * cut.footprint.format.computed
+    data, tensor = cut.shape.data, cut.shape.tensor
+    times = cut.micro_batches
+    moved = {
+        "none": 2.0 * trained,
+        "state": 1.0 * trained + weights,
+        "gradients": times * (computed + trained),
+        "parameters": times * (2 * computed + trained),
+    }[cut.shard]
+    inside = sum(unit.tensor_message_bytes for unit in cut.units(stage))
+    return SentBytes(
+        data=round(moved * (data - 1) / data),
+        pipeline=times * (cut.received(stage) + cut.sent(stage)),
+        tensor=round(2 * times * cut.scaled(inside) * (tensor - 1) / tensor),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step and of its parts. Simulated."""
+
+    step_s: float
+    compute_s: float
+    """Forward and backward of the slowest stage, all micro-batches."""
+    bubble_s: float
+    """While a stage has no micro-batch to work on."""
+    tensor_s: float
+    data_s: float
+    """Communication over the data dimension that computing does not hide."""
+    pipeline_s: float
+    update_s: float
+
+
+def time_of(
+    cut: Cut,
+    machine: Machine,
+    layout: RankLayout,
+    *,
+    compute_s: float,
+    update_s: float = 0.0,
+    engine: str | None = None,
+) -> StepTime:
+    """A step on a grid, on the clock of the slowest rank.
+
+    Args:
+        cut: The model on the grid.
+        machine: How ranks are connected.
+        layout: All ranks on nodes.
+        compute_s: Forward and backward of the measured batch, of the whole model on one rank.
+        update_s: The whole model's update on one rank.
+        engine: Whose costs of the machine count.
+    """
+    shape, times = cut.shape, cut.micro_batches
+    slow = machine.slowdown(layout.local_ranks) * slowest_of(layout.num_ranks, machine.jitter)
+    seconds = _unit_seconds(cut, slow * compute_s)
+    passes = [sum(seconds[index] for index in stage) for stage in cut.stages]
+    tensor = group_of(shape.tensor, 1, layout)
+    inside = [
+        sum(_messages_s(cut, unit, tensor, machine, engine) for unit in cut.units(stage))
+        for stage in range(shape.pipeline)
+    ]
+    ticks = [one + two for one, two in zip(passes, inside, strict=True)]
+    slowest = max(range(shape.pipeline), key=ticks.__getitem__)
+    hop = _hop_s(cut, layout, machine, engine)
+    # What is sent while the next micro-batch computes costs nothing, unless it takes longer.
+    tick = max(ticks[slowest], 2 * hop)
+    group = group_of(shape.data, shape.pipeline * shape.tensor, layout)
+    exchange = default_exchange(
+        engine,
+        group.layout,
+        gradient_bytes=cut.weights(slowest)[1],
+        on_gpu=machine.memory_bytes_per_device > 0,
+    )
+    data = max(
+        _exposed_s(cut, stage, seconds, passes[stage], group, machine, exchange)
+        for stage in range(shape.pipeline)
+    )
+    update = update_s * _update_share(cut, group, exchange)
+    update *= machine.slowdown(layout.local_ranks)
+    bubble = (shape.pipeline - 1) * tick
+    step = times * tick + bubble + 2 * (shape.pipeline - 1) * hop + data + update
+    return StepTime(
+        step_s=step,
+        compute_s=times * passes[slowest],
+        bubble_s=bubble,
+        tensor_s=times * inside[slowest],
+        data_s=data,
+        pipeline_s=2 * (shape.pipeline - 1) * hop + times * (tick - ticks[slowest]),
+        update_s=update,
+    )
+
+
+def _update_share(cut: Cut, group: Group, exchange: Exchange) -> float:
+    """The part of the whole model's update that the busiest rank makes."""
+    whole = sum(unit.trained for unit in cut.footprint.units)
+    most = max(cut.weights(stage)[1] for stage in range(cut.shape.pipeline))
+    divided = cut.shape.data
+    if cut.shard == "none":
+        divided = group.layout.local_ranks if exchange.divided_update else 1
+    return most / max(1, whole) / divided
+
+
+def unit_costs(footprint: Footprint, tensor: int = 1) -> list[float]:
+    """What units cost relative to each other: operations, or bytes where none were counted."""
+    counted = [unit.flops - unit.tensor_flops * (1 - 1 / tensor) for unit in footprint.units]
+    if any(counted):
+        return counted
+    return [float(unit.weights + unit.activation_bytes) for unit in footprint.units]
+
+
+def _unit_seconds(cut: Cut, compute_s: float) -> list[float]:
+    """Of a micro-batch, by unit."""
+    whole = sum(unit_costs(cut.footprint))
+    scale = compute_s * cut.micro_batch / cut.footprint.batch / whole
+    return [cost * scale for cost in unit_costs(cut.footprint, cut.shape.tensor)]
+
+
+def _messages_s(cut: Cut, unit: Unit, group: Group, machine: Machine, engine: str | None) -> float:
+    """Allreduces of a unit over its tensor group, of a micro-batch; computing waits for each."""
+    if not unit.tensor_messages:
+        return 0.0
+    size = cut.scaled(unit.tensor_message_bytes) / unit.tensor_messages
+    costs = group.costs(machine.costs_of(engine))
+    return unit.tensor_messages * allreduce_s(size, group.layout, costs)
+
+
+def _hop_s(cut: Cut, layout: RankLayout, machine: Machine, engine: str | None) -> float:
+    """One micro-batch from a stage to the next, at the widest place."""
+    if cut.shape.pipeline == 1:
+        return 0.0
+    most = max(cut.sent(stage) for stage in range(cut.shape.pipeline))
+    group = group_of(cut.shape.pipeline, cut.shape.tensor, layout)
+    costs = machine.costs_of(engine)
+    if group.layout.num_nodes == 1:
+        return costs.intra.latency_s + most / costs.intra.bytes_per_s
+    # Where a node ends, all of a tensor group send at the same time.
+    link = shared_link(costs.inter, min(cut.shape.tensor, layout.local_ranks))
+    return link.latency_s + most / link.bytes_per_s
+
+
+def _exposed_s(
+    cut: Cut,
+    stage: int,
+    seconds: Sequence[float],
+    pass_s: float,
+    group: Group,
+    machine: Machine,
+    exchange: Exchange,
+) -> float:
+    """Communication of a stage over the data dimension that computing does not hide."""
+    if cut.shape.data == 1:
+        return 0.0
+    costs = group.costs(machine.costs_of(exchange.engine))
+
+    def half_s(size: float) -> float:
+        """An allgather or a reduce-scatter: one of the two halves of an allreduce."""
+        return allreduce_s(size, group.layout, costs) / 2
+
+    sizes = [cut.unit_bytes(unit) for unit in cut.units(stage)]
+    if cut.shard in ("none", "state"):
+        layers = [
+            Layer(
+                name=unit.name,
+                backward_s=_BACKWARD * seconds[index],
+                gradient_bytes=cut.unit_bytes(unit)[1],
+            )
+            for index, unit in reversed(list(zip(cut.stages[stage], cut.units(stage), strict=True)))
+        ]
+        is_whole = cut.shard == "none"
+        cost = (lambda size: 2 * half_s(size)) if is_whole else half_s
+        line = replay(layers, exchange, cost, num_ranks=cut.shape.data)
+        return line.exposed_s + (0.0 if is_whole else half_s(cut.weights(stage)[0]))
+    computed = cut.footprint.format.computed
+    gathers = 2 if cut.shard == "parameters" else 1
+    moving = sum(gathers * half_s(w * computed) + half_s(g) for w, g in sizes)
+    # Nothing hides the first unit's weights on their way, nor its gradients, which are the last.
+    ends = half_s(sizes[0][0] * computed) + half_s(sizes[0][1])
+    hidden = pass_s if exchange.overlap else 0.0
+    return cut.micro_batches * max(moving - hidden, ends)
