@@ -29,7 +29,7 @@ SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {
 }
 _MOST_FLOWS = 8
 # Older ones keep the outputs of the last stage until the next step.
-_KEEP_NO_OUTPUTS: dict[str, bool] = (
+_KEEP_NO_OUTPUTS: dict[str, Any] = (
     {"return_outputs": False}
     if "return_outputs" in inspect.signature(PipelineScheduleSingle.step).parameters
     else {}
@@ -60,7 +60,7 @@ class FlowKey(NamedTuple):
 
     batch: tuple[TensorFacts, ...]
     """One micro-batch as it enters the first stage."""
-    count: int
+    num: int
     """How many micro-batches."""
     trains: bool
     """Whether there is a backward pass."""
@@ -100,18 +100,19 @@ class Flow:
             group=place.group,
         )
         # With fewer micro-batches than stages the two schedules are the same.
-        chosen = SCHEDULES[schedule if key.count >= place.num_stages else "gpipe"]
+        chosen = SCHEDULES[schedule if key.num >= place.num_stages else "gpipe"]
         if not key.trains:
             chosen = ScheduleGPipe
         self._schedule = chosen(
-            stage, key.count, loss_fn=loss if key.trains else None, scale_grads=False
+            stage, key.num, loss_fn=loss if key.trains else None, scale_grads=False
         )
 
     def learn(self, inputs: Sequence[Tensor], target: Tensor) -> None:
         """Collective over the stages: forward and backward of all micro-batches."""
         given = inputs if self.place.is_first else ()
-        wanted = {"target": target} if self.place.is_last else {}
-        self._schedule.step(*given, **wanted, **_KEEP_NO_OUTPUTS)
+        self._schedule.step(
+            *given, target=target if self.place.is_last else None, **_KEEP_NO_OUTPUTS
+        )
 
     def evaluate(self, inputs: Sequence[Tensor]) -> Any:
         """Collective over the stages: forward alone; what comes out, on the last stage."""

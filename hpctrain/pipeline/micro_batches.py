@@ -24,13 +24,13 @@ class Run(NamedTuple):
     """The first row of the batch that is in it."""
     size: int
     """Rows in each micro-batch."""
-    count: int
+    num: int
     """How many micro-batches."""
 
     @property
     def stop(self) -> int:
         """The row after its last."""
-        return self.start + self.size * self.count
+        return self.start + self.size * self.num
 
 
 def divide_batch(num_rows: int, micro_batches: int) -> tuple[Run, ...]:
@@ -48,7 +48,7 @@ def divide_batch(num_rows: int, micro_batches: int) -> tuple[Run, ...]:
         return ()
     size, num_larger = divmod(num_rows, count)
     runs = [Run(0, size + 1, num_larger), Run(num_larger * (size + 1), size, count - num_larger)]
-    return tuple(run for run in runs if run.count)
+    return tuple(run for run in runs if run.num)
 
 
 def num_rows_of(tensors: Sequence[Any]) -> int:

@@ -155,13 +155,13 @@ class PipelineRunner:
         given = rows_of(inputs, run.start, run.stop)
         wanted = target[run.start : run.stop]
         if self._place.num_stages > 1:
-            flow = self._flows.take(FlowKey(_micro_facts(given, run), run.count, trains=True))
+            flow = self._flows.take(FlowKey(_micro_facts(given, run), run.num, trains=True))
             flow.learn(given, wanted)
             return
-        for n in range(run.count):
+        for n in range(run.num):
             rows = slice(n * run.size, (n + 1) * run.size)
             output = self._call(self.model, tuple(one[rows] for one in given))
-            self._weighed_loss(output, wanted[rows]).backward()
+            torch.autograd.backward(self._weighed_loss(output, wanted[rows]))
 
     def _weighed_loss(self, output: Any, target: Tensor) -> Tensor:
         """What torch differentiates for one micro-batch."""
@@ -194,14 +194,14 @@ class PipelineRunner:
             with torch.no_grad():
                 parts = [
                     _as_list(self._call(self.model, rows_of(given, n, n + run.size)))
-                    for n in range(0, run.size * run.count, run.size)
+                    for n in range(0, run.size * run.num, run.size)
                 ]
             return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
         facts = _micro_facts(given, run)
-        output = self._flows.take(FlowKey(facts, run.count, trains=False)).evaluate(given)
+        output = self._flows.take(FlowKey(facts, run.num, trains=False)).evaluate(given)
         found = []
         for number, one in enumerate(self._shapes[facts, False].result):
-            shape = (one.shape[0] * run.count, *one.shape[1:])
+            shape = (one.shape[0] * run.num, *one.shape[1:])
             whole = torch.empty(shape, dtype=one.dtype, device=self._place.device)
             if self._place.is_last:
                 whole.copy_(_as_list(output)[number])
@@ -341,7 +341,7 @@ class PipelineRunner:
             if stage == place.stage:
                 mine = given
                 told = self._look(given, trains=trains)
-                if trains and place.is_last and told[1] is None and target is not None:
+                if loss_fn and target is not None and place.is_last and told[1] is None:
                     one = _one_target(target, facts)
                     told = told[0], look_at_loss(loss_fn, told[0], one, place.device)
             given, trouble = comm.bcast(told, root=stage)

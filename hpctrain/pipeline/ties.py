@@ -81,9 +81,8 @@ def _sum_fused(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
     with torch.no_grad():
         flat = torch.cat([_gradient(p).reshape(-1) for p in parameters])
         engine.allreduce_(flat, what="gradients of tied weights")
-        for parameter, part in zip(
-            parameters, flat.split([p.numel() for p in parameters]), strict=True
-        ):
+        parts = torch.split(flat, [p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
             if parameter.grad is None:
                 parameter.grad = part.view_as(parameter).clone()
             else:

@@ -10,6 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.pipeline_bubble import (
+    BACKWARD_S,
+    FORWARD_S,
+    bubble_of,
+    expected_bubble,
+    make_variants,
+)
 from hpctrain.errors import ConfigError
 from hpctrain.pipeline import LayerCost, balance_stages, divide_batch
 from hpctrain.pipeline.chain import Layer, chain_of
@@ -80,7 +87,7 @@ def test_micro_batches_have_each_row_once(num_rows, micro_batches):
     runs = divide_batch(num_rows, micro_batches)
     rows = [row for run in runs for row in range(run.start, run.stop)]
     assert rows == list(range(num_rows))
-    assert sum(run.count for run in runs) == min(num_rows, micro_batches)
+    assert sum(run.num for run in runs) == min(num_rows, micro_batches)
     sizes = [run.size for run in runs]
     assert not sizes or max(sizes) - min(sizes) <= 1
     assert len(runs) == (
@@ -308,3 +315,15 @@ def test_losses_that_cannot_be_differentiated():
     assert "shape (3, 4)" in look_at_loss(each, output, target, CPU)
     assert "returned float" in look_at_loss(lambda *_: 1.0, output, target, CPU)
     assert look_at_loss(lambda o, t: o.sum().item(), output, target, CPU) is None  # not seen here
+
+
+def test_the_bubble_that_a_pipeline_should_have():
+    assert expected_bubble(1, 8) == 0
+    assert expected_bubble(3, 12) == pytest.approx(2 / 14)
+    work = FORWARD_S + BACKWARD_S
+    for num_stages, micro_batches in ((2, 8), (4, 4)):
+        step = (micro_batches + num_stages - 1) * work  # fill, work, drain
+        assert bubble_of(step, micro_batches) == pytest.approx(
+            expected_bubble(num_stages, micro_batches)
+        )
+    assert [v.name for v in make_variants(("alone", "1f1b"), [2])] == ["alone-2", "1f1b-2"]
