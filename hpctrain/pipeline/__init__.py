@@ -1,0 +1,38 @@
+"""Floor 4: a model in stages on several ranks, which micro-batches pass one after the other.
+
+Names are loaded on first use: balancing stages needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.doors import lazy
+
+if TYPE_CHECKING:
+    from hpctrain.pipeline.balancing import LayerCost, balance_stages
+    from hpctrain.pipeline.cutting import Cut, StageModel
+    from hpctrain.pipeline.micro_batches import divide_batch
+    from hpctrain.pipeline.running import PipelineRunner
+    from hpctrain.pipeline.splitting import cut_model
+
+__all__ = [
+    "Cut",
+    "LayerCost",
+    "PipelineRunner",
+    "StageModel",
+    "balance_stages",
+    "cut_model",
+    "divide_batch",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        ".balancing": ("LayerCost", "balance_stages"),
+        ".cutting": ("Cut", "StageModel"),
+        ".micro_batches": ("divide_batch",),
+        ".running": ("PipelineRunner",),
+        ".splitting": ("cut_model",),
+    },
+)

@@ -1,0 +1,435 @@
+"""A pipeline at work: a batch goes through all stages and comes back as gradients.
+
+Every call is checked on all ranks before anything is sent, so that all of them raise together.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpctrain.engines import Op
+from hpctrain.errors import ConfigError
+from hpctrain.pipeline.cutting import StageModel
+from hpctrain.pipeline.flow import SCHEDULES, Flow, FlowKey, Flows, Place
+from hpctrain.pipeline.micro_batches import (
+    Run,
+    check_micro_batches,
+    divide_batch,
+    num_rows_of,
+    rows_of,
+    trouble_with_batch,
+)
+from hpctrain.pipeline.shapes import TensorFacts, look_at_loss, look_at_stage
+from hpctrain.pipeline.ties import TiedWeights
+from hpctrain.world import agree
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+    from hpctrain.grid import Grid
+
+__all__ = ["PipelineRunner"]
+
+Call = Callable[[nn.Module, tuple[Any, ...]], Any]
+LossFn = Callable[[Any, Any], Tensor]
+_SAMPLED = 64
+_LOOKS_ON_GPU = 3
+
+
+class _Shapes(NamedTuple):
+    """What travels for one shape of micro-batch."""
+
+    inputs: tuple[TensorFacts, ...]
+    """Into this rank's stage."""
+    outputs: tuple[TensorFacts, ...]
+    """Out of it."""
+    result: tuple[TensorFacts, ...]
+    """Out of the last stage."""
+
+
+class PipelineRunner:
+    """Collective: runs one rank's stage of a model, in step with the other stages.
+
+    Args:
+        grid: The ranks; its `pipeline` dimension has as many as there are stages.
+        model: This rank's stage, from `cut_model`.
+        micro_batches: Into how many parts a batch is cut.
+        schedule: `1f1b`, which holds the activations of at most as many micro-batches as there are
+            stages, or `gpipe`, which holds all of them. The gradients are the same.
+        call: How a module is run: in the precision that was chosen.
+
+    Raises:
+        ConfigError: on all ranks; the arguments do not fit each other.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        model: StageModel,
+        *,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        call: Call = lambda module, arguments: module(*arguments),
+    ) -> None:
+        check_micro_batches(micro_batches)
+        if schedule not in SCHEDULES:
+            raise ConfigError(f"schedule={schedule!r}; choose {' or '.join(SCHEDULES)}")
+        if not isinstance(model, StageModel):
+            raise ConfigError(
+                f"the grid has pipeline={grid.pipeline} and the model is {type(model).__name__}, "
+                "which is not cut into stages; give what split(grid, model, stages=...) returns"
+            )
+        self.grid = grid
+        self.model = model
+        self.micro_batches = micro_batches
+        self.schedule = schedule
+        self._call = call
+        self._place = Place(
+            stage=grid.coordinate.pipeline,
+            num_stages=grid.pipeline,
+            group=grid.group("pipeline"),
+            device=grid.world.device,
+        )
+        self._engine = grid.engine("pipeline")
+        self.ties = TiedWeights(self._engine, model)
+        self._flows = Flows(self._make_flow)
+        self._shapes: dict[tuple[tuple[TensorFacts, ...], bool], _Shapes] = {}
+        self._parameters = _signature_of(model)
+        self._loss_fn: LossFn | None = None
+        self._factor: float | Tensor = 1.0
+        self._losses: list[Tensor] = []
+        self._num_looks = 0
+
+    # Training
+
+    def forward_backward(
+        self,
+        loss_fn: LossFn,
+        inputs: Sequence[Tensor],
+        target: Tensor,
+        *,
+        factor: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Collective: add this batch's gradients to `p.grad`; the mean loss of its samples.
+
+        The gradients are those of `factor * loss_fn(model(*inputs), target)` on one process, for a
+        loss that is a mean over its rows. Those of tied weights are this stage's part:
+        `ties.sum_gradients()` completes them.
+
+        Args:
+            loss_fn: Called on the last stage with each micro-batch's output and target.
+            inputs: The model's inputs; the same on all ranks of one data coordinate.
+            target: The same on all ranks of one data coordinate.
+            factor: What the gradients are multiplied by.
+
+        Returns:
+            The loss, on all ranks; 0 for a batch without rows.
+
+        Raises:
+            ConfigError: on all ranks, before anything is sent.
+        """
+        trouble = trouble_with_batch(inputs, target)
+        runs = self._admit(trouble, inputs, target, loss_fn)
+        total = torch.zeros((), dtype=torch.float64, device=self._place.device)
+        num_rows = num_rows_of(inputs)
+        for run in runs:
+            share = run.size / num_rows
+            self._loss_fn, self._factor, self._losses = loss_fn, factor * share, []
+            try:
+                self._learn(run, inputs, target)
+            finally:
+                self._loss_fn = None
+            for loss in self._losses:
+                total += loss.double() * share
+        if self._place.num_stages > 1 and runs:
+            self._engine.broadcast_(total, self._place.num_stages - 1, what="the loss")
+        return total
+
+    def _learn(self, run: Run, inputs: Sequence[Tensor], target: Tensor) -> None:
+        given = rows_of(inputs, run.start, run.stop)
+        wanted = target[run.start : run.stop]
+        if self._place.num_stages > 1:
+            flow = self._flows.take(FlowKey(_micro_facts(given, run), run.num, trains=True))
+            flow.learn(given, wanted)
+            return
+        for n in range(run.num):
+            rows = slice(n * run.size, (n + 1) * run.size)
+            output = self._call(self.model, tuple(one[rows] for one in given))
+            torch.autograd.backward(self._weighed_loss(output, wanted[rows]))
+
+    def _weighed_loss(self, output: Any, target: Tensor) -> Tensor:
+        """What torch differentiates for one micro-batch."""
+        if self._loss_fn is None:
+            raise ConfigError("a pipeline's loss was asked for outside forward_backward")
+        loss = self._loss_fn(output, target)
+        self._losses.append(loss.detach().reshape(()))
+        return loss * self._factor
+
+    # Evaluation
+
+    def evaluate(self, *inputs: Tensor) -> Any:
+        """Collective over the stages: what the model gives for a batch of any size, on all ranks.
+
+        Without gradients, and in the mode that the modules are in (`train()`, `eval()`).
+
+        Raises:
+            ConfigError: on all ranks of this data coordinate, before anything is sent.
+        """
+        trouble = trouble_with_batch(inputs)
+        if trouble is None and num_rows_of(inputs) == 0:
+            trouble = "the batch has no rows; leave it out"
+        parts = [self._evaluate(run, inputs) for run in self._admit(trouble, inputs, None, None)]
+        joined = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+        return joined[0] if len(joined) == 1 else tuple(joined)
+
+    def _evaluate(self, run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = rows_of(inputs, run.start, run.stop)
+        if self._place.num_stages == 1:
+            with torch.no_grad():
+                parts = [
+                    _as_list(self._call(self.model, rows_of(given, n, n + run.size)))
+                    for n in range(0, run.size * run.num, run.size)
+                ]
+            return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+        facts = _micro_facts(given, run)
+        output = self._flows.take(FlowKey(facts, run.num, trains=False)).evaluate(given)
+        found = []
+        for number, one in enumerate(self._shapes[facts, False].result):
+            shape = (one.shape[0] * run.num, *one.shape[1:])
+            whole = torch.empty(shape, dtype=one.dtype, device=self._place.device)
+            if self._place.is_last:
+                whole.copy_(_as_list(output)[number])
+            self._engine.broadcast_(whole, self._place.num_stages - 1, what="an output")
+            found.append(whole)
+        return found
+
+    # Norms
+
+    def norm_squared(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> Tensor:
+        """Collective over the stages: the sum of squares of all gradients, tied ones once."""
+        device = self._place.device
+        own = [g for p, g in gradients if id(p) not in self.ties.elsewhere]
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for gradient in own:
+            total += gradient.detach().double().square().sum()
+        return self._engine.allreduce_(total, Op.SUM, what="the norm of the gradients")
+
+    # Before anything is sent
+
+    def _admit(
+        self,
+        trouble: str | None,
+        inputs: Sequence[Tensor],
+        target: Tensor | None,
+        loss_fn: LossFn | None,
+    ) -> tuple[Run, ...]:
+        """Collective: check a batch on all ranks, and find the shapes that are not known yet.
+
+        In training over the whole grid, in evaluation over the stages alone: there data coordinates
+        may have different numbers of batches.
+        """
+        trains = loss_fn is not None
+        whole = ("data", "pipeline") if trains else ("pipeline",)
+        now = _signature_of(self.model)
+        if trouble is None:
+            trouble = _trouble_with_parameters(self._parameters, now)
+        runs = () if trouble else divide_batch(num_rows_of(inputs), self.micro_batches)
+        wanted = [_micro_facts(rows_of(inputs, run.start, run.stop), run) for run in runs]
+        is_changed = now != self._parameters
+        is_known = all((facts, trains) in self._shapes for facts in wanted) and not is_changed
+        batch = (*inputs, target) if target is not None else tuple(inputs)
+        told = "" if trouble else self._describe(batch)
+        fine, known = self._compare(whole, trouble is None, told, is_known)
+        if not fine:
+            trouble = self._differences(trouble, told)
+            agree(self.grid.comm(*whole), trouble, error=ConfigError)
+        if not known:
+            if self._any(is_changed):
+                self._flows.clear()
+                self._shapes.clear()
+                self._parameters = now
+            trouble = self._frozen_in_part()
+            for facts in wanted:
+                trouble = trouble or self._find_shapes(facts, target, loss_fn)
+            agree(self.grid.comm(*whole), trouble, error=ConfigError)
+        return runs
+
+    def _compare(
+        self, whole: Sequence[str], fine: bool, told: str, known: bool
+    ) -> tuple[bool, bool]:
+        """Collective: whether all have the same batch and no trouble, and know its shapes."""
+        from mpi4py import MPI
+
+        digest = zlib.crc32(told.encode())
+        words = np.array([digest, -digest, fine, known], dtype=np.int64)
+        self.grid.comm("pipeline").Allreduce(MPI.IN_PLACE, words, op=MPI.MIN)
+        both = np.array([words[2] and words[0] == -words[1], words[3]], dtype=np.int64)
+        if "data" in whole and self.grid.data > 1:
+            self.grid.comm("data").Allreduce(MPI.IN_PLACE, both, op=MPI.MIN)
+        return bool(both[0]), bool(both[1])
+
+    def _any(self, is_so: bool) -> bool:
+        """Collective over the stages."""
+        told: list[bool] = self.grid.comm("pipeline").allgather(is_so)
+        return any(told)
+
+    def _frozen_in_part(self) -> str | None:
+        """Collective over the stages: which tied weights learn in some stages only, in words."""
+        own = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        learns: list[dict[str, bool]] = self.grid.comm("pipeline").allgather(
+            {name: own[name] for name in self.model.tied_names if name in own}
+        )
+        for tie in self.model.hpctrain_cut.ties:
+            by_stage = {stage: learns[stage].get(name) for stage, name in tie.names.items()}
+            frozen = [stage for stage, one in by_stage.items() if one is False]
+            others = [stage for stage, one in by_stage.items() if one]
+            if frozen and others:
+                return (
+                    f"{' = '.join(tie.names.values())} is frozen in stage {frozen[0]} and not in "
+                    f"stage {others[0]}; freeze it in all stages, or in none"
+                )
+        return None
+
+    def _differences(self, trouble: str | None, told: str) -> str | None:
+        """Collective over the stages: this rank's trouble, or how their batches differ."""
+        everyone: list[str] = self.grid.comm("pipeline").allgather(told)
+        if "" in everyone or len(set(everyone)) == 1:
+            return trouble
+        shapes = [one.partition(" with ")[0] for one in everyone]
+        if len(set(shapes)) > 1:
+            return (
+                f"stage {self._place.stage} was given {told.partition(' with ')[0]}; all stages of "
+                "one data coordinate must be given the same batch: make the loader with grid=grid"
+            )
+        return (
+            "the stages of one data coordinate were given batches of the same shape and different "
+            "contents; make the loader with grid=grid"
+        )
+
+    def _describe(self, batch: Sequence[Tensor]) -> str:
+        """A batch in words, with a digest of some of its elements."""
+        shapes = ", ".join(
+            f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in batch
+        )
+        on_gpu = any(one.device.type != "cpu" for one in batch)
+        self._num_looks += 1
+        if on_gpu and self._num_looks > _LOOKS_ON_GPU:  # a look waits for the device
+            return shapes
+        digest = 0
+        for one in batch:
+            flat = one.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous()
+            digest = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), digest)
+        return f"{shapes} with {digest}"
+
+    def _find_shapes(
+        self, facts: tuple[TensorFacts, ...], target: Tensor | None, loss_fn: LossFn | None
+    ) -> str | None:
+        """Collective over the stages: what each gets and gives; why not, in words."""
+        trains, place = loss_fn is not None, self._place
+        comm: Comm = self.grid.comm("pipeline")
+        given, mine = facts, facts
+        trouble: str | None = None
+        for stage in range(place.num_stages):
+            told: tuple[tuple[TensorFacts, ...], str | None] = ((), None)
+            if stage == place.stage:
+                mine = given
+                told = self._look(given, trains=trains)
+                if loss_fn and target is not None and place.is_last and told[1] is None:
+                    one = _one_target(target, facts)
+                    told = told[0], look_at_loss(loss_fn, told[0], one, place.device)
+            given, trouble = comm.bcast(told, root=stage)
+            if trouble is not None:
+                layers = ", ".join(self.model.hpctrain_cut.names_of(stage)[:3])
+                return f"stage {stage} ({layers}): {trouble}"
+            if stage == place.stage:
+                outputs = given
+        self._shapes[facts, trains] = _Shapes(mine, outputs, given)
+        return None
+
+    def _look(
+        self, given: Sequence[TensorFacts], *, trains: bool
+    ) -> tuple[tuple[TensorFacts, ...], str | None]:
+        with torch.set_grad_enabled(trains):
+            return look_at_stage(
+                self.model,
+                given,
+                self._place.device,
+                call=self._call,
+                is_last=self._place.is_last,
+            )
+
+    def _make_flow(self, key: FlowKey) -> Flow:
+        shapes = self._shapes[key.batch, key.trains]
+        return Flow(
+            _Called(self.model, self._call),
+            self._place,
+            key,
+            shapes.inputs,
+            shapes.outputs,
+            self.schedule,
+            self._weighed_loss,
+        )
+
+    def close(self) -> None:
+        """Collective over the stages: give back what it holds."""
+        self._flows.clear()
+        self.ties.close()
+
+
+class _Called(nn.Module):
+    """A stage as torch's schedule calls it: in the precision that was chosen."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+
+    def forward(self, *arguments: Any) -> Any:
+        """Run the stage."""
+        return self._call(self.model, arguments)
+
+
+def _as_list(output: Any) -> list[Tensor]:
+    return list(output) if isinstance(output, tuple | list) else [output]
+
+
+def _micro_facts(inputs: Sequence[Tensor], run: Run) -> tuple[TensorFacts, ...]:
+    return tuple(
+        TensorFacts((run.size, *one.shape[1:]), one.dtype, requires_grad=False) for one in inputs
+    )
+
+
+def _one_target(target: Tensor, facts: Sequence[TensorFacts]) -> TensorFacts:
+    """A micro-batch's target."""
+    return TensorFacts((facts[0].shape[0], *target.shape[1:]), target.dtype, requires_grad=False)
+
+
+def _signature_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Names, shapes and whether they learn, of the parameters."""
+    return {
+        name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
+    }
+
+
+def _trouble_with_parameters(
+    before: dict[str, tuple[Any, ...]], now: dict[str, tuple[Any, ...]]
+) -> str | None:
+    """Which parameters came, went or changed their shape, in words; None: none."""
+    for name in [*now, *before]:
+        old, new = before.get(name), now.get(name)
+        if old is None or new is None:
+            what = "was added" if old is None else "is gone"
+            return f"the parameter {name} {what} since the model was distributed; split it again"
+        if old[:2] != new[:2]:
+            return (
+                f"the parameter {name} has become {new[1]} {new[0]} and was {old[1]} {old[0]}; "
+                "split the model again"
+            )
+    return None

@@ -1,0 +1,147 @@
+"""The shapes of what travels between stages, found without running the modules themselves.
+
+torch's own shape inference runs the real modules on uninitialised memory: BatchNorm's statistics
+are ruined by it. Here a copy without data runs on tensors without data.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["TensorFacts", "facts_of", "look_at_loss", "look_at_stage"]
+
+
+class TensorFacts(NamedTuple):
+    """What must be known of a tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def on_meta(self) -> Tensor:
+        """A tensor with these facts and no data."""
+        return torch.empty(
+            self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad
+        )
+
+
+def facts_of(tensors: Sequence[Tensor]) -> tuple[TensorFacts, ...]:
+    """The facts of tensors, as they are."""
+    return tuple(TensorFacts(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def look_at_stage(
+    module: nn.Module,
+    given: Sequence[TensorFacts],
+    device: torch.device,
+    *,
+    call: Callable[[nn.Module, tuple[Any, ...]], Any],
+    is_last: bool,
+) -> tuple[tuple[TensorFacts, ...], str | None]:
+    """What a stage makes of its inputs, or why that cannot be sent, in words.
+
+    Args:
+        module: Left as it is: parameters, buffers, attributes, and the random numbers too.
+        given: Its inputs.
+        device: Where it runs.
+        call: How it is run, in the precision that was chosen.
+        is_last: Whether what it gives goes to the loss function.
+    """
+    try:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        copied = _copy_without_data(module, mode)
+        with _without_data(mode):
+            output = call(copied, tuple(_fake(facts, device) for facts in given))
+    except Exception as error:
+        return (), (
+            f"its shapes cannot be found without data ({type(error).__name__}: {_line(error)}); "
+            "what a stage gives must follow from the shapes of its inputs"
+        )
+    trouble = trouble_with_output(output, is_last=is_last)
+    if trouble is not None:
+        return (), trouble
+    return facts_of(output if isinstance(output, tuple | list) else [output]), None
+
+
+def trouble_with_output(output: Any, *, is_last: bool) -> str | None:
+    """Why an output cannot be sent to another rank, in words; None: it can. Pure."""
+    if isinstance(output, Tensor):
+        parts: Sequence[Any] = [output]
+    elif isinstance(output, tuple | list) and len(output) > 1:
+        parts = output
+    else:
+        kind = type(output).__name__
+        kind = f"{kind} of length {len(output)}" if isinstance(output, tuple | list) else kind
+        return f"it returns a {kind}; a stage returns a tensor, or a tuple of two or more"
+    for number, part in enumerate(parts):
+        if not isinstance(part, Tensor):
+            return f"output {number} is {type(part).__name__}; all outputs must be tensors"
+        if not part.is_floating_point() and not is_last:
+            return (
+                f"output {number} has dtype {str(part.dtype).removeprefix('torch.')}; what stages "
+                "send each other must be floating: keep whole numbers within one stage"
+            )
+        if part.dim() == 0:
+            return f"output {number} has no dimension; the first dimension must be the samples"
+    return None
+
+
+def look_at_loss(
+    loss_fn: Callable[..., Any],
+    outputs: Sequence[TensorFacts],
+    target: TensorFacts,
+    device: torch.device,
+) -> str | None:
+    """Why a loss cannot be differentiated, in words, as far as that shows without data."""
+    try:
+        with _without_data(FakeTensorMode(allow_non_fake_inputs=True)):
+            given = [_fake(facts, device) for facts in outputs]
+            loss = loss_fn(given[0] if len(given) == 1 else tuple(given), _fake(target, device))
+    except Exception:  # it may look at values; the real call tells what is wrong with it
+        return None
+    if not isinstance(loss, Tensor):
+        return f"the loss function returned {type(loss).__name__}; it must return a tensor"
+    if loss.numel() != 1:
+        return (
+            f"the loss function returned a tensor of shape {tuple(loss.shape)}; it must return one "
+            "number, the mean over its samples"
+        )
+    return None
+
+
+@contextmanager
+def _without_data(mode: FakeTensorMode) -> Iterator[None]:
+    with torch.random.fork_rng(), mode:
+        yield
+
+
+def _fake(facts: TensorFacts, device: torch.device) -> Tensor:
+    return torch.empty(
+        facts.shape, dtype=facts.dtype, device=device, requires_grad=facts.requires_grad
+    )
+
+
+def _copy_without_data(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy whose parameters and buffers have no data; memory and the module stay untouched."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        with mode:
+            fake: Tensor = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = fake
+    return copy.deepcopy(module, memo)  # tensors that are plain attributes are copied with data
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no message"

@@ -1,0 +1,96 @@
+"""Parameters that several stages hold: their gradients are summed, so that they stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.pipeline.cutting import StageModel
+
+if TYPE_CHECKING:
+    from hpctrain.engines import Engine
+
+__all__ = ["TiedWeights"]
+
+
+class _Shared(NamedTuple):
+    """Parameters that the same stages hold, in the same order on each of them."""
+
+    engine: Engine
+    parameters: list[nn.Parameter]
+
+
+class TiedWeights:
+    """Collective over the pipeline: the tied parameters of one rank's stage; they become equal.
+
+    Args:
+        engine: Over the stages.
+        model: This rank's stage.
+    """
+
+    def __init__(self, engine: Engine, model: StageModel) -> None:
+        self._groups: list[_Shared] = []
+        self.elsewhere: frozenset[int] = frozenset()
+        """Parameters, by `id`, that another stage counts where they must be counted once."""
+        stage, ties = model.hpctrain_stage, model.hpctrain_cut.ties
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.elsewhere = frozenset(
+            id(named[tie.names[stage]]) for tie in ties if stage in tie.names and tie.owner != stage
+        )
+        for holders in sorted({tuple(sorted(tie.names)) for tie in ties}):
+            part = engine.split(0 if stage in holders else None)
+            if part is not None:
+                own = [
+                    named[tie.names[stage]] for tie in ties if tuple(sorted(tie.names)) == holders
+                ]
+                self._groups.append(_Shared(part, own))
+                for parameter in own:
+                    part.broadcast_(parameter.data, what="tied weights")
+
+    def sum_gradients(self) -> None:
+        """Collective over the stages that hold them: add up what each has found.
+
+        A parameter that no stage has used keeps no gradient at all.
+        """
+        for engine, parameters in self._groups:
+            used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+            engine.allreduce_(used, what="which tied weights were used")
+            wanted = [p for p, count in zip(parameters, used.tolist(), strict=True) if count]
+            for alike in _by_kind(wanted):
+                _sum_fused(engine, alike)
+
+    def close(self) -> None:
+        """Collective: give back what the groups hold."""
+        for group in self._groups:
+            group.engine.close()
+        self._groups = []
+
+
+def _by_kind(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    found: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return list(found.values())
+
+
+def _sum_fused(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
+    """One message for all of them."""
+    with torch.no_grad():
+        flat = torch.cat([_gradient(p).reshape(-1) for p in parameters])
+        engine.allreduce_(flat, what="gradients of tied weights")
+        parts = torch.split(flat, [p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            if parameter.grad is None:
+                parameter.grad = part.view_as(parameter).clone()
+            else:
+                parameter.grad.copy_(part.view_as(parameter))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
