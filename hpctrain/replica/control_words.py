@@ -1,6 +1,6 @@
 """The control words: what every rank sends with its gradients, and what the sums tell.
 
-They travel in the tail of the gradients, so none of this costs a message. Every check gives the
+They are sent at the end of the gradients, so none of this costs a message. Every check gives the
 same answer on all ranks that see the same sums.
 """
 
