@@ -31,8 +31,8 @@ __all__ = [
 
 
 CONTROL_WORDS = 15
-"""Sample counts, the number of the step, what a rank found: `hpctrain.replica.control_words`.
-The last one says that a backward pass was interrupted."""
+"""Sample counts, step number, findings of a rank: `hpctrain.replica.control_words`. The last one
+marks an interrupted backward pass."""
 
 _ALIGN_BYTES = 64
 # Exact for the counts that control words carry; half precisions are not.

@@ -82,7 +82,7 @@ class Exchange:
         self.is_joining = False
         """Whether ranks may be in different steps: inside `join`."""
         self.is_empty = False
-        """Whether the last exchange brought no samples at all."""
+        """Whether the last exchange had no samples at all."""
         self.has_new_weights = False
         """Whether this rank's model has loaded a state since the last exchange."""
         # Losses are divided by what the last sum was divided by, the same on all ranks: while batch

@@ -113,9 +113,9 @@ class Mode(Gradients, ABC):
     chosen = ""
     """What the policy chose, and why."""
     wire: WireUse | None = None
-    """How gradients travel between nodes; None: as they are."""
+    """How gradients are sent between nodes; None: as they are."""
     wire_chosen = ""
-    """The same in words; empty where nobody asked."""
+    """The same in words; empty if not requested."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
         self.names = tuple(names)
