@@ -1,7 +1,7 @@
 """hpctrain: a PyTorch script written for one device trains on a whole supercomputer.
 
-Names are loaded on first use, so that importing the package costs nothing and needs neither torch
-nor MPI: a login node can render jobs, and `hpctrain --help` answers at once.
+Names are loaded on first use, so that importing the package is fast and needs neither torch nor
+MPI: a login node can render jobs, and `hpctrain --help` is immediate.
 """
 
 from __future__ import annotations

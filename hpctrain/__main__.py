@@ -1,4 +1,4 @@
-"""`python -m hpctrain` is the command `hpctrain` of this very interpreter."""
+"""`python -m hpctrain` is the command `hpctrain` of this interpreter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Files that are there with all of their content, or not at all. Pure but for the disk.
+"""Files that exist completely or not at all. Pure except for the disk.
 
-A file is written under another name beside its own and renamed when it is complete: whoever reads
-meanwhile, or after a crash, sees the old one or the new one.
+A file is written under a temporary name next to it and renamed when it is complete: readers, also
+after a crash, see the old one or the new one.
 """
 
 from __future__ import annotations

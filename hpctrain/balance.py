@@ -14,7 +14,7 @@ def largest_first(
     """Deal the largest first, each to the part that has least so far.
 
     The parts differ by no more than the largest thing. Equal sizes go in order, to the first of
-    equal parts, so that everyone who computes this gets the same.
+    equal parts, so that all ranks compute the same.
 
     Args:
         sizes: Of each thing.

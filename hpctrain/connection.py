@@ -1,4 +1,4 @@
-"""Floor 3: a world with a watchdog over it and what a sweep asks of it, and engines for it."""
+"""Floor 3: a world with its watchdog and sweep settings, and engines for it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def connect(
     Raises:
         ConfigError: the engine is unknown or not built on some rank.
     """
-    # The engine's own limit must not come first: it knows nobody's name.
+    # The engine's own limit must not expire first: it has no names.
     patience_s = 2 * timeout_s + 60.0
     watchdog = faults.start(world, timeout_s=timeout_s)
     world.at_exit(watchdog.stop)

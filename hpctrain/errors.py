@@ -50,7 +50,7 @@ class JobError(HpcTrainError):
 
 
 class NonFiniteError(HpcTrainError, ArithmeticError):
-    """Gradients are inf or NaN again and again: the run cannot go on by skipping steps."""
+    """Gradients are inf or NaN repeatedly: the run cannot continue by skipping steps."""
 
 
 class DriftError(HpcTrainError):

@@ -54,7 +54,7 @@ def format_hours(hours: float) -> str:
 
 
 def format_done(done: int, asked: int | None, unit: str) -> str:
-    """How much of what was asked for is done, where nothing is left. Pure."""
+    """How much of the requested work is done, if nothing is left. Pure."""
     if asked is not None and done > asked:
         return f"{asked} {unit} were requested, and {done} are already done"
     return f"{done} of {asked} {unit} are done"

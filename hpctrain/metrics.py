@@ -61,7 +61,7 @@ def total(world: World, value: Any) -> Any:
 
 
 class Sum:
-    """A sum of floating-point numbers that is rounded once, when it is asked for."""
+    """A sum of floating-point numbers that is rounded once, when it is read."""
 
     def __init__(self) -> None:
         self._parts: list[float] = []

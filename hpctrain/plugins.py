@@ -33,7 +33,7 @@ def load_plugin(point: EntryPoint, what: str) -> object:
     """
     try:
         loaded: object = point.load()
-    except Exception as error:  # whatever somebody else's package raises
+    except Exception as error:  # whatever another package raises
         raise ConfigError(
             f"{what} of the entry point {point.value} cannot be imported "
             f"({type(error).__name__}: {error}); fix or uninstall its package"

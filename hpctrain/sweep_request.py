@@ -1,4 +1,4 @@
-"""What a sweep (`hpctrain bench`) asks of a script, and how the script reads it. Pure.
+"""What a sweep (`hpctrain bench`) requires of a script, and how the script reads it. Pure.
 
 A sweep starts the script again and again, with other ranks, batches and settings, and says so in
 one variable. `hpctrain.init` hands what it says to the world as `world.bench`; outside a sweep the
@@ -26,7 +26,7 @@ _FLAGS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRequest:
-    """What one launch of a sweep asks for."""
+    """The request of one launch of a sweep."""
 
     report: str
     """The file that rank 0 writes the step times to."""
@@ -64,7 +64,7 @@ def parse_request(text: str) -> SweepRequest:
 
 
 def request_of(launch: Launch) -> SweepRequest | None:
-    """What the sweep that started this process asks for; None outside a sweep. Pure.
+    """The request of the sweep that started this process; None outside a sweep. Pure.
 
     Raises:
         LaunchError: its variable holds something else.
@@ -79,10 +79,10 @@ def sweep_of(world: World) -> Bench | None:
 
 
 class Bench:
-    """What a script asks its sweep; `world.bench`.
+    """What a script reads from its sweep; `world.bench`.
 
     Args:
-        asked: What the sweep wants.
+        asked: The sweep's request.
     """
 
     is_active = True

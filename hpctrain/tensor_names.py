@@ -1,7 +1,7 @@
 """Names of a model's tensors as the model itself has them, compiled by torch or not. Pure.
 
 `torch.compile(model)` puts `_orig_mod.` before the names of what it wraps. Checkpoints and exports
-have the plain names, so that a compiled run goes on uncompiled, and the other way round.
+have the plain names, so that a compiled run resumes uncompiled, and vice versa.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WRAPPER = re.compile(r"(?:^|(?<=[./]))_orig_mod\.")
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without the wrappers of `torch.compile`, wherever they are in it."""
+    """A tensor's name without the wrappers of `torch.compile`, anywhere in it."""
     return _WRAPPER.sub("", name)
 
 
@@ -34,9 +34,9 @@ def plain_keys(state: Mapping[str, T]) -> dict[str, T]:
 
 
 def fit_keys(state: Mapping[str, T], wanted: Iterable[str]) -> dict[str, T]:
-    """A state under the names that a model wants, where they are the same plain names.
+    """A state under the names that a model uses, if the plain names are the same.
 
-    Names that nothing wants stay as they are, for whoever refuses them.
+    Unneeded names stay as they are, to be refused later.
     """
     known = {plain_name(name): name for name in wanted}
     fitted = {known.get(plain_name(name), name): value for name, value in state.items()}

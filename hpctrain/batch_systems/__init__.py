@@ -1,6 +1,6 @@
 """Floor 1: the batch systems: one module each, free of torch and MPI.
 
-Everything hpctrain knows of a batch system is in its module: client commands, directives, launch
+Everything specific to a batch system is in its module: client commands, directives, launch
 line, job ids, states, variables, the time left, and what it cannot do. Others ask for a system
 (`find_system`, `detect_system`) and then for a capability, never for a name.
 """

@@ -1,4 +1,4 @@
-"""A job as a batch system sees it: what it is asked to run, and what it reports afterwards.
+"""A job from the batch system's side: the request, and what it reports afterwards.
 
 The protocols name what a batch system may read of a planned job; `hpctrain.submit` makes the plans.
 """
@@ -40,7 +40,7 @@ class Template:
 
 
 class JobRequest(Protocol):
-    """What the user asked for (`submit.Request` has more)."""
+    """The user's request (`submit.Request` has more)."""
 
     @property
     def commands(self) -> tuple[tuple[str, ...], ...]: ...  # noqa: D102

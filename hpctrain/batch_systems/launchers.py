@@ -103,7 +103,7 @@ def node_words(plan: PlannedJob) -> list[str]:
 
 
 def local_rank_variable(mpi: str) -> str:
-    """The variable in which an MPI's launcher tells a rank its place on the node."""
+    """The variable with which an MPI's launcher gives a rank its place on the node."""
     return next(row.local_rank[0] for row in MPI_LAUNCHERS if row.name == _ROW_OF[mpi])
 
 

@@ -165,7 +165,7 @@ class Pbs(BatchSystem):
         return ["qstat", job]
 
     def read_activity(self, answer: Answer) -> str | None:
-        """Finished and unknown jobs have codes of their own."""
+        """Finished and unknown jobs have separate codes."""
         return "over" if answer.code in _OVER else "alive" if answer.code == 0 else None
 
 

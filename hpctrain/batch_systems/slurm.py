@@ -237,7 +237,7 @@ class Slurm(BatchSystem):
         return ["scancel", job]
 
     def ask_state(self, job: str, ask: Ask) -> list[JobState]:
-        """What the controller knows, being the newest; else what accounting has stored."""
+        """The controller's state, which is the newest; else what accounting has stored."""
         current = ask(["scontrol", "--oneliner", "show", "job", job], None)
         if current is not None and current.code == 0 and (found := read_scontrol(current.out)):
             return found
@@ -354,7 +354,7 @@ def read_scontrol(said: str) -> list[JobState]:
 
 
 def _exit_code(text: str) -> int | None:
-    """Slurm writes `code:signal`; a signal is told the way a shell would."""
+    """Slurm writes `code:signal`; a signal is reported as by a shell."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None:
         return None
@@ -365,7 +365,7 @@ def _exit_code(text: str) -> int | None:
 def read_memory(text: str, *, num_nodes: int = 1, num_cores: int = 1) -> int | None:
     """Bytes of `1234K`, `1.50G` or a bare number of bytes; None: no size.
 
-    Slurm before 21.08 asks for memory by node (`16Gn`) or core (`4000Mc`): it is multiplied out.
+    Slurm before 21.08 gives memory per node (`16Gn`) or core (`4000Mc`): it is multiplied.
     """
     match = _MEMORY.fullmatch(text.strip())
     if match is None:

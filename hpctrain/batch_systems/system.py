@@ -116,7 +116,7 @@ class BatchSystem:
         return None
 
     def activity_words(self, job: str) -> list[str] | None:
-        """The command that tells whether a job still runs; None where none is known."""
+        """The command that shows whether a job still runs; None if there is none."""
         return None
 
     def read_activity(self, answer: Answer) -> str | None:
@@ -147,7 +147,7 @@ class BatchSystem:
         return launchers.node_words(plan)
 
     def local_rank_variable(self, plan: PlannedJob) -> str:
-        """The variable in which the launcher tells a rank its place on the node."""
+        """The variable with which the launcher gives a rank its place on the node."""
         if self.launcher is not None and plan.template.launcher == self.launcher.name:
             return self.launcher.local_rank[0]
         return launchers.local_rank_variable(plan.mpi)

@@ -31,7 +31,7 @@ class Allreduce:
         self.buffer: Tensor | None = None
 
     def prepare(self, case: str) -> dict[str, object]:
-        """Collective: check that the sum is right, then go on with zeros, which stay what they are.
+        """Collective: check that the sum is correct, then continue with zeros, which do not change.
 
         Raises:
             CollectiveError: the engine sums wrongly, so its speed is of no interest.

@@ -26,7 +26,7 @@ VARIANTS = (
     Variant(name="horovod", launch="horovod"),
 )
 """`mpi-allocated` is a buffer that the engine itself has allocated, the others are torch's own."""
-# A block lasts about half a second, or the load, which is told in ticks of 10 ms, is a guess.
+# A block lasts about half a second; with less, the load, counted in ticks of 10 ms, is a guess.
 _BYTES_A_BLOCK = 256 << 20
 _MOST_REPEATS = 300
 

@@ -82,7 +82,7 @@ def rules_of(args: argparse.Namespace) -> Rules:
         raise ConfigError("--save needs a checkout of hpctrain; use --json OUT")
     retries = args.blocks if args.retries is None else args.retries
     return Rules(
-        # Where several numbers can be asked for, each variant has its own.
+        # If several numbers can be requested, each variant has its own.
         num_ranks=args.ranks if isinstance(args.ranks, int) else 1,
         blocks=2 if args.quick else args.blocks,
         retries=0 if args.quick else retries,
@@ -126,7 +126,7 @@ def parse_size(text: str) -> int:
 
 
 def report(args: argparse.Namespace, result: dict[str, Any]) -> int:
-    """Check a result, print its tables, and write it where it was asked for."""
+    """Check a result, print its tables, and write it to the requested place."""
     wrong = validate(result)
     if wrong:
         raise ConfigError("the result does not match the schema: " + "; ".join(wrong))

@@ -181,5 +181,5 @@ class WorkerLaunch:
 
 
 def _end_with_parent() -> None:
-    """Have this child ended when we are killed: nobody else would wake its stopped ranks."""
+    """Have this child killed when we are killed: nothing else would wake its stopped ranks."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

@@ -37,7 +37,7 @@ class Batch:
 
 
 def group_launches(folder: Folder, sweep: Sweep, pending: Sequence[tuple[str, int]]) -> list[Batch]:
-    """Launches by nodes and ranks a node; baselines of one process have jobs of their own. Pure."""
+    """Launches by nodes and ranks a node; baselines of one process have separate jobs. Pure."""
     groups: dict[tuple[int, int], list[str]] = {}
     for name, repeat in pending:
         point = sweep.point(name)

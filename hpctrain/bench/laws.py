@@ -1,6 +1,6 @@
 """Laws of scaling, fitted to measured speed-ups. Pure.
 
-Speed-up is throughput over that of one undistributed process, in weak and strong scaling alike.
+Speed-up is throughput over that of one undistributed process, in weak and strong scaling.
 
 | law | speed-up at n ranks, serial fraction s |
 | --- | --- |
@@ -260,7 +260,7 @@ def find_baseline(point: SweepPoint, good: Sequence[SweepPoint], role: str) -> S
 def is_alike(mine: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
     """Whether two points have the same settings.
 
-    One process with all cores is asked for a fused optimizer where nobody varies that: it counts
+    One process with all cores uses a fused optimizer unless that is varied: it counts
     only where both have it.
     """
     ignored = set() if "fused" in mine and "fused" in theirs else {"fused"}

@@ -50,13 +50,13 @@ class BestLayout:
 
 
 def this_machine() -> str:
-    """What tells machines apart whose best layouts may differ: processor and allowed cores."""
+    """Distinguishes machines whose best layouts may differ: processor and allowed cores."""
     cores = len(os.sched_getaffinity(0))
     return f"{cpu_name()} {machine_id(platform.machine(), cores)}"
 
 
 def digest_script(target: str) -> str:
-    """Tells whether a script or a configuration has changed; empty of a module."""
+    """Shows whether a script or a configuration has changed; empty for a module."""
     if not Path(target).is_absolute():
         return ""
     return hashlib.sha256(Path(target).read_bytes()).hexdigest()[:16]

@@ -18,7 +18,7 @@ __all__ = ["LoadMeter", "Reading", "background_load", "busy_ticks", "read_clocks
 
 _FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 # Interrupts are left out: those of our own loopback traffic are booked there as well, and would
-# make Gloo look like a neighbour. Stolen time is what other guests took from this one.
+# make Gloo look like another process. Stolen time is what other guests took from this one.
 _BUSY = ("user", "nice", "system", "steal")
 
 

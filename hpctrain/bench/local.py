@@ -50,7 +50,7 @@ def run_sweep(
 
 
 def request_of(folder: Folder, sweep: Sweep, point: SweepPoint, repeat: int) -> SweepRequest:
-    """What a launch is asked for."""
+    """The request to a launch."""
     key = folder.key(sweep, point.name, repeat)
     return SweepRequest(
         report=str(folder.report_path(key).absolute()),

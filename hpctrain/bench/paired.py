@@ -41,11 +41,11 @@ def interval_ranks(count: int, confidence: float) -> tuple[int, int, float]:
 
     Args:
         count: How many independent samples, at least 1.
-        confidence: The wanted coverage, such as 0.95.
+        confidence: The required coverage, such as 0.95.
 
     Returns:
         First and last position in the sorted samples, from 0, and the exact coverage. Too few
-        samples for the wanted coverage give the whole range, and what that covers.
+        samples for the required coverage give the whole range, and what that covers.
     """
     if count < 1:
         raise ConfigError(f"count={count}: an interval needs at least 1 sample")
@@ -88,9 +88,9 @@ def paired_ratio(
 
 
 def shuffled_order(variants: Sequence[str], *, seed: int, case: str, block: int) -> list[str]:
-    """The order of the variants in a block: random, and the same whenever it is asked for.
+    """The order of the variants in a block: random, and reproducible.
 
-    No variant is always first or always after a certain other one, so what a neighbour leaves
+    No variant is always first or always after a certain other one, so what the previous one leaves
     behind (caches, clock rates) does not fall on the same variant each time.
     """
     order = list(variants)

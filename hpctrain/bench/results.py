@@ -228,7 +228,7 @@ def cpu_name() -> str:
 
 
 def _git(*words: str) -> str | None:
-    if not (ROOT / ".git").exists():  # a repository around an environment is somebody else's
+    if not (ROOT / ".git").exists():  # a repository around an environment is not ours
         return None
     return _output(["git", "-C", str(ROOT), *words]).strip() or None
 

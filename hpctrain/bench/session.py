@@ -63,7 +63,7 @@ class Rules:
     """How blocks are measured and chosen."""
 
     num_ranks: int
-    """Of variants that have no number of their own."""
+    """For variants without their own number."""
     blocks: int
     retries: int
     """How many more blocks a case may take when some are thrown away."""
@@ -221,7 +221,7 @@ def _run_case(
 def _ask_all(
     variants: Sequence[Variant], launches: Mapping[str, WorkerLaunch], message: Message, key: str
 ) -> dict[str, Message]:
-    """Ask every variant, one after the other; all ranks of a variant must answer alike."""
+    """Query every variant in turn; all ranks of a variant must give the same answer."""
     answers: dict[str, Message] = {}
     for variant in variants:
         told = launches[variant.launch].ask(

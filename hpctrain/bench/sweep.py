@@ -279,7 +279,7 @@ def fill_arguments(sweep: Sweep, point: SweepPoint) -> tuple[tuple[str, ...], fr
 
 
 def describe_difference(there: Sweep, asked: Sweep) -> str:
-    """What another sweep has, and this one asks for. Pure."""
+    """How another sweep differs from this one. Pure."""
     pairs = [(each.name, getattr(there, each.name), getattr(asked, each.name)) for each in _PLAIN]
     pairs += [
         (each.name, getattr(there.settings, each.name), getattr(asked.settings, each.name))

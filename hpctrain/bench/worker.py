@@ -1,4 +1,4 @@
-"""A rank's side of a benchmark: waits on a socket, and measures when it is told to."""
+"""A rank's side of a benchmark: waits on a socket, and measures on request."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def serve(
 
     Args:
         address: HOST:PORT:TOKEN of the orchestrator, and :BIND as `hpctrain.init` takes it.
-        variants: What this launch is asked for.
+        variants: The variants of this launch.
         make: Makes the subject of a variant.
         device: Where to measure, as `hpctrain.init` takes it.
     """

@@ -100,7 +100,7 @@ class Attempt:
         mark = f"{_TOKEN}={self._token}".encode()
         found = []
         for pid in psutil.pids():
-            with contextlib.suppress(OSError, psutil.NoSuchProcess):  # ended, or somebody else's
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):  # ended, or another user's
                 if mark in Path(f"/proc/{pid}/environ").read_bytes():
                     found.append(psutil.Process(pid))
         return found
@@ -126,6 +126,6 @@ class Attempt:
 
 
 def _segments() -> set[str]:
-    """Shared memory of hpctrain that nobody uses."""
+    """Shared memory of hpctrain that is not in use."""
     found = find_leftovers(youngest_s=0.0)
     return {str(one.path) for one in found if one.owner == "hpctrain"}

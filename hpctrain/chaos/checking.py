@@ -70,7 +70,7 @@ def check_samples(
 
 
 def compare_ends(one: Path, other: Path, *, tolerance: float) -> str | None:
-    """How the models in the newest checkpoints of two directories differ; None: they are alike.
+    """How the models in the newest checkpoints of two directories differ; None: they are equal.
 
     Args:
         one: A directory of checkpoints.

@@ -52,7 +52,7 @@ def shorten(config: Config, folder: Path, *, num_steps: int) -> Config:
     """The same training with few steps, a checkpoint every second one, and every guard on. Pure.
 
     Weights are each rank's own, all of them, and updated by itself: a node's ranks that divide the
-    update write each other's weights anew at every step, and what was flipped in one is healed.
+    update overwrite each other's weights at every step, which repairs a flipped bit.
 
     Args:
         config: The user's.

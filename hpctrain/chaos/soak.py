@@ -112,7 +112,7 @@ class Soak:
         self._checkpoint_bytes = 0
 
     def run(self) -> Outcome:
-        """Kill it as often as asked, let it end, and look at what has become of it.
+        """Kill it as often as requested, let it finish, and check the result.
 
         Raises:
             LaunchError: it does not end well undisturbed.
@@ -266,7 +266,7 @@ def _read_result(folder: Path) -> dict[str, object]:
 
 
 def _read_logs(directory: Path, number: int, ranks: int) -> tuple[bool, AttemptLog, str | None]:
-    """Whether an attempt began to train, what it did, and the checkpoint that it went on from."""
+    """Whether an attempt began to train, what it did, and the checkpoint that it resumed from."""
     heads: list[dict[str, Any]] = []
     steps: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank in range(ranks):

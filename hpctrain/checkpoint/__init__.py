@@ -1,6 +1,6 @@
 """Floor 3: checkpoints: complete or not there, read by any number of ranks, never a pickle.
 
-Knows nothing of replicas or loaders: what is saved are plain state trees. Names are loaded on first
+Independent of replicas and loaders: it saves plain state trees. Names are loaded on first
 use: listing, checking and choosing checkpoints needs neither torch nor MPI.
 """
 

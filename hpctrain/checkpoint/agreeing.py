@@ -42,7 +42,7 @@ _NOT_HERE = -(1 << 40)
 def same_on_all(world: World, numbers: Sequence[int], what: str, *, timeout_s: float) -> list[bool]:
     """Collective: for each number, whether it is the same on all ranks.
 
-    Everyone sleeps in between, so that ranks that still copy have the cores.
+    All sleep in between, so that ranks that still copy have the cores.
 
     Raises:
         TimedOutError: some ranks did not come in time; they are named.
@@ -118,7 +118,7 @@ def _head(tensor: Tensor) -> Tensor:
 
 
 def first_difference(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
-    """The first place where two states are not alike, in words; None: there is none. Pure."""
+    """A description of the first place where two states differ; None: there is none. Pure."""
     for place, what in theirs.items():
         if place not in mine:
             return f"{place} is not there"

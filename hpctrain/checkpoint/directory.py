@@ -162,7 +162,7 @@ def _children(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keep:
-    """Which checkpoints stay when there is a new one; what any of the rules wants stays."""
+    """Which checkpoints to keep when there is a new one; any rule can keep one."""
 
     last: int = 3
     """How many of the newest to keep. With two or more there is another if the newest is
@@ -280,7 +280,7 @@ def is_abandoned(
     age_s: float,
     is_alive: Callable[[int, float], bool],
 ) -> bool:
-    """Whether nobody writes there any more.
+    """Whether no process writes there any more.
 
     Args:
         owner: Who made it, or None if that cannot be read.
@@ -377,7 +377,7 @@ def _is_alive(process: int, started: float) -> bool:
 
 
 class Neighbours:
-    """What one store knows of its directory; rank 0 has it.
+    """One store's record of its directory; on rank 0.
 
     Args:
         directory: Of checkpoints.
@@ -398,7 +398,7 @@ class Neighbours:
         self._add(checkpoint_name(number, step))
 
     def find_other_writer(self) -> str | None:
-        """Who else has saved here since, and what to do about it; None: nobody."""
+        """Who else has saved here since, and what to do about it; None: no one."""
         for path in complete_in(self._directory):
             if path.name not in self._known and (number_of(path) or 0) >= self._newest:
                 return self._describe(path)
@@ -415,7 +415,7 @@ class Neighbours:
 
     def _describe(self, path: Path) -> str:
         owner = owner_of(path)
-        by = "somebody else"
+        by = "another process"
         if owner is not None:
             job = f", job {owner['job']}" if owner["job"] else ""
             by = f"process {owner['process']} on {owner['host']}{job}"

@@ -266,7 +266,7 @@ def check_block(path: Path, file: FileSpec, block: int, data: memoryview, block_
 
 
 def read_checked(folder: Path, file: FileSpec, block_bytes: int) -> Iterator[memoryview]:
-    """Read a file block by block, each checked; a block is gone when the next is asked for.
+    """Read a file block by block, each checked; a block is freed when the next is requested.
 
     Raises:
         CheckpointError: the file is missing, truncated, longer than it should be, or damaged.

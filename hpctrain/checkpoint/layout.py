@@ -98,7 +98,7 @@ def choose_ranks(
     chosen: list[tuple[int, int, int]] = []
     for ranks in ranks_of.values():
         count = min(len(ranks), MOST_PER_NODE if per_node is None else per_node)
-        # Apart from each other: neighbours often share a memory controller.
+        # Apart from each other: adjacent cores often share a memory controller.
         places = [ranks[i * len(ranks) // count] for i in range(count)]
         chosen += [(turn, ranks[0], rank) for turn, rank in enumerate(places)]
     ordered = [rank for _, _, rank in sorted(chosen)]  # one of each node, then a second of each
@@ -108,7 +108,7 @@ def choose_ranks(
 
 
 def writer_of(node_of: Sequence[int], writers: Sequence[int]) -> list[int]:
-    """For each rank the part that what it alone knows goes to: on its node if that has a writer."""
+    """For each rank the part that gets its own state: on its node if that has a writer."""
     on_node: dict[int, list[int]] = {}
     for part, rank in enumerate(writers):
         on_node.setdefault(node_of[rank], []).append(part)

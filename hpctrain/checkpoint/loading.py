@@ -1,4 +1,4 @@
-"""Loading the newest valid checkpoint on all ranks, or a certain one, and what of it is wanted."""
+"""Loading the newest valid checkpoint on all ranks, or a given one, as a whole or in pieces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Shape = tuple[int, ...]
 
 
 Cut = Callable[[str, _Shape], Region | range | None]
-"""Which part of a tensor this rank wants, by its place under a key (`0/exp_avg`) and its shape: a
+"""Which part of a tensor this rank needs, by its place under a key (`0/exp_avg`) and its shape: a
 block, elements counted flat, or None for all of it."""
 
 
@@ -71,7 +71,7 @@ def refuse_misfit(tree: Tree, like: Mapping[str, Flat | Cut]) -> None:
 
 
 def want(tree: Tree, like: Mapping[str, Flat | Cut]) -> tuple[Any, list[Wanted]]:
-    """The skeleton with what is asked for as pieces, and all tensors and pieces that are in it.
+    """The skeleton with the requested pieces, and all tensors and pieces in it.
 
     Raises:
         CheckpointError: a piece lies outside of its tensor.
@@ -97,7 +97,7 @@ def _all_of_it(place: str, shape: _Shape) -> None:
 
 
 def _cut_like(flat: Flat) -> Cut:
-    """What a tree that is here wants: pieces where it has pieces."""
+    """What an existing tree needs: pieces where it has pieces."""
     places = {plain_name("/".join(place)): name for place, name in _tensors(flat.skeleton, ())}
 
     def cut(place: str, shape: _Shape) -> Region | range | None:
@@ -154,7 +154,7 @@ def _change(
 def differences(
     found: Mapping[str, _Shape], wanted: Mapping[str, _Shape], *, most: int = 5
 ) -> list[str]:
-    """In words, where the tensors of a checkpoint are not those that are wanted.
+    """A description of where the tensors of a checkpoint differ from the required ones.
 
     Args:
         found: Shapes by name in the checkpoint.
@@ -262,7 +262,7 @@ def load(
         The newest valid one, or None where there is none at all.
 
     Raises:
-        CheckpointError: on all ranks: the one that was asked for is not valid, or none of those
+        CheckpointError: on all ranks: the requested one is not valid, or none of those
             that are there is.
     """
     refused: list[tuple[str, str]] = []
@@ -301,7 +301,7 @@ def load(
 def _agree_on_wanted(
     world: World, like: Mapping[str, object] | None, timeout_s: float
 ) -> tuple[dict[str, Flat | Cut], bool]:
-    """Collective: what this rank wants, and whether any rank wants pieces."""
+    """Collective: what this rank needs, and whether any rank needs pieces."""
     wanted: dict[str, Flat | Cut] = {}
     trouble = None
     try:
@@ -379,14 +379,14 @@ def _try(
             num_ranks=manifest.num_ranks,
             metrics=manifest.metrics,
         ), None
-    except CheckpointError as error:  # of what all ranks read alike
+    except CheckpointError as error:  # of what all ranks read
         return None, str(error)
 
 
 def _want_pieces(
     world: World, offer: _Offer, like: Mapping[str, Flat | Cut], own_rank: int | None
 ) -> tuple[Assembly | None, str | None]:
-    """Collective: memory for what this rank wants; what is wrong is the same on all ranks."""
+    """Collective: memory for what this rank needs; errors are the same on all ranks."""
     _, manifest, tree = offer
     assembly, trouble = None, None
     try:

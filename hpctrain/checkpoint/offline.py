@@ -211,7 +211,7 @@ def export(path: Path, to: Path, *, key: str | None = "model", ema: bool = False
 
 
 def import_torch(path: Path) -> Any:
-    """Read somebody's `.pt` file: tensors and plain values alone, no code is run.
+    """Read a `.pt` file: only tensors and plain values, no code is run.
 
     Raises:
         CheckpointError: it cannot be read, or holds more than that.

@@ -1,7 +1,7 @@
 """Reading a checkpoint on all ranks: each byte comes from the disk once in the whole job.
 
 A few ranks read blocks in turn, each one ahead of its turn, check them, and send them to all. Where
-ranks want different pieces, what one rank alone wants it reads itself. The number of ranks that
+ranks need different pieces, a rank reads itself what only it needs. The number of ranks that
 wrote does not matter: tensors are put together from blocks of files, in whatever order they come.
 """
 
@@ -63,7 +63,7 @@ class _Room:
 
 
 class _Scattered:
-    """A stored block of which parts are wanted that are not consecutive in it.
+    """A stored block of which non-consecutive parts are needed.
 
     It is collected and, when its last byte has come, copied onward and forgotten.
     """
@@ -76,7 +76,7 @@ class _Scattered:
         self._onward: list[tuple[Region, np.ndarray]] = []
 
     def add(self, target: Region, memory: np.ndarray) -> None:
-        """What of it is wanted, and where that goes."""
+        """Which parts are needed, and where they go."""
         self._onward.append((target, memory))
 
     def put(self, at: int, data: np.ndarray) -> None:
@@ -123,9 +123,9 @@ class Assembly:
         Args:
             manifest: Of the checkpoint.
             tree: Of the checkpoint.
-            own_rank: Whose own state is wanted; None: nobody's.
-            wanted: The tensors, or pieces of them, that are wanted; None: all tensors.
-            skeleton: The tree's, with pieces where they are wanted; None: the tree's own.
+            own_rank: Whose own state to read; None: none.
+            wanted: The tensors, or pieces of them, to read; None: all tensors.
+            skeleton: The tree's, with pieces where needed; None: the tree's own.
 
         Raises:
             CheckpointError: the tree does not fit the manifest.
@@ -144,7 +144,7 @@ class Assembly:
             self._add_span(FileRange(part, start, num_bytes, 0), 0, num_bytes, _Room(self._own), 0)
         for spans in self._spans:
             spans.sort(key=lambda span: span.start)
-        # One stored block may be wanted several times: ends need not come in order.
+        # One stored block may be needed several times: ends need not be in order.
         self._stops = [
             list(itertools.accumulate((span.stop for span in spans), max)) for spans in self._spans
         ]
@@ -203,7 +203,7 @@ class Assembly:
     def _add_span(
         self, place: FileRange, low: int, high: int, room: _Room | _Scattered, base: int
     ) -> None:
-        """Those bytes of a place that are wanted: from `low` to `high` of the stored block."""
+        """The needed bytes of a place: from `low` to `high` of the stored block."""
         parts = self._manifest.parts
         if not 0 <= place.part < len(parts):
             raise CheckpointError(f"part {place.part} of {len(parts)} is not there")
@@ -218,7 +218,7 @@ class Assembly:
             self._spans[place.part].append(_Span(start, start + high - low, room, low - base))
 
     def is_wanted(self, part: int, start: int, stop: int) -> bool:
-        """Whether something of these bytes of a file is wanted."""
+        """Whether any of these bytes of a file are needed."""
         return any(True for _ in self._wanted(part, start, stop))
 
     def take(self, part: int, start: int, data: np.ndarray) -> None:
@@ -287,9 +287,9 @@ def read_parts(
         world: The ranks.
         folder: Of the checkpoint.
         manifest: Of the checkpoint.
-        assembly: What this rank wants of it.
-        in_pieces: Whether ranks want different things. Then only blocks that somebody wants are
-            read, and what one rank alone wants it reads itself.
+        assembly: What this rank needs of it.
+        in_pieces: Whether ranks need different parts. Then only needed blocks are
+            read, and a rank reads itself what only it needs.
         timeout_s: How long the disk may take.
 
     Returns:
@@ -314,7 +314,7 @@ def read_parts(
 def _vote(
     world: World, blocks: Sequence[_Block], reader: _Reader, assembly: Assembly
 ) -> tuple[list[_Block], list[_Block]]:
-    """Collective: the blocks that this rank alone wants, and those that several want."""
+    """Collective: the blocks that only this rank needs, and those that several need."""
     from mpi4py import MPI
 
     here, nobody = world.rank, -world.size - 1

@@ -139,7 +139,7 @@ class Settings:
     late_s: float
 
     def mistake(self) -> str | None:
-        """What cannot be meant, or None; raised by whoever has asked all ranks."""
+        """An invalid setting, or None; raised by the caller on all ranks."""
         if self.writers_per_node is not None and self.writers_per_node < 1:
             return f"writers_per_node={self.writers_per_node} must be at least 1"
         if not self.timeout_s > 0:
@@ -234,7 +234,7 @@ def _begin(
         saving, moves = _copy(world, settings, prepared, folder, number, staging, holdings)
     except (MemoryError, RuntimeError, OSError) as error:
         trouble = f"the state could not be copied ({type(error).__name__}: {error})"
-    # Nobody continues before all have copied: state may lie in memory that ranks share.
+    # No rank continues before all have copied: state may be in memory that ranks share.
     same = same_on_all(world, [saving is None], "copying a state", timeout_s=timeout_s)
     if saving is None or not same[0]:
         agree(world.comm, trouble, error=CheckpointError, timeout_s=timeout_s)
@@ -273,7 +273,7 @@ def _copy(
     staging: Staging,
     holdings: Holdings,
 ) -> tuple[Saving, Moves]:
-    """Send what this rank alone knows to its writer; as a writer, copy one's part."""
+    """Send this rank's own state to its writer; as a writer, copy its part."""
     flat = prepared.flat
     items = tuple(sorted(items_of(flat.tensors), key=lambda item: item.name))
     node_of = tuple(info.node_rank for info in world.ranks)
@@ -328,7 +328,7 @@ def _copy(
 
 
 class Moves:
-    """Pieces that travel to a rank that writes them, because no rank that holds them writes."""
+    """Pieces that are sent to a writer, because no rank that holds them writes."""
 
     def __init__(self) -> None:
         self._outgoing: list[tuple[int, memoryview]] = []

@@ -114,7 +114,7 @@ class Store:
                 sharded, each rank gives its `Piece`; together they must be the whole, and what
                 several ranks hold is written once.
             step: The number of steps it stands for; must match.
-            own: A tree of what this rank alone knows, such as its random state; on all ranks or on
+            own: A tree of this rank's own state, such as its random state; on all ranks or on
                 none.
             note: Plain values for the manifest, rank 0's.
             metrics: Numbers by name, rank 0's; `keep` may choose by them.
@@ -206,7 +206,8 @@ class Store:
     def _wait(self, saving: Saving) -> Path:
         """Collective: what `wait` does with a save that has begun.
 
-        Whoever waits for its disk asks the others for patience; who does not answer gets none.
+        A rank that waits for its disk extends the others' timeout; one that does not reply gets no
+        extension.
         """
         patience = self._world.watching.patience
         with patience(self.timeout_s + _GRACE_S):
@@ -221,7 +222,7 @@ class Store:
                     saving.records.add(record)
                 if why is not None:
                     saving.records.fail(why)
-            # A little longer than its own deadline: it knows whom it waits for.
+            # A little longer than its own deadline: its message names the missing ranks.
             with patience(self.timeout_s + _GRACE_S):
                 trouble = saving.task.outcome(self.timeout_s + _MARGIN_S)
         self._saving = None
@@ -249,8 +250,9 @@ class Store:
             path: A certain checkpoint; None: the newest valid one of the directory.
             like: For some keys of the state a tree whose tensors must have the same names and
                 shapes, such as `{"model": model.state_dict()}`; others are refused. Where it has a
-                `Piece`, this rank gets that piece of the tensor, whoever has written it. A function
-                of place and shape instead of a tree says which piece of each tensor is wanted.
+                `Piece`, this rank gets that piece of the tensor, regardless of who wrote it. A
+                function of place and shape instead of a tree says which piece of each tensor is
+                wanted.
 
         Returns:
             None if the directory holds no checkpoint.

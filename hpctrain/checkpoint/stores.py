@@ -55,7 +55,7 @@ class CheckpointStore(Protocol):
 
     @property
     def failed(self) -> str | None:
-        """What has gone wrong on this rank with the last save, or None. Cheap: asked each step."""
+        """Why the last save failed on this rank, or None. Cheap: checked each step."""
         ...
 
     def save(
@@ -90,7 +90,7 @@ class CheckpointStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Collective: wait for the last save and let go. Again: nothing happens."""
+        """Collective: wait for the last save and close. A second call does nothing."""
         ...
 
     @staticmethod

@@ -3,7 +3,7 @@
 JSON's own values stand for themselves. Whatever JSON cannot tell apart is an object with the key
 `$`: tuples, dictionaries with other keys than text, bytes, complex and non-finite numbers, numpy
 values, torch's dtypes and devices, and tensors, which are named and stored elsewhere. Everything
-is matched by its exact type: a subclass would come back as something else. Reading runs no code.
+is matched by its exact type: a subclass would be restored as something else. Reading runs no code.
 """
 
 from __future__ import annotations
@@ -397,7 +397,7 @@ def _hint() -> str:
 
 @dataclass(frozen=True, slots=True)
 class PieceRequest:
-    """A piece of a stored tensor that this rank wants."""
+    """A piece of a stored tensor that this rank needs."""
 
     name: str
     offset: tuple[int, ...] | int

@@ -63,12 +63,12 @@ class WriteTask:
         self._trouble: str | None = None
 
     def run(self) -> None:
-        """Do it; whatever goes wrong is kept for whoever asks."""
+        """Do it; an exception is kept for the caller."""
         try:
             self._work()
         except CheckpointError as error:
             self._trouble = str(error)
-        except Exception as error:  # nobody sees what is raised in a thread
+        except Exception as error:  # an exception in a thread would be lost
             self._trouble = f"{self.what} failed: {type(error).__name__}: {error}"
         self._ended.set()
 
@@ -168,7 +168,7 @@ class Record:
 
 
 class Records:
-    """The records that rank 0 knows of, filled by several threads."""
+    """The records known to rank 0, filled by several threads."""
 
     def __init__(self) -> None:
         self.parts: dict[int, Record] = {}
@@ -226,7 +226,7 @@ def write_own_part(
     """Write this rank's part and leave a record of it.
 
     Raises:
-        CheckpointError: the disk is full, or something else; rank 0 is told if it can be.
+        CheckpointError: the disk is full, or something else; rank 0 is notified if possible.
     """
     path = folder / part_name(part, num_parts)
     try:

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _output_is_gone() -> bool:
-    """Whether nobody reads the output any more, as after `| head`; then nothing more is written."""
+    """Whether the output pipe is closed, as after `| head`; then nothing more is written."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):

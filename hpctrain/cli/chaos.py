@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="hpctrain-chaos-")) if made else args.keep.resolve()
     scratch.mkdir(parents=True, exist_ok=True)
     good = False
-    # Whoever ends this ends what it started, too, and takes its small disk away.
+    # Ending this ends what it started, too, and removes its small disk.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         good = (_run if args.kind == "run" else _soak)(args, scratch)

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the action that was asked for and return its exit code."""
+    """Run the requested action and return its exit code."""
     actions = {"list": _list, "verify": _verify, "export": _export, "import": _import}
     return actions[args.action](args)
 

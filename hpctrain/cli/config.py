@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what was asked for."""
+    """Print the requested text."""
     from hpctrain.train import (
         explain,
         json_schema,

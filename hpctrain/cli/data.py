@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the action that was asked for and return its exit code."""
+    """Run the requested action and return its exit code."""
     if args.action == "inspect":
         return _inspect(args)
     from hpctrain.connection import init
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     with init(device="cpu") as world:
         try:
             return action(world, args)
-        except HpcTrainError as error:  # on all ranks alike: they leave together
+        except HpcTrainError as error:  # on all ranks: they exit together
             if world.rank == 0:
                 print(f"hpctrain data {args.action}: {error}", file=sys.stderr)
             return 2 if isinstance(error, ConfigError) else 1

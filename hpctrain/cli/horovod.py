@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the action that was asked for and return its exit code."""
+    """Run the requested action and return its exit code."""
     try:
         return _build(args) if args.action == "build" else _check(args)
     except InstallError as error:

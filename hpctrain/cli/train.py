@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     from hpctrain.world import detect
 
     variables = set_variables(args.env)
-    config = load_config(args.config, args.settings)  # mistakes are told before anything starts
+    config = load_config(args.config, args.settings)  # report mistakes before anything starts
     if args.json and not args.dry_run:
         raise ConfigError(
             "--json belongs to --dry-run; a run writes metrics.jsonl and summary.json"

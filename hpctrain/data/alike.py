@@ -33,7 +33,7 @@ _NEXT_BATCH = "the next batch of a stream"
 
 
 class ReadReport(NamedTuple):
-    """What a rank tells the others of what it read for one batch."""
+    """What a rank reports to the others about its reading for one batch."""
 
     num_read: int
     """Samples of the epoch so far."""

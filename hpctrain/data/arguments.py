@@ -78,7 +78,7 @@ def resolve_arguments(
     """Decide everything that can be decided without communication.
 
     Args:
-        data: What the user handed over.
+        data: What the user passed.
         given: The other arguments.
         rank: This rank.
         num_ranks: How many there are.

@@ -1,9 +1,10 @@
 """The way from one rank to the others: a few slots of memory, filled, announced, emptied.
 
-The sender fills a slot and tells its receiver. On the sender's own node the slots are node-shared
-memory, and the receiver copies straight out of them while the sender fills the next: each byte is
-moved once on either side, both at the same time. To other nodes a slot goes as messages. All slots
-together are one chunk: more memory than that is not taken, whatever the number of ranks.
+The sender fills a slot and notifies its receiver. On the sender's own node the slots are
+node-shared memory, and the receiver copies straight out of them while the sender fills the next:
+each byte is moved once on either side, both at the same time. To other nodes a slot goes as
+messages. All slots together are one chunk: more memory than that is not taken, whatever the number
+of ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a column of a data set is made of, and its rows as bytes. Pure.
 
-Bytes are what travels, so every dtype can: float16 and bfloat16, dates, strings of fixed length,
+Rows are sent as bytes, so every dtype works: float16 and bfloat16, dates, strings of fixed length,
 records. Three kinds of column:
 
 | kind | given as | a row |
@@ -173,7 +173,7 @@ class Ragged(Column):
 
 @dataclass(frozen=True, slots=True)
 class Objects(Column):
-    """A list of Python objects, which travel as pickles."""
+    """A list of Python objects, which are sent as pickles."""
 
     num_dims = 1
 
@@ -225,7 +225,7 @@ def describe_column(values: Any, name: str) -> Column:
     """See what kind of column this is.
 
     Raises:
-        ConfigError: it is none, or cannot travel; the message says what to do.
+        ConfigError: it is none, or cannot be sent; the message says what to do.
     """
     if isinstance(values, torch.Tensor):
         return _describe_tensor(values, name)

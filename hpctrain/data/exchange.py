@@ -1,7 +1,7 @@
 """Rows from every rank to every rank: who has a row says where it goes.
 
-The ranks meet in pairs, each with its next neighbour first, so that everyone sends and receives all
-the time. Rows go in chunks, in messages that 31 bits can count, and straight to their places.
+The ranks exchange in pairs, each with its next peer first, so that every rank sends and receives
+all the time. Rows go in chunks, in messages that 31 bits can count, and straight to their places.
 `reorder` gives scattered shares a new order this way.
 """
 
@@ -213,9 +213,9 @@ def reorder(
 ) -> Table:
     """Collective: exchange rows so that shares which follow `old` follow `new`, which must match.
 
-    An order tells which sample stands where, not where a sample stands. So a third rank, the one
-    that its number points to, hears of each sample who has it and who wants it, and tells the one
-    who has it. No rank needs memory for more than its share of the samples.
+    An order says which sample is at a position, not where a sample is. So a third rank, given by
+    the sample's number, learns for each sample who has it and who needs it, and tells the one who
+    has it. No rank needs memory for more than its share of the samples.
 
     Args:
         world: The ranks.

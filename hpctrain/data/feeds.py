@@ -252,7 +252,7 @@ class StreamFeed:
     def _compared(self, items: Iterator[StreamReading], comm: Comm) -> Iterator[tuple[Part, Batch]]:
         """Collective: batches of one stream that every rank reads, as long as it is one.
 
-        Streams that begin alike may differ later, and may differ in length. A rank that went on
+        Streams with the same start may differ later, or in length. A rank that continued
         alone would wait for the others in vain, so they compare before every batch.
         """
         num_read = 0
@@ -278,7 +278,7 @@ class StreamFeed:
     ) -> Iterator[tuple[Part, Batch]]:
         """Collective: batches of streams that are split already, until no rank has samples.
 
-        Ranks whose streams have ended take part with batches of no rows. Nobody knows how long the
+        Ranks whose streams have ended take part with empty batches. It is unknown how long the
         streams of others are, so each batch costs one message of 8 bytes.
         """
         stop, size = where.start, self._batching.global_batch
@@ -314,7 +314,7 @@ def _tell(failure: Exception | None) -> str:
 
 
 class _StreamBatches(IterableDataset[Any]):
-    """How a stream begins, and its batches; travels to a worker."""
+    """How a stream begins, and its batches; sent to a worker."""
 
     def __init__(
         self, stream: Stream, batching: Batching, seat: Seat, where: Where, split: Split

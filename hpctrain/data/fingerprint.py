@@ -26,7 +26,7 @@ def digest_sample(sample: Any, *, most_bytes: int | None = None) -> bytes:
     """A short digest of what a sample holds.
 
     Equal samples have equal digests in every process: nothing depends on addresses, on hash seeds
-    or on how an array lies in memory. Of objects that nobody knows how to read, only the type
+    or on how an array lies in memory. Of unreadable objects, only the type
     counts: their pickles may differ where they are equal.
 
     Args:
@@ -97,7 +97,7 @@ def _spread(length: int, most: int | None) -> list[slice]:
 
 
 class _Digest:
-    """Every piece goes in with its type and its size, so that no two trees read alike."""
+    """Every piece goes in with its type and size, so that different trees differ in bytes."""
 
     def __init__(self, most_bytes: int | None) -> None:
         self.hash = hashlib.blake2b(digest_size=DIGEST_BYTES)

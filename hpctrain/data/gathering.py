@@ -148,7 +148,7 @@ def _examine(
 
 
 def _common_form(world: World, table: Table | None) -> Form | None:
-    """Collective: the form of those ranks that have rows; None when nobody has any."""
+    """Collective: the form of those ranks that have rows; None if no rank has any."""
     told: list[Form | None] = world.comm.allgather(
         table.form if table is not None and table.num_rows else None
     )

@@ -128,9 +128,9 @@ def trouble_with(saved: LoaderProgress, own: LoaderProgress) -> str | None:
 class Loader:
     """Collective: batches for all ranks; `for batch in loader` is one epoch.
 
-    Every rank must make it with the same arguments and equal data, and iterate alike. Every sample
-    is handed out exactly once per epoch over all ranks, in batches that do not depend on their
-    number.
+    Every rank must create it with the same arguments and equal data, and iterate equally often.
+    Every sample is returned exactly once per epoch over all ranks, in batches that do not depend on
+    their number.
 
     Args:
         world: The ranks.
@@ -305,7 +305,7 @@ class Loader:
 
     @property
     def num_left(self) -> int | None:
-        """Batches of this epoch that were not handed out yet; None for a stream."""
+        """Batches of this epoch that were not returned yet; None for a stream."""
         num_samples = self._setup.feed.num_samples
         if num_samples is None:
             return None
@@ -357,7 +357,7 @@ class Loader:
             self._part = part
             self._total += part.global_samples
             self._consumed = part.stop
-            if torch.is_grad_enabled():  # an evaluation's batches are nobody's gradients
+            if torch.is_grad_enabled():  # evaluation batches have no gradients
                 self.world.shares.note(
                     num_samples=part.num_samples,
                     global_samples=part.global_samples,
@@ -374,12 +374,12 @@ class Loader:
         self._next_epoch()
 
     def _observed(self, arrivals: Iterator[tuple[Part, Batch]]) -> Iterator[tuple[Part, Batch]]:
-        """The same; waiting for each batch is a phase where somebody observes the world."""
+        """The same; waiting for each batch is a phase if the world has observers."""
         observers = self.world.observers
         return observed(arrivals, observers, "input") if observers else arrivals
 
     def _foreseen(self, arrivals: Iterator[tuple[Part, Batch]]) -> Iterator[tuple[Part, Batch]]:
-        """The same, handed out when it is known whether another one follows."""
+        """The same, returned when it is known whether another one follows."""
         held = next(arrivals, None)
         while held is not None:
             following = next(arrivals, None)
@@ -412,7 +412,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain data; the same on every rank and for any number of them.
 
-        A batch counts as consumed once it was handed out.
+        A batch counts as consumed once it was returned.
         """
         return self._progress(self._seed, self._epoch).to_state()
 

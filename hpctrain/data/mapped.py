@@ -1,6 +1,6 @@
 """Map-style data sets (`torch.utils.data.Dataset`) as a source: sample by sample, then collated.
 
-Every sample has random numbers of its own, whoever reads it.
+Every sample has its own random numbers, on any rank or worker.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MapSource:
         return samples
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_generators": None}  # generators do not travel to workers
+        return {**self.__dict__, "_generators": None}  # generators are not sent to workers
 
 
 def _mix(base: int, index: int) -> int:
@@ -96,7 +96,7 @@ class OwnGenerators:
         self._python: tuple[object, ...] = random.Random(seed).getstate()
 
     def seed(self, seed: int) -> None:
-        """Inside the context: begin anew."""
+        """Inside the context: start over."""
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)

@@ -1,7 +1,7 @@
 """Who has which samples: parts, files, batches, and a rank's part of every batch. Pure.
 
 Every function answers for one part (a rank, usually) without looking at the others, for any number
-of samples: 0, or fewer than parts, gives some parts nothing. Parts are ranges wherever they can be,
+of samples: 0, or fewer than parts, gives some parts nothing. Parts are ranges where possible,
 so that 10^12 samples cost no memory.
 
 Where a global batch ends depends on how many samples are left and on nothing else: not on the
@@ -49,7 +49,7 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 
 
 def block(num_samples: int, num_parts: int, part: int) -> range:
-    """Neighbours stay together; sizes differ by at most one, the larger ones come first."""
+    """Contiguous parts; sizes differ by at most one, the larger ones come first."""
     _check(num_samples, num_parts, part)
     size, larger = divmod(num_samples, num_parts)
     start = part * size + min(part, larger)
@@ -62,7 +62,7 @@ def cyclic(num_samples: int, num_parts: int, part: int, *, start: int = 0) -> ra
     Args:
         num_samples: Positions end here.
         num_parts: How many share them.
-        part: Whose positions are asked for.
+        part: Which part.
         start: Positions begin here; who has which does not depend on it.
     """
     _check(num_samples, num_parts, part)
@@ -72,7 +72,7 @@ def cyclic(num_samples: int, num_parts: int, part: int, *, start: int = 0) -> ra
 
 
 def weighted(num_samples: int, weights: Sequence[float], part: int) -> range:
-    """Neighbours stay together; sizes are in proportion to the weights, as `quotas` has them."""
+    """Contiguous parts; sizes are proportional to the weights, as in `quotas`."""
     _check(num_samples, len(weights), part)
     sizes = quotas(num_samples, weights)
     start = sum(sizes[:part])
@@ -112,7 +112,7 @@ def stratified(labels: npt.ArrayLike, num_parts: int, part: int) -> npt.NDArray[
     Args:
         labels: One per sample: whole numbers, strings, anything that numpy can sort.
         num_parts: How many share the samples.
-        part: Whose samples are asked for.
+        part: Which part.
 
     Returns:
         The part's samples in the order of the data.
@@ -130,8 +130,8 @@ def split(num_samples: int, sizes: Mapping[str, float]) -> dict[str, range]:
 
     Args:
         num_samples: How many there are.
-        sizes: By name, in order: counts (whole numbers; what they leave over belongs to nobody) or
-            fractions (floats; if they sum to 1, every sample belongs to somebody).
+        sizes: By name, in order: counts (whole numbers; the remainder belongs to no part) or
+            fractions (floats; if they sum to 1, every sample belongs to a part).
 
     Returns:
         By name, positions from 0 on.
@@ -175,12 +175,12 @@ class Span:
 
 
 def file_spans(sizes: Sequence[int], num_parts: int, part: int) -> list[Span]:
-    """The rows of a part: sizes differ by at most one, and a file may be shared by neighbours.
+    """The rows of a part: sizes differ by at most one, and adjacent parts may share a file.
 
     Args:
         sizes: Rows in each file.
         num_parts: How many share them.
-        part: Whose rows are asked for.
+        part: Which part.
     """
     _check_sizes(sizes)
     mine = block(sum(sizes), num_parts, part)
@@ -195,7 +195,7 @@ def file_spans(sizes: Sequence[int], num_parts: int, part: int) -> list[Span]:
 
 
 def whole_files(sizes: Sequence[int], num_parts: int, part: int) -> list[int]:
-    """The files of a part, none of them shared: the largest first, to whoever has the least.
+    """The files of a part, none of them shared: largest first, each to the part with the least.
 
     The parts differ by no more rows than the largest file has.
     """
@@ -308,7 +308,7 @@ def plan_parts(
 
     Args:
         batching: How the epoch is cut.
-        seat: Whose parts are asked for.
+        seat: The rank and its weight.
         look_up: From positions in the epoch to what the source takes.
         start: Samples that are consumed already.
         num_samples: Samples in the epoch.

@@ -169,8 +169,8 @@ def scatter(
         seed: Of the order; None takes the world's.
         epoch: Whose order.
         keep_whole: The root's share refers to its data set (do not write to it then); False copies
-            the share, so that the data set can be let go.
-        chunk_bytes: How much travels at a time.
+            the share, so that the data set can be freed.
+        chunk_bytes: How much is sent at a time.
         message_bytes: The most bytes in one message.
         timeout_s: How long to wait for a rank that is missing or stuck.
             None: as long as the world waits for any rank.
@@ -337,7 +337,7 @@ def _send_rows(
 
 
 def _receive_all(world: World, channel: Channel, form: Form, total: int) -> Any:
-    """Everyone else's part: this rank's rows; not all of them when the root has failed."""
+    """The other ranks' part: this rank's rows; not all of them if the root has failed."""
     inlet = Inlet(channel)
     count = share_length(total, world.rank, world.size)
     shapes = None

@@ -45,7 +45,7 @@ class Layout:
         return starts
 
     def build(self, memory: np.ndarray) -> Any:
-        """The data set as arrays over memory, which nobody can write to."""
+        """The data set as read-only arrays over memory."""
         arrays = []
         for column, start in zip(self.columns, self.starts, strict=False):
             part = memory[start : start + column.row_bytes * self.num_rows]
@@ -108,7 +108,7 @@ def share(
             None: as long as the world waits for any rank.
 
     Returns:
-        A source for a loader; `.data` are the arrays, read-only. Tensors come back as arrays.
+        A source for a loader; `.data` are the arrays, read-only. Tensors are returned as arrays.
 
     Raises:
         ConfigError, DataError: on all ranks: the data or the arguments are wrong.
@@ -285,7 +285,7 @@ def _fill_nodes(
 def _write(
     layout: Layout, memory: np.ndarray, rows: np.ndarray, table: Table, picked: np.ndarray
 ) -> None:
-    """Put rows of a table into the node's memory; they are neighbours there."""
+    """Put rows of a table into the node's memory; they are contiguous there."""
     for column, kind, values, first in zip(
         layout.columns, table.form.kinds, table.values, layout.starts, strict=False
     ):

@@ -92,7 +92,7 @@ class Order:
         return self.at(np.arange(start, stop, step, dtype=np.int64))
 
     def fingerprint(self) -> int:
-        """A number that tells this order from another, such as that of another numpy."""
+        """A number that distinguishes this order from others, such as that of another numpy."""
         count = min(self.num_samples, _FINGERPRINTED)
         stride = max(1, self.num_samples // _FINGERPRINTED)
         samples = self.at(np.arange(count, dtype=np.int64) * stride)
@@ -179,7 +179,7 @@ class EpochPlan(Protocol):
         """The samples at these positions."""
 
     def fingerprint(self) -> int:
-        """A number that tells this plan from others."""
+        """A number that distinguishes this plan from others."""
 
 
 class Draw(Protocol):
@@ -265,8 +265,8 @@ class LengthDraw:
     Args:
         lengths: One number for each sample.
         batching: How the epoch is cut; the plan is made for these batches.
-        bucket_batches: Batches in a pool: more of them make lengths more alike, fewer make batches
-            more random.
+        bucket_batches: Batches in a pool: more of them make lengths more similar, fewer make
+            batches more random.
     """
 
     kind = "lengths"

@@ -100,7 +100,7 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def as_tensor(leaf: Any) -> Any:
-    """Sources give arrays or tensors; users get tensors wherever torch has the dtype."""
+    """Sources give arrays or tensors; users get tensors if torch has the dtype."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     try:
@@ -110,7 +110,7 @@ def as_tensor(leaf: Any) -> Any:
 
 
 _Reader = Callable[[Indices], Any]
-# Torch has these, numpy has not: rows travel as whole numbers of the same width.
+# Torch has these, numpy does not: rows are sent as integers of the same width.
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -128,7 +128,7 @@ def is_arrays(data: object) -> bool:
 class ArraySource:
     """Samples in numpy arrays (memory maps too) or torch tensors whose first axis they share.
 
-    Batches have the structure of the data, with tensors wherever torch has the dtype.
+    Batches have the structure of the data, with tensors if torch has the dtype.
     """
 
     def __init__(self, data: Any) -> None:
@@ -190,7 +190,7 @@ def _reader_of(leaf: np.ndarray[Any, Any] | torch.Tensor) -> _Reader:
         return lambda indices: tensor[torch.from_numpy(indices.copy()).to(tensor.device)]
     try:
         return _numpy_reader(tensor.numpy())
-    except TypeError:  # bfloat16 and its kin
+    except TypeError:  # bfloat16 and similar
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         whole = _numpy_reader(tensor.view(_AS_INTEGERS[tensor.element_size()]).numpy())

@@ -28,7 +28,7 @@ _LEAST_BYTES_PER_S = 10e6
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files under a path, with what tells whether they have changed."""
+    """The files under a path, with what shows whether they have changed."""
 
     files: tuple[tuple[str, int, int], ...]
     """Relative name, size in bytes, time of the last change in nanoseconds."""
@@ -61,7 +61,7 @@ def stage(
         world: The ranks.
         path: The file or folder on the shared file system.
         to: A folder on the node's own disk; None takes the temporary folder of the node's first
-            rank. Copies stay there until somebody removes them.
+            rank. Copies stay there until they are removed.
         timeout_s: How long to wait for ranks; as long again as the copy may take at 10 MB/s.
             None: as long as the world waits for any rank.
 

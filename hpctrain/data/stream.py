@@ -80,10 +80,10 @@ class Stream:
 
         Args:
             batching: How the stream is cut.
-            seat: Whose parts are asked for.
+            seat: The rank and its weight.
             start: Samples that are consumed already; they are read and passed over.
             seed: Of the run.
-            epoch: Which epoch; a data set that has `set_epoch` is told.
+            epoch: Which epoch; `set_epoch` of the data set is called if it exists.
             split: With `already` the stream holds this rank's samples alone: its i-th one stands at
                 position `i * num_ranks + rank`, and positions beyond its end are left out.
         """
@@ -124,7 +124,7 @@ class _Collating:
 
 
 def _chain(first: deque[Any], rest: Iterable[Any]) -> Iterator[Any]:
-    """Samples that were read already, let go one by one, and then the others."""
+    """Samples that were already read, released one by one, and then the others."""
     while first:
         yield first.popleft()
     yield from rest
@@ -147,7 +147,7 @@ def _dealt_batches(
             f"the stream ended after {num_read} samples, and {start} are consumed already; "
             "resume with the stream that the run was stopped in"
         )
-    ahead: deque[Any] = deque()  # this rank's samples that are read and not handed out
+    ahead: deque[Any] = deque()  # this rank's samples that are read and not returned yet
     latest: Any = None
     while True:
         wanted = batching.lookahead - (num_read - start)

@@ -2,7 +2,7 @@
 
 A data set is one column, or a dict, tuple or named tuple of columns, nested as deep as one likes.
 An array or a tensor is a column whose rows are the samples; a list is one whose items are. A `Form`
-is what all ranks must know alike; a `Table` has the rows of one rank, `Arrivals` is where rows
+must be the same on all ranks; a `Table` has the rows of one rank, `Arrivals` is where rows
 arrive. On their way rows are cut into chunks, and chunks into messages.
 """
 
@@ -50,7 +50,7 @@ class Form:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the columns whose rows are all alike."""
+        """Bytes of the columns whose rows all have the same size."""
         return sum(kind.row_bytes or 0 for kind in self.kinds)
 
     def sizes(self, shapes: np.ndarray | None) -> int | np.ndarray:
@@ -110,7 +110,7 @@ class Table:
 
     @property
     def num_pickled_bytes(self) -> int:
-        """How much of it can only travel as pickles of Python objects."""
+        """How much of it can only be sent as pickles of Python objects."""
         if self.shapes is None:
             return 0
         parts = zip(self.form.kinds, self.form.cut_shapes(self.shapes), strict=True)

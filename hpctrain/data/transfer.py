@@ -114,7 +114,7 @@ def _work(
 
 
 def _put(ready: queue.Queue[T | _End], item: T | _End, stop: threading.Event) -> bool:
-    """Hand an item over; False when nobody wants it any more."""
+    """Pass an item on; False if it is no longer needed."""
     while not stop.is_set():
         try:
             ready.put(item, timeout=_LOOK_AROUND_S)

@@ -1,6 +1,6 @@
 """Worker processes that fetch samples: torch's own, started so that MPI is not forked.
 
-And why they cannot be started, in words: what does not travel, what reads the script.
+And why they cannot be started: what cannot be sent, what reads the script.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class _Nowhere:
 def trouble_with_function(name: str, function: Callable[..., Any] | None) -> str | None:
     """Why a function cannot be sent to worker processes, or None.
 
-    Only plain functions are tried: they travel by name, which costs nothing.
+    Only plain functions are tried: they are sent by name, which costs nothing.
     """
     if not isinstance(function, types.FunctionType) or (error := _try(function)) is None:
         return None
@@ -305,7 +305,7 @@ def explain_start(number: int, process: int | None, code: int) -> str:
 
 
 def has_main_guard(source: str) -> bool:
-    """Whether a script asks for its own name at the top level; True where it cannot be read."""
+    """Whether a script checks `__name__` at the top level; True if it cannot be read."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

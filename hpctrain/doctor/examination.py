@@ -16,7 +16,7 @@ from hpctrain.world import read_affinity, read_core_map
 
 __all__ = ["CHECKS", "examine"]
 
-# A check asks a few programs, each within the limit of its own.
+# A check runs a few programs, each within its own limit.
 _STEPS = 5
 
 
@@ -54,7 +54,7 @@ def _gpu_aware(facts: Facts) -> Check:
 
 
 def _ask_ompi_info(facts: Facts) -> bool | None:
-    """Ask Open MPI's own tool, the one beside its launcher."""
+    """Query Open MPI's own tool, the one next to its launcher."""
     if facts.loaded is None or facts.loaded.mpi.family != "openmpi" or facts.match.mpirun is None:
         return None
     tool = facts.match.mpirun.parent / "ompi_info"

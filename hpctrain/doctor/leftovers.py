@@ -33,7 +33,7 @@ _YOUNGEST_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftover:
-    """A file that nobody uses any more."""
+    """A file that is no longer in use."""
 
     path: Path
     owner: str
@@ -84,7 +84,7 @@ def _files_in_use() -> set[int]:
     """Inodes that some process of this user has open or mapped."""
     used: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it ended, or belongs to another user
             for line in (process / "maps").read_text().splitlines():
                 words = line.split(maxsplit=5)
                 if len(words) == 6:

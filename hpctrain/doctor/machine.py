@@ -262,7 +262,7 @@ def parse_chronyc(text: str) -> bool | None:
 
 
 def read_clock(which: Callable[[str], Path | None], ask: Callable[..., Answer]) -> ClockState:
-    """Ask the time services, then the kernel."""
+    """Query the time services, then the kernel."""
     questions = (
         ("timedatectl", ("show", "--property=NTPSynchronized"), parse_timedatectl),
         ("chronyc", ("-c", "tracking"), parse_chronyc),

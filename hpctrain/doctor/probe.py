@@ -1,6 +1,6 @@
 """Two ranks add numbers: the program that `hpctrain doctor` starts under mpirun.
 
-Prints one JSON line per rank. Takes the path of the MPI library, to ask it about GPU buffers.
+Prints one JSON line per rank. Takes the path of the MPI library, to query it about GPU buffers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(library: str) -> int:
 
 
 def _is_cuda_aware(library: str) -> bool | None:
-    """Ask the MPI library; None when it has no such question."""
+    """Query the MPI library; None if it has no such function."""
     try:
         return bool(ctypes.CDLL(library or None).MPIX_Query_cuda_support())
     except (AttributeError, OSError):

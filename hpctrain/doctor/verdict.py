@@ -51,7 +51,7 @@ def render(check: Check, *, name_width: int) -> str:
 
 
 def _wrapped(text: str, *, first: str, margin: str) -> list[str]:
-    # Paths and commands are not cut: somebody will copy them.
+    # Paths and commands are not cut: users copy them.
     return textwrap.wrap(
         " ".join(text.split()),
         _WIDTH,

@@ -1,6 +1,6 @@
 """What every engine offers: a few collectives on torch tensors, the same on all of them.
 
-The base class does what can be decided without communicating, so that all engines behave alike:
+The base class does what can be decided without communicating, so that all engines behave the same:
 it refuses what cannot be sent before any rank has communicated, makes tensors contiguous, flat and
 of a dtype that the engine can send, and cuts what is too large for one message. An engine is left
 with primitives on flat, contiguous tensors.
@@ -36,7 +36,7 @@ Finish = Callable[[], None]
 
 
 class EngineWatch(Protocol):
-    """Who is told about every collective, so that a rank that stays out of one can be named."""
+    """Monitors every collective, so that a missing rank can be named."""
 
     def enter(self, call: str) -> None:
         """A collective begins; `call` names it and is the same on all ranks."""
@@ -62,7 +62,7 @@ class Meeting:
     Args:
         comm: The ranks; duplicated here. None for a rank alone.
         device: Where this rank's tensors are, besides the CPU.
-        watch: Who is told when this rank waits in a collective.
+        watch: Monitors this rank's collectives.
     """
 
     name: ClassVar[str]
@@ -89,11 +89,11 @@ class Meeting:
 
     @property
     def watchdog(self) -> EngineWatchdog | None:
-        """Who watches over its collectives, for others who make calls of their own."""
+        """What monitors its collectives, for other code that makes its own calls."""
         return self._watchdog
 
     def watch_among(self, watchdog: EngineWatchdog | None, members: Sequence[int]) -> None:
-        """Collective over a part of the ranks: count its calls apart from everybody's."""
+        """Collective over a subset of ranks: count its calls separately."""
         self.members = tuple(members)
         self._watchdog = watchdog
         self._watch = None if watchdog is None else watchdog.among(members)
@@ -171,7 +171,7 @@ class Engine(Meeting, ABC):
     Args:
         comm: The ranks; duplicated here. None for a rank alone.
         device: Where this rank's tensors are, besides the CPU.
-        watch: Who is told when this rank waits in a collective.
+        watch: Monitors this rank's collectives.
     """
 
     chunk: ClassVar[int] = 2**30
@@ -190,7 +190,7 @@ class Engine(Meeting, ABC):
 
         Args:
             world: The ranks.
-            watch: Who is told about every collective.
+            watch: Monitors every collective.
             options: Of the `horovod` engine; None for every other.
             timeout_s: How long to wait for ranks that do not come.
         """
@@ -399,10 +399,10 @@ class Engine(Meeting, ABC):
         return self.meet(lambda: self._divide(color, key), "split", "", None)
 
     def close(self, *, cure: str = "make another one") -> None:
-        """Collective: give back what the engine holds; a second call does nothing.
+        """Collective: free the engine's resources; a second call does nothing.
 
         Args:
-            cure: What those are told who use it afterwards.
+            cure: Advice in the error for later calls.
         """
         self._cure = cure
         if not self._closed:
@@ -436,7 +436,7 @@ class Engine(Meeting, ABC):
         """Collective: this rank's part; `table` has every rank's color and key."""
 
     def _close(self) -> None:
-        """Collective: give back what the engine holds besides its communicator."""
+        """Collective: free the engine's resources besides its communicator."""
 
     def _allreduce(self, flat: Tensor, op: Op, what: str) -> None:
         self._start_allreduce(flat, op, what)()

@@ -29,7 +29,7 @@ class BetweenNodes:
     Args:
         engine: All ranks.
         node_of: The node of each of them.
-        wire: How sums travel between nodes.
+        wire: How sums are sent between nodes.
 
     Raises:
         ConfigError: on all ranks: nodes have different numbers of ranks.

@@ -118,7 +118,7 @@ def create(
     Args:
         world: From `hpctrain.init`.
         name: `auto` or one of `engine_names()`; see `choose`.
-        watch: Who is told about every collective.
+        watch: Monitors every collective.
         options: How Horovod works inside; refused with another engine, unless `auto` chose it.
         timeout_s: How long to wait for ranks that do not come, and, on the `torch` engine, how
             long a collective may take.

@@ -1,4 +1,4 @@
-"""How values are combined, and what a tensor looks like while it travels. Pure.
+"""How values are combined, and how a tensor is encoded for sending. Pure.
 
 Refusals, the dtypes on the wire, and how large tensors are cut.
 
@@ -83,7 +83,7 @@ def check_buffer(num_elements: object, dtype: object) -> None:
     """Refuse what no buffer can be made of, before ranks wait for each other.
 
     Raises:
-        ConfigError: the same on all ranks that ask for the same.
+        ConfigError: the same on all ranks with the same arguments.
     """
     whole = isinstance(num_elements, Integral) and not isinstance(num_elements, bool)
     if not whole or int(num_elements) < 0:  # type: ignore[call-overload]
@@ -96,12 +96,12 @@ def check_buffer(num_elements: object, dtype: object) -> None:
 
 
 def check_tensor(tensor: Tensor, *, call: str, device: torch.device, written: bool = False) -> None:
-    """Refuse a tensor that cannot travel.
+    """Refuse a tensor that cannot be sent.
 
     Args:
         tensor: What was given.
         call: The collective, for the message.
-        device: The engine's; CPU tensors travel on every engine.
+        device: The engine's; CPU tensors work on every engine.
         written: Whether the collective writes into it.
 
     Raises:
@@ -223,7 +223,7 @@ def decode(wire: Tensor, dtype: torch.dtype, op: Op, size: int) -> Tensor:
 
 
 def _divides_before(wire_dtype: torch.dtype, op: Op) -> bool:
-    """A sum in float16 overflows at 65504, so an average that travels as float16 divides first."""
+    """A sum in float16 overflows at 65504, so an average sent as float16 is divided first."""
     return op is Op.AVERAGE and wire_dtype is torch.float16
 
 

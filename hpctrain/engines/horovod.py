@@ -69,7 +69,7 @@ def start(comm: Comm, options: HorovodOptions, *, timeout_s: float) -> Running:
     agree(comm, _why_not(hvd, comm, options), error=ConfigError, timeout_s=timeout_s)
     if _running is None:
         dynamic = not hvd.is_initialized()
-        kept = comm.Dup()  # Horovod keeps the object, so nobody may free it
+        kept = comm.Dup()  # Horovod keeps the object, so it must not be freed
         if dynamic:
             variables = {**to_environment(options), "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
             with _environment(variables):
@@ -134,7 +134,7 @@ class HorovodEngine(Engine):
         comm: The ranks, in their order here; duplicated.
         device: This rank's device.
         members: The same ranks as Horovod numbers them.
-        watch: Who is told when this rank waits in a collective.
+        watch: Monitors this rank's collectives.
     """
 
     name = "horovod"

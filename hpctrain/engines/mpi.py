@@ -51,7 +51,7 @@ class MpiEngine(Engine):
     Args:
         comm: The ranks; duplicated here.
         device: This rank's device.
-        watch: Who is told when this rank waits in a collective.
+        watch: Monitors this rank's collectives.
     """
 
     name = "mpi"
@@ -254,7 +254,7 @@ class WorkerCall:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Run the call and keep what it raised for whoever waits."""
+        """Run the call and keep its exception for the waiting caller."""
         try:
             self._call()
         except BaseException as error:
@@ -321,7 +321,7 @@ class Worker:
 
 
 def mpi_reads_device_memory(kind: str) -> bool:
-    """Ask the MPI library that mpi4py has loaded.
+    """Query the MPI library that mpi4py has loaded.
 
     Open MPI answers by a function. Cray MPICH has the function too, and needs
     MPICH_GPU_SUPPORT_ENABLED=1 besides. An MPI without the function is taken not to.

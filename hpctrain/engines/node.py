@@ -3,7 +3,8 @@
 Every rank of a node adds up its own slice of what all of them have written, always in the order of
 the ranks, so equal inputs give equal bits; 16-bit values are added in float32. Between nodes, ranks
 that hold the same slice give each other the parts of it, add those up in the order of the nodes,
-and hand the sums round: 2(N-1)/N of the data leave each of N nodes, and all slices travel at once.
+and distribute the sums: 2(N-1)/N of the data leave each of N nodes, and all slices are sent
+concurrently.
 
 Where a node has several NUMA domains and its ranks are bound to them, one memory for all would make
 every rank read most of what it adds up from another domain. Each domain is then a node of its own
@@ -88,7 +89,7 @@ class NodeGroup:
     Args:
         comm: All ranks.
         domain: The NUMA domain that this rank is bound to; None: to none alone.
-        meet: Runs what waits for other ranks and announces it by name; None: nobody is told.
+        meet: Runs what waits for other ranks and registers it by name; None: not monitored.
     """
 
     def __init__(
@@ -182,8 +183,8 @@ class NodeGroup:
             op: SUM, MIN or MAX.
             pieces: This rank's slice cut up beforehand: what is combined, by local rank, and into
                 which piece of `total`; None: all of it at once, from the parts.
-            wire: How sums travel between nodes; None: as they are.
-            num_encoded: So many of the first elements are the wire's, the rest travels as it is.
+            wire: How sums are sent between nodes; None: as they are.
+            num_encoded: This many of the first elements are encoded, the rest is sent as it is.
             key: What this is, for the wire: the same in every step.
         """
         own = self.own_slice(total.numel())
@@ -261,7 +262,7 @@ class NodeGroup:
         self.across.Allgatherv(_bytes(sums), _bytes(piece, counts))
 
     def close(self) -> None:
-        """Collective: give back the communicators."""
+        """Collective: free the communicators."""
         self.barrier.close()
         if self.across != MPI.COMM_NULL:
             self.across.Free()

@@ -2,7 +2,7 @@
 
 A tensor from anywhere is copied in and out, piece by piece, so that the pieces stay in the cache. A
 buffer that the engine allocated lies in shared memory already: each rank adds its slice up and
-writes the sums into everybody's buffer, while they are in its cache.
+writes the sums into all buffers, while they are in its cache.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Buffer:
         """An allreduce of it in words that are the same on all ranks."""
         found = self.texts.get(what)
         if found is None:
-            if len(self.texts) >= _MOST_TEXTS:  # somebody names every step
+            if len(self.texts) >= _MOST_TEXTS:  # the caller names every step
                 self.texts.clear()
             call = "allreduce of an allocated buffer"
             found = self.texts[what] = encoding.describe(call, what, self.own)
@@ -103,7 +103,7 @@ class NodeBuffers:
         ]
         me = self.group.local_rank
         start, stop = slice_bounds(num_elements, size)[me]
-        # Between nodes the slice travels as a whole.
+        # Between nodes the slice is sent as a whole.
         step = _HANDED_BYTES // item if self.group.num_nodes == 1 else max(1, stop)
         self._num_made += 1
         if num_elements:
@@ -149,7 +149,7 @@ class NodeBuffers:
     def _meet(self, notes: list[int]) -> None:
         """Collective: wait for the node's ranks, and see that all have passed the same.
 
-        The next call's notes are written after this call's later barriers: nobody reads them here.
+        The next call's notes are written after this call's later barriers: no rank reads them here.
         """
         self._passed[self.group.local_rank] = notes[0]
         self.group.barrier.wait()

@@ -1,6 +1,6 @@
 """The engines there are, what each can do, and where its class is. Pure; free of torch and MPI.
 
-An engine of this package is one line of `BUILT_IN`. A package of somebody else adds its own by an
+An engine of this package is one line of `BUILT_IN`. Another package adds its own by an
 entry point of the group `hpctrain.engines`, whose value is a subclass of `Engine`.
 """
 
@@ -39,7 +39,7 @@ Topology = Literal["none", "hierarchical", "ring", "halving", "tree"]
 class Capabilities:
     """What an engine can do; the defaults are what every engine does.
 
-    The rest of hpctrain asks for these, never for an engine's class or name.
+    The rest of hpctrain checks these, never an engine's class or name.
     """
 
     topology: Topology

@@ -29,8 +29,8 @@ Exchange = Callable[[Tensor, list[int], list[int]], Tensor]
 class Control:
     """A communicator of an engine's own for small messages; without one, a rank alone.
 
-    It is apart from the engine's data, so that a size travels while an asynchronous collective is
-    under way.
+    It is separate from the engine's data, so that a size can be sent while an asynchronous
+    collective is under way.
     """
 
     def __init__(self, comm: Comm | None) -> None:
@@ -92,7 +92,7 @@ def allgather(
         control: How the ranks tell their sizes.
         tensor: At least one-dimensional; dtype and all dimensions but the first must match.
         chunk: The most bytes in one message.
-        gather: The engine's primitive: own bytes and everyone's counts to everyone's bytes.
+        gather: The engine's primitive: own bytes and all counts to all ranks' bytes.
     """
     table = control.gather([tensor.shape[0], _kind(tensor)])
     _check_kinds(control, "allgather", tensor, [kind for _, kind in table])
@@ -115,7 +115,7 @@ def alltoall(
 ) -> tuple[Tensor, list[int]]:
     """Collective: give rows to each rank; returns those that came and how many from each.
 
-    A mistake in `splits` on one rank travels with the sizes, so that all ranks raise.
+    A mistake in `splits` on one rank is sent with the sizes, so that all ranks raise.
     """
     trouble = check_splits(tensor.shape[0], splits, control.size)
     rows_to = _equal(tensor.shape[0], control.size) if splits is None or trouble else list(splits)

@@ -1,6 +1,6 @@
 """The `torch` engine: process groups of torch.distributed, bootstrapped from MPI.
 
-Groups are made directly from a store whose address and free port travel by MPI: no environment
+Groups are made directly from a store whose address and free port are sent by MPI: no environment
 variable is read, torch's global default group is left to the user, and several engines can exist.
 """
 
@@ -59,19 +59,19 @@ _FOLDS: dict[Op, Callable[[Tensor], Tensor]] = {
 }
 
 _LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9  # nothing is sent: connecting a datagram socket only asks the routing table
+_ANY_PORT = 9  # nothing is sent: connecting a datagram socket only queries the routing table
 
 
 class TorchEngine(Engine):
     """Collectives of torch.distributed: NCCL on GPUs, Gloo on CPUs.
 
     On a GPU a collective has ended when the current stream has passed it, as everything in torch:
-    the host goes on. A rank that stays out is then noticed when `timeout_s` has passed.
+    the host continues. A missing rank is then detected after `timeout_s`.
 
     Args:
         comm: The ranks; duplicated here.
         device: This rank's device.
-        watch: Who is told when this rank waits in a collective.
+        watch: Monitors this rank's collectives.
         timeout_s: The most that the start and every collective may take.
 
     Raises:
@@ -98,7 +98,7 @@ class TorchEngine(Engine):
         self._point = open_store(self._comm, timeout_s=timeout_s)
         self._groups: dict[str, Any] = {}
         self._group(device)
-        self._comm.Barrier()  # nobody is still connecting when the first collective begins
+        self._comm.Barrier()  # no rank is still connecting when the first collective begins
 
     @classmethod
     def make(
@@ -301,7 +301,7 @@ def _own_address(comm: Comm) -> tuple[str, str | None]:
     hosts = comm.allgather(current_launch().network_name(socket.gethostname()))
     if one_node:
         return _LOOPBACK, None
-    # Rank 0's node asks for its way to another node, all others for their way to rank 0.
+    # Rank 0's node looks up its route to another node, all others their route to rank 0.
     here = lowest[comm.Get_rank()]
     there = 0 if here != lowest[0] else next(rank for rank in lowest if rank != here)
     try:

@@ -1,7 +1,7 @@
 """How much time the allocation has left: from a variable, or the batch system's own command.
 
-One question a rank is too many for a batch system that serves a whole site: rank 0 asks, and tells
-the others at a step boundary (`BoundaryMessage.left_s`).
+One query per rank is too many for a batch system that serves a whole site: rank 0 queries, and
+tells the others at a step boundary (`BoundaryMessage.left_s`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ask = Callable[[Sequence[str]], "str | None"]
 
 
 def question(launch: Launch) -> list[str] | None:
-    """The command that tells the time left; None where none is known. Pure."""
+    """The command that prints the time left; None if there is none. Pure."""
     system = find_system_titled(launch.batch_system)
     return None if system is None else system.time_left_words(launch.job_id or "", launch.job_index)
 
@@ -49,7 +49,7 @@ def ask_program(words: Sequence[str]) -> str | None:
 
 
 def ask_job(batch_system: str | None, job: str) -> str | None:
-    """Ask the batch system whether another job of this cluster still runs.
+    """Query the batch system whether another job of this cluster still runs.
 
     Args:
         batch_system: As `Launch.batch_system`.
@@ -83,7 +83,7 @@ class Allocation:
         self._asking: threading.Thread | None = None
 
     def time_left_s(self) -> float | None:
-        """Seconds until the allocation ends, at least 0; None where nobody says."""
+        """Seconds until the allocation ends, at least 0; None if unknown."""
         if self._launch.end_time is not None:
             return max(self._launch.end_time - time.time(), 0.0)
         if self._words is None:
@@ -112,9 +112,9 @@ _here: Allocation | None = None
 
 
 def time_left_s() -> float | None:
-    """Seconds until this job's allocation ends; None outside a job, or where nobody says.
+    """Seconds until this job's allocation ends; None outside a job, or if unknown.
 
-    The batch system is asked once, for at most ten seconds, and then again every ten minutes in a
+    The batch system is queried once, for at most ten seconds, and then again every ten minutes in a
     thread. Call it on one rank.
     """
     global _here

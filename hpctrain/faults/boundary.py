@@ -2,7 +2,7 @@
 
 A signal reaches one rank, a disk fills up under another: all must act at the same step. One small
 non-blocking allreduce is posted at each boundary and completed at the next, when it has long
-arrived: nobody waits for it, and what was sent is known one step later.
+arrived: no rank waits for it, and the result is available one step later.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Agreed:
 def encode(message: BoundaryMessage, rank: int, size: int) -> list[float]:
     """Write a rank's message as numbers of which the ranks take the maximum. Pure.
 
-    One small allreduce then carries it all. Who sent something travels in the same number: the
+    One small allreduce then transfers it all. The sender is encoded in the same number: the
     lowest rank wins.
 
     Args:
@@ -188,7 +188,7 @@ class Boundary:
             watchdog = self._own = start(world, timeout_s=timeout_s)
         self._watchdog = watchdog
         self._watch: _Watch = watchdog.among(range(world.size), timeout_s=timeout_s)
-        # The watchdog speaks first: it knows names.
+        # The watchdog reports first: it has the names.
         self._limit_s = 2 * timeout_s + 60.0
         self._open(world.comm.Dup())
         world.at_exit(self.close)
@@ -250,10 +250,10 @@ class Boundary:
         return found
 
     def compare_ranks(self, *, step: int) -> StragglerReport:
-        """Collective: which ranks work longest since the last time it was asked; `step` must match.
+        """Collective: which ranks worked longest since the last call; `step` must match.
 
         What a rank waits for others in collectives does not count. Where collectives end on a GPU,
-        the host does not see that wait, and ranks look more alike than they are.
+        the host does not see that wait, and differences look smaller than they are.
         """
         mine = self._tally.take()
         if self._comm is None:

@@ -1,9 +1,9 @@
 """Messages between ranks beside MPI, over TCP: MPI is what hangs.
 
 One line of JSON goes each way, then the connection is closed (`Responder`, `ask_all`). A peer that
-asks to stay is told when this rank leaves; a connection that ends without that goodbye is a process
-that died (`PeerLink`). Every rank has a token of its own that travels by MPI at the start; a
-connection that does not present it gets no reply.
+stays connected is notified when this rank exits; a connection that ends without that message is a
+process that died (`PeerLink`). Every rank has its own token, which is sent by MPI at the start;
+a connection that does not present it gets no reply.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST_CLIENTS = 512
 _AT_ONCE = 256
 _MOST_BYTES = 16 << 20
 _CONNECT_S = 10.0
-# A node that is gone says nothing: the kernel asks after five silent seconds, five times.
+# A lost node sends nothing: the kernel probes after five silent seconds, five times.
 _KEEPALIVE = ("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 5)
 
 
@@ -74,7 +74,7 @@ class Responder:
     """Answers the other ranks' questions in a daemon thread.
 
     Args:
-        answer: Called in that thread with each question of someone who knows the token.
+        answer: Called in that thread with each request that has the token.
         remote: Whether there are ranks on other nodes; if not, only this machine can connect.
     """
 
@@ -191,7 +191,7 @@ class Responder:
             return b""
         try:
             reply = self._answer(question)
-        except Exception as error:  # this thread must go on answering
+        except Exception as error:  # this thread must keep answering
             log.warn(f"the watchdog failed to reply to another rank: {error!r}")
             return b""
         return json.dumps(reply).encode() + b"\n"
@@ -226,8 +226,8 @@ def ask_all(
     """Put a question to ranks, many at a time.
 
     Args:
-        peers: Whom to ask, by rank.
-        question: What to ask; each rank's token is added.
+        peers: The peers to query, by rank.
+        question: The request; each rank's token is added.
         timeout_s: How long each rank may take.
 
     Returns:
@@ -310,7 +310,7 @@ def _connection_trouble(code: int) -> str:
 
 
 class PeerLink:
-    """A connection to one peer that tells at once when its process dies.
+    """A connection to one peer that shows at once when its process dies.
 
     Most launchers end all ranks when one of them is killed, but not all do, and few say which one
     it was. The kernel closes a dead process's sockets: a connection that ends without a goodbye

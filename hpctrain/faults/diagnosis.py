@@ -123,9 +123,9 @@ class Diagnosis:
 
 
 def diagnose(replies: Mapping[int, Reply | NoReply], *, long_s: float = 0.0) -> Diagnosis | None:
-    """Find the call that holds everybody up and who is missing from it.
+    """Find the call that blocks all ranks and who is missing from it.
 
-    Ranks may wait in different calls. The earliest call that somebody is missing from is the one
+    Ranks may wait in different calls. The earliest call with a missing rank is the one
     to report: those who wait further on only wait for the ones who wait there.
 
     Args:

@@ -1,6 +1,6 @@
 """When to save and when to stop, from what steps and saves have cost so far. Pure: no clock.
 
-Saving too often wastes time, too seldom loses work. Daly's estimate of the best interval needs the
+Saving too often wastes time, too rarely loses work. Daly's estimate of the best interval needs the
 cost of a save and the mean time between failures. The last save before the walltime must be
 complete before it: time is kept for the slowest save and step seen, not for the usual ones.
 """
@@ -84,8 +84,8 @@ class Pace:
 class Governor:
     """Decides when a checkpoint is due and when the training must stop.
 
-    It is told how long steps and saves took and what time it is; any clock that only goes forward
-    will do. One rank decides and the others hear it at the step boundary.
+    It gets the durations of steps and saves and the current time; any monotonic clock will do. One
+    rank decides and the others get the decision at the step boundary.
 
     Args:
         pace: What to go by.
@@ -163,7 +163,7 @@ class Governor:
 
         A save that is due takes its time before the next boundary; stopping saves as well. None,
         for no limit, never stops. Nor does a training stop before its first step: a job that is
-        requeued without progress would be so for ever. The first time that is told here counts as
+        requeued without progress would repeat forever. The first time passed here counts as
         the job's: of a short one less is kept for its end.
         """
         if time_left_s is None:

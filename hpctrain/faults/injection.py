@@ -1,7 +1,7 @@
-"""Faults made on purpose: what `hpctrain chaos` lets go wrong inside a training process.
+"""Fault injection: what `hpctrain chaos` breaks inside a training process.
 
 One instruction a job, in the variable HPCTRAIN_CHAOS, as JSON. The saver acts on it at a step
-boundary; without one it has nothing to ask.
+boundary; without one it does nothing.
 """
 
 from __future__ import annotations

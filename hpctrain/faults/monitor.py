@@ -1,9 +1,9 @@
 """The threads behind the watchdog: one looks for calls that last too long, one replies to peers.
 
-A process has one monitor for each world. Whoever announces collectives has call logs of its own in
+A process has one monitor for each world. Each source of collectives has its own call logs in
 it, each with its timeout (`hpctrain.faults.watchdog`). When a call has lasted too long, the monitor
-asks all ranks what they are doing (`Survey`), finds out who is missing (`diagnosis`), prints one
-report and ends the job.
+queries all ranks for what they are doing (`Survey`), determines who is missing (`diagnosis`),
+prints one report and ends the job.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _STACKS_S = 1.5
 _HISTORY_S = 0.5
 _MOST_GROUPS = 4
 _MOST_STACKS = 4
-# A rank that has been asked leaves the report to the one that asked, for this long.
+# A rank that was queried leaves the report to the querying rank, for this long.
 _DEFER_S = 10.0
 _STAGGER_S = 0.02
 _LONGEST_STAGGER_S = 0.5
@@ -78,7 +78,7 @@ _LONGEST_LOOK_S = 1.0
 
 
 class Survey:
-    """Asks the other ranks over the channel; every wait is bounded.
+    """Queries the other ranks over the channel; every wait has a timeout.
 
     Args:
         world: The ranks.
@@ -148,7 +148,7 @@ class Survey:
         return ask_all(others, question, timeout_s=timeout_s)
 
     def _why(self, rank: int, reason: str) -> str:
-        """Add what the kernel knows of a rank that does not reply, where it is on this node."""
+        """Add the kernel's process state of a rank that does not reply, if it is on this node."""
         if self._world.ranks[rank].node_rank != self._world.node_rank:
             return f"{reason}; it has ended, is stopped, or its node is unreachable"
         listens = not reason.startswith(UNREACHED)
@@ -156,7 +156,7 @@ class Survey:
 
 
 class Monitor:
-    """Collective: looks at the call logs of this rank, and replies to other ranks that ask.
+    """Collective: checks the call logs of this rank, and replies to queries of other ranks.
 
     Args:
         world: More than one rank.
@@ -271,7 +271,7 @@ class Monitor:
 
     @property
     def patience_s(self) -> float:
-        """How long this rank asks all to wait; 0: no longer than they would."""
+        """The longer timeout that this rank requests from all; 0: none."""
         seconds, until = self._lingering
         lingering_s = seconds if time.monotonic() < until else 0.0
         return max([lingering_s, *self._patience])
@@ -307,7 +307,7 @@ class Monitor:
                     return
 
     def _examine(self, calls: CallLog, call: Call) -> None:
-        """Ask everybody; report and end all ranks if it is this rank's turn to do so."""
+        """Query all ranks; report and end all ranks if it is this rank's turn to do so."""
         with self._lock:
             if time.monotonic() < self._not_before:
                 return
@@ -316,7 +316,7 @@ class Monitor:
         rank = self._world.rank
         lower = any(isinstance(a, Reply) and a.surveying for r, a in replies.items() if r < rank)
         with self._lock:
-            # A lower rank that surveys as well has told us so, or has asked us meanwhile.
+            # A lower rank that surveys as well has told us so, or has queried us meanwhile.
             if lower or time.monotonic() < self._not_before:
                 self._surveying = False
                 self._not_before = max(self._not_before, time.monotonic() + _DEFER_S)
@@ -326,7 +326,7 @@ class Monitor:
         allowed_s = max(call.timeout_s, patience_s)
         left_s = allowed_s - call.seconds
         if diagnosis is not None and not diagnosis.missing:
-            # Nobody is to blame: the time counts from when the last one came.
+            # No rank is missing: the time counts from the arrival of the last one.
             left_s = allowed_s - diagnosis.complete_s
         still = any(one.number == call.number for one in calls.pending(time.monotonic()))
         if diagnosis is None or left_s > 0 or not still or self._stopping.is_set():
@@ -365,7 +365,7 @@ class Monitor:
         return describe_stop(self.peers[rank])
 
     def ask_ranks(self, calls: CallLog) -> dict[int, Reply | NoReply]:
-        """Ask all ranks of a log what they are doing."""
+        """Query all ranks of a log for what they are doing."""
         return self.survey.ask_ranks(calls, self._own_reply(calls.key))
 
     def _reply(self, question: Message) -> Message:
@@ -434,7 +434,7 @@ class Monitor:
 def end_job(launch: Launch, text: str, cause: str, *, code: int = EXIT_CODE) -> NoReturn:
     """Print `text` and end every rank of the job, from a thread while others are inside MPI.
 
-    `hpctrain run` is told first; where MPI cannot even abort, this process ends all the same.
+    `hpctrain run` is notified first; if MPI cannot even abort, this process still exits.
     """
     with contextlib.suppress(OSError, ValueError):
         # A timer without Python: MPI_Abort may hang while it holds Python's lock.

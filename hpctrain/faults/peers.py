@@ -78,7 +78,7 @@ def _resolve(host: str) -> list[str]:
 
 
 def _probe(world: World, peers: dict[int, Peer]) -> None:
-    """Collective: each rank reaches for one on the next node; what fails is said once."""
+    """Collective: each rank connects to one on the next node; failures are reported once."""
     target = (world.rank + world.local_size) % world.size
     result = ask_all({target: peers[target]}, {"ask": "hello"}, timeout_s=_PROBE_S)[target]
     trouble = None

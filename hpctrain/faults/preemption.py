@@ -1,4 +1,4 @@
-"""Signals that ask a training to stop: they set a flag, and the next step boundary acts on it.
+"""Signals that stop a training: they set a flag, and the next step boundary acts on it.
 
 Batch systems warn a job by a signal before they end it. A handler runs between any two bytecodes,
 perhaps inside a collective, so it may do nothing but remember.
@@ -101,7 +101,7 @@ def signal_number(name: str) -> signal.Signals:
     """The signal of a name such as `SIGUSR2` or `USR2`. Pure.
 
     Raises:
-        ConfigError: there is no such signal, or nobody can be asked to stop by it.
+        ConfigError: there is no such signal, or it cannot be used to request a stop.
     """
     full = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
     known = {one.name for one in signal.Signals}
@@ -149,7 +149,7 @@ class Preemption:
                     f"({found.owner or 'unknown'}), and now stops this training; choose "
                     "other signals if that handler is needed"
                 )
-        # Bound methods are made anew at each look; this one can be compared and has no cycle.
+        # Bound methods are created at each access; this one can be compared and has no cycle.
         itself = weakref.ref(self)
 
         def remember(number: int, frame: FrameType | None) -> None:

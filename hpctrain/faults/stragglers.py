@@ -56,7 +56,7 @@ class StragglerReport:
 
     @property
     def is_news(self) -> bool:
-        """Whether somebody holds the others up, and for long enough that it matters."""
+        """Whether a rank delays the others, and for long enough to matter."""
         return self.lost_s >= _NEWS_S
 
 
@@ -116,7 +116,7 @@ class Stragglers:
 
         Args:
             works: Of all ranks.
-            step: The step at which it was asked.
+            step: The current step.
         """
         if len(works) != len(self._hosts):
             raise ConfigError(f"{len(works)} times for {len(self._hosts)} ranks")

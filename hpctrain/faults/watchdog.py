@@ -1,7 +1,7 @@
 """Every collective has a timeout; when it passes, the job says who is missing, and ends.
 
 Each rank notes the collectives that it is in. A thread looks at the notes from time to time; when a
-call has lasted too long, it asks all other ranks where they are, over a channel beside MPI, prints
+call has lasted too long, it queries all other ranks, over a channel besides MPI, prints
 one report and ends the job (`hpctrain.faults.monitor`).
 """
 
@@ -166,7 +166,7 @@ class Watchdog(CallLog):
         """Stop watching over its logs. May be called again.
 
         The first watchdog of a world stops replying, too: other ranks that still wait for this one
-        then learn only that nobody listens here, so it belongs after the last collective.
+        then learn only that no process listens here, so it belongs after the last collective.
         """
         if self.monitor is None:
             return

@@ -2,10 +2,10 @@
 
 `p.grad` of every parameter is a view, so nothing is copied into a fusion buffer and nothing has to
 be negotiated. A gradient that has left the arena (`zero_grad(set_to_none=True)`,
-`create_graph=True`) is brought back before it travels.
+`create_graph=True`) is moved back before it is sent.
 
-Which parameters a backward pass used is told by a hook that is a bare `list.append`: no Python code
-runs during backward, except once per bucket where buckets travel while backward still runs.
+A hook that is a bare `list.append` records which parameters a backward pass used: no Python code
+runs during backward, except once per bucket if buckets are sent while backward still runs.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Arena:
         buffer.ready.clear()
 
     def take_all(self) -> None:
-        """Take every gradient as it lies on its parameter, whoever has put it there."""
+        """Take every gradient from its parameter, regardless of its origin."""
         self.hook()
         self.forget()
         with torch.no_grad():
@@ -244,7 +244,7 @@ class Arena:
                     self.views[index].copy_(gradient if strided else gradient.to_dense())
 
     def versions(self) -> tuple[int, ...]:
-        """Counters that move whenever anybody writes to a gradient."""
+        """Counters that change with every write to a gradient."""
         return tuple(flat._version for flat in self.flats.values())
 
     def zero(self) -> None:
@@ -260,7 +260,7 @@ class Arena:
             buffer.used.clear()
 
     def uncollected(self) -> list[str]:
-        """Parameters that a backward pass has used and nobody collected, by name."""
+        """Parameters that a backward pass used and that were not collected, by name."""
         names = [self.names[self._index[id(p)]] for buffer in self._buffers for p in buffer.ready]
         return list(dict.fromkeys(names))
 
@@ -318,7 +318,7 @@ class Arena:
         """Collective if a bucket has left: end an exchange whose backward pass was interrupted.
 
         The other ranks wait for the buckets that have not left. They are sent, and the last one
-        says that they are worth nothing. Nothing here may be written to while it travels.
+        marks them as invalid. Nothing here may be written to while it is being sent.
 
         Returns:
             Whether a bucket had left.

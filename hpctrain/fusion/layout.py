@@ -1,6 +1,6 @@
 """Where each gradient lives in the flat buffers: buckets, slots, flags, control words. Pure.
 
-A bucket is a contiguous piece of one dtype's buffer and travels as one message:
+A bucket is a contiguous piece of one dtype's buffer and is sent as one message:
 
     [ gradient | gradient | ... | one flag per parameter | control words (one bucket only) ]
 
@@ -31,8 +31,8 @@ __all__ = [
 
 
 CONTROL_WORDS = 15
-"""Sample counts, the number of the step, what a rank found: `hpctrain.replica.control_words`.
-The last one says that a backward pass was interrupted."""
+"""Sample counts, step number, findings of a rank: `hpctrain.replica.control_words`. The last one
+marks an interrupted backward pass."""
 
 _ALIGN_BYTES = 64
 # Exact for the counts that control words carry; half precisions are not.
@@ -70,7 +70,7 @@ class Bucket:
 def plan(
     specs: Sequence[ParameterSpec], *, bucket_bytes: int | None, order: Sequence[int] | None = None
 ) -> list[Bucket]:
-    """Lay out parameters in buckets, in the order in which they travel.
+    """Lay out parameters in buckets, in the order in which they are sent.
 
     Args:
         specs: The parameters in the order of the optimizer's groups.
@@ -78,7 +78,7 @@ def plan(
         order: The order in which gradients become ready; None takes the parameters backwards.
 
     Returns:
-        The buckets in travelling order. A model with no float32 or float64 parameter gets a bucket
+        The buckets in sending order. A model with no float32 or float64 parameter gets a bucket
         of control words alone, since half precision cannot count.
     """
     if bucket_bytes is not None and bucket_bytes < 1:

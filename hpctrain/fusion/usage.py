@@ -1,6 +1,6 @@
 """Which parameters a backward pass uses and in which order, and whether the pass was one of ours.
 
-Where nobody takes the gradients, a hook is a bare `list.append`: no Python code runs during
+If nothing takes the gradients, a hook is a bare `list.append`: no Python code runs during
 backward.
 """
 
@@ -65,7 +65,7 @@ class Usage:
         return arrive
 
     def uncollected(self) -> list[str]:
-        """Parameters that a backward pass has used and nobody collected, by name, each once."""
+        """Parameters that a backward pass used and that were not collected, by name, each once."""
         return [self._names[i] for i in dict.fromkeys(self._index[id(p)] for p in self._ready)]
 
     def collect(self) -> None:

@@ -68,7 +68,7 @@ class LoadedMpi:
 
 
 def probe_mpi4py(python: Path, *, timeout_s: float = 60.0) -> LoadedMpi | None:
-    """Ask another interpreter which MPI its mpi4py loads; None when mpi4py cannot load one."""
+    """Query another interpreter for the MPI its mpi4py loads; None if it cannot load one."""
     try:
         done = subprocess.run(
             [str(python), "-c", _PROBE], capture_output=True, text=True, timeout=timeout_s
@@ -85,7 +85,7 @@ def probe_mpi4py(python: Path, *, timeout_s: float = 60.0) -> LoadedMpi | None:
 def loaded_mpi() -> LoadedMpi:
     """Tell which MPI this interpreter's mpi4py loads.
 
-    Asked in a process of its own: a launcher must not have an MPI library in its memory.
+    Queried in a separate process: a launcher must not load an MPI library.
 
     Raises:
         LaunchError: mpi4py is missing or finds no MPI library.

@@ -87,8 +87,8 @@ def run_logged(
 def keep_open(fd: int) -> Iterator[None]:
     """Hand an open file to every command that the block starts.
 
-    A lock then holds until the commands are gone too, even if this process is killed: whoever comes
-    next does not meet them at work.
+    A lock then holds until the commands are gone too, even if this process is killed: whatever
+    comes next does not meet them at work.
     """
     token = _KEPT_OPEN.set((*_KEPT_OPEN.get(), fd))
     try:

@@ -1,7 +1,7 @@
 """How many GPUs the ranks of this machine would have: known before they are started.
 
 The launcher loads no torch. It looks at what the drivers show and what the variables leave visible,
-which takes no time; only where that is less than one GPU a rank does it ask torch itself, in a
+which takes no time; only if that is less than one GPU per rank it queries torch itself, in a
 process of its own: a torch without CUDA uses no GPU at all.
 """
 
@@ -52,7 +52,7 @@ def _names_a_gpu(entry: str) -> bool:
 
 
 def count_gpus(num_ranks: int, environ: Mapping[str, str]) -> int | None:
-    """GPUs that so many ranks would find here; None: nobody can say."""
+    """GPUs that this many ranks would find here; None: unknown."""
     visible = limit_visible(count_present(), environ)
     if visible == 0 or visible >= num_ranks:
         return visible

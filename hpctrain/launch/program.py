@@ -240,7 +240,7 @@ def run_command(
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """For the child, before it becomes the command: whoever kills the rank kills the command."""
+    """For the child, before it becomes the command: killing the rank kills the command."""
     libc = ctypes.CDLL(None)
 
     def ask_for_it() -> None:

@@ -2,7 +2,7 @@
 
 mpirun merges the output of all ranks into one pipe, each MPI in its own way. Here a rank connects
 back to the process that started it and puts sockets in the place of its standard output and error:
-lines stay whole and known by rank, whatever kills it, and a third socket tells how it ended.
+lines stay whole and labelled by rank, whatever kills it, and a third socket reports how it ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def attach(launch: Launch, environ: Mapping[str, str]) -> Launch:
 
     Returns:
         `launch` with its `control_fd`. Where the connection fails, output goes the launcher's way,
-        and that is said.
+        with a message.
     """
     address, _, token = environ.get(VARIABLE, "").rpartition(":")
     if not address:
@@ -79,8 +79,8 @@ def _raise_descriptor(control: socket.socket) -> int:
     """Move a socket above every other descriptor, or leave it where the limit is too low.
 
     A killed process's descriptors close from the lowest (older kernels) or from the highest. With
-    its output at 1 and 2 and this one on top, the starter hears of it before the MPI launcher,
-    which then kills the others, does; else several are gone and nobody knows which one was first.
+    its output at 1 and 2 and this one on top, the starter learns of it before the MPI launcher,
+    which then kills the others; else several are gone and it is unclear which one was first.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     top = _TOP_FD if limit == resource.RLIM_INFINITY else min(limit - 1, _TOP_FD)

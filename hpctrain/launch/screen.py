@@ -86,7 +86,7 @@ class Screen:
         self._file(source).write(self._prefix(source) + text + b"\n")
         self._file(source).flush()
         if standing is not None and standing[0] != source:
-            # Somebody else's unfinished line is drawn again, below.
+            # Another rank's unfinished line is drawn again, below.
             self._file(standing[0]).write(self._prefix(standing[0]) + _last_rewrite(standing[1]))
             self._file(standing[0]).flush()
             self._shown = standing

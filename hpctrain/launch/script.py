@@ -104,8 +104,8 @@ def _rendezvous(comm: object, launch: Launch) -> tuple[Place, str, int, int]:
 def _export(place: Place, address: str, port: int, num_threads: int) -> None:
     """Set what `torch.distributed`'s env:// and most scripts look for, and threads.
 
-    Libraries that compute with threads of their own (Arm's, OpenBLAS) count all cores when they are
-    loaded, whatever torch is told later: ranks would then take the cores from each other.
+    Libraries with their own threads (Arm's, OpenBLAS) count all cores when they are loaded,
+    regardless of later torch settings: ranks would then compete for cores.
     """
     if place.size > 1 and not os.environ.get("OMP_NUM_THREADS"):
         os.environ["OMP_NUM_THREADS"] = str(num_threads)

@@ -156,7 +156,7 @@ class _Job:
 
         def warn(number: int, frame: object) -> None:
             if number == signal.SIGTERM and number in warned:
-                interrupt(number, frame)  # asked twice
+                interrupt(number, frame)  # second request
             warned.append(number)
 
         before = {n: signal.signal(n, warn) for n in _WARNINGS}
@@ -197,7 +197,7 @@ class _Job:
     def _pass_on(self, number: int) -> None:
         """Hand a warning to the ranks: those of this host, for one is enough where they agree.
 
-        A rank without a handler ends by it; a training that saves at signals goes on until then.
+        A rank without a handler dies of it; a training that saves on signals continues until then.
         """
         name = signal.Signals(number).name
         pids = self.listener.local_pids()
@@ -309,7 +309,7 @@ def _announce_end(number: int) -> None:
 
 
 def _resume(processes: Iterable[psutil.Process]) -> bool:
-    """Let stopped processes go on; True where there were some."""
+    """Resume stopped processes; True if there were some."""
     found = False
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

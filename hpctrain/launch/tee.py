@@ -39,11 +39,11 @@ def _pass_on(descriptor: int, data: bytes) -> None:
         try:
             data = data[os.write(descriptor, data) :]
         except OSError:
-            return  # nobody reads it any more; the file still gets it
+            return  # the pipe is closed; the file still gets it
 
 
 if __name__ == "__main__":
-    # Whoever ends the rank by its group must not cut off its last words, and srun hands a warning
+    # Killing the rank by its group must not cut off its last output, and srun passes a warning
     # to every process of the job.
     for warning in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, warning), signal.SIG_IGN)

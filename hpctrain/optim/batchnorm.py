@@ -122,7 +122,7 @@ class _Normalise(torch.autograd.Function):
         """
         x, weight, mean, var = ctx.saved_tensors
         grad = grads[0]
-        if x.is_cuda:  # torch's kernel for other layouts wants statistics that it has made itself
+        if x.is_cuda:  # torch's kernel for other layouts needs statistics that it computed itself
             x, grad = x.contiguous(), grad.contiguous()
         direct, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
@@ -172,7 +172,7 @@ class _Link:
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm whose batch statistics are those of all ranks of an engine.
 
-    Collective wherever it uses batch statistics: in training, and in evaluation too when it tracks
+    Collective when it uses batch statistics: in training, and in evaluation too when it tracks
     none. Made by `sync_batchnorm`; its state dict is that of the layer that it replaces.
     """
 
@@ -277,7 +277,7 @@ def sync_batchnorm(engine: Engine, model: nn.Module, *, group_size: int | None =
     for name, layer in layers.items():
         if not isinstance(layer, SyncBatchNorm):
             dims = _CONVERTED[type(layer)]
-            # In place: hooks, shared modules and everybody's references stay what they are.
+            # In place: hooks, shared modules and references stay valid.
             layer.__class__ = SyncBatchNorm
             vars(layer).update(dims=dims, name=name)
         vars(layer)["link"] = _Link(part)
@@ -293,7 +293,7 @@ def average_batchnorm(world: World, model: nn.Module) -> None:
 
     Args:
         world: The ranks.
-        model: Built alike on every rank; its running means and variances are averaged, and
+        model: Built the same on every rank; its running means and variances are averaged, and
             `num_batches_tracked` becomes the largest.
 
     Raises:

@@ -3,9 +3,9 @@
 Each rank has its own, or a node holds one copy.
 
 Where the ranks of a node share memory, every parameter's average has one owner on a node, who
-writes it. All ranks read through views of their own: what somebody writes to an average goes to
+writes it. All ranks read through private views: what a rank writes to an average goes to
 pages that this rank alone sees, until the next update takes the owner's edits in. An update begins
-and ends with a barrier, so nobody reads what is being written, and reading waits for nobody.
+and ends with a barrier, so no rank reads what is being written, and reading never waits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EMA:
             memory that the ranks of a node share, for one copy a node. They are overwritten with
             the weights of now.
         owns: The names that this rank writes, for shared memory: every name has one owner on a
-            node, and whoever reads waits for all of them. None: all.
+            node, and readers wait for all of them. None: all.
 
     Raises:
         ConfigError: decay, tensors or names do not fit.
@@ -215,7 +215,7 @@ def places_for(sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _checked(
     wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], *, same_dtype: bool = True
 ) -> dict[str, Tensor]:
-    """The tensors that were given, if they are those that are wanted."""
+    """The given tensors, if they are the required ones."""
     odd = sorted(wanted.keys() ^ given.keys())
     if odd:
         where = "is missing" if odd[0] in wanted else "is not in the model"
@@ -265,7 +265,7 @@ def _why_not(engine: Engine, model: nn.Module) -> str | None:
 
 
 def divide(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
-    """Give each rank whole tensors, the largest first to whoever has least so far. Pure."""
+    """Give each rank whole tensors, largest first, each to the rank with the least so far. Pure."""
     names = sorted(sizes)
     shares = largest_first([sizes[name] for name in names], num_ranks)
     return [[names[index] for index in share] for share in shares]
@@ -318,7 +318,7 @@ class NodeEMA(EMA):
                 )
 
     def _take(self, sources: Mapping[str, Tensor], weight: float) -> None:
-        self._meet(self._group.barrier.wait)  # until here somebody may be reading
+        self._meet(self._group.barrier.wait)  # until here a rank may be reading
         edited = self._view.is_written()
         if edited:
             for name in self._shares:

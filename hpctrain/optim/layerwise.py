@@ -40,7 +40,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: Computes the loss anew, as in torch.
+            closure: Recomputes the loss, as in torch.
 
         Returns:
             What the closure returned, or None.

@@ -63,7 +63,7 @@ def is_excluded(module: nn.Module, name: str, parameter: Tensor) -> bool:
     """Whether a module's own parameter is a bias, or scales or shifts a normalisation. Pure.
 
     Vectors and scalars count as such whatever their name: they are biases, gains and gates of
-    modules that nobody here can know.
+    modules that cannot be known here.
     """
     return isinstance(module, _NORMALISATIONS) or name.endswith("bias") or parameter.dim() < 2
 
@@ -223,7 +223,7 @@ class RecipeSchedule(LRScheduler):
         return {"step": self.last_epoch, "recipe": asdict(self.recipe)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the step that was saved, and set the optimizer's rates.
+        """Continue at the saved step, and set the optimizer's rates.
 
         Raises:
             ConfigError: it was saved with another recipe; the message names what differs.

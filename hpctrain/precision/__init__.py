@@ -1,4 +1,4 @@
-"""Floor 3: number formats, loss scaling and clipping, decided alike on all ranks."""
+"""Floor 3: number formats, loss scaling and clipping, with the same decisions on all ranks."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Casting:
         self.precision = precision
         self._device_type = device_type
         self._matmul_before: str | None = None
-        if precision == "tf32":  # torch knows this for the whole process alone
+        if precision == "tf32":  # torch has this for the whole process only
             self._matmul_before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")
 
@@ -45,7 +45,7 @@ class Casting:
     def forward(
         self, model: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        """Run a model; what comes back in half precision becomes float32, for the loss."""
+        """Run a model; half-precision outputs become float32, for the loss."""
         if self.precision in ("fp32", "tf32"):
             return model(*arguments, **named)
         if self.precision == "bf16-pure":
@@ -65,7 +65,7 @@ def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
     """The same containers with their floating-point tensors in another format.
 
     Dictionaries of any class (transformers' outputs are), dataclasses and namespaces keep their
-    class and whatever else they hold; so do containers that torch's pytree knows. Other objects are
+    class and other content; so do containers that torch's pytree supports. Other objects are
     left as they are.
     """
     if isinstance(value, Tensor):

@@ -85,7 +85,7 @@ def excluded_from_clipping(groups: Iterable[dict[str, Any]]) -> frozenset[int]:
 
 
 class Gradients(Protocol):
-    """Gradients that have been summed over all ranks, wherever they live."""
+    """Gradients that have been summed over all ranks, in any storage."""
 
     def average(self, divisor: float | Tensor) -> None:
         """Turn the sums into averages."""
@@ -100,7 +100,7 @@ class Gradients(Protocol):
         """
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
-        """Multiply, the excluded parameters by a factor of their own."""
+        """Multiply, the excluded parameters by a separate factor."""
 
     def clamp(self, limit: float, excluded: frozenset[int]) -> None:
         """Limit each element's size, but for the excluded parameters."""

@@ -249,6 +249,6 @@ class _SkipCounter:
         self._event.record()
 
     def restart(self, num_in_a_row: int) -> None:
-        """Begin anew from a loaded state."""
+        """Start over from a loaded state."""
         self.num_in_a_row = num_in_a_row
         self._num_looks, self._event = 0, None

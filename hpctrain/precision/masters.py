@@ -2,7 +2,7 @@
 
 The user's optimizer keeps the model's own parameters. While it steps, or loads a state, each of
 them holds its master and a float32 gradient; afterwards it holds the master rounded to bfloat16.
-So any optimizer works, with its state in float32, and whoever calls `optimizer.step()` gets it.
+So any optimizer works, with its state in float32, for any caller of `optimizer.step()`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Precision:
         casting: The forward pass.
         scale_and_clip: Loss scaling and clipping.
         model: What runs forward.
-        optimizer: The user's; it is told apart who calls its `step`.
+        optimizer: The user's; callers of its `step` are distinguished.
     """
 
     def __init__(

@@ -4,9 +4,9 @@
 | --- | --- |
 | profile, profiling | what one rank computes and has to send; measured by one process |
 | machine | how ranks are connected, from TOML; `machines/` has ten |
-| exchange, costs | how gradients travel; what an allreduce and the slowest rank cost (pure) |
+| exchange, costs | how gradients are sent; what an allreduce and the slowest rank cost (pure) |
 | model | `predict`: the step replayed, with error bars (pure) |
-| advice | what to change, and how many nodes to ask for (pure) |
+| advice | what to change, and how many nodes to request (pure) |
 | rehearsal | a job on virtual ranks: what would break before it is queued (pure) |
 | measuring, fit | measure this machine, and fit a machine file |
 | footprint | what a model holds and computes, unit by unit (pure) |

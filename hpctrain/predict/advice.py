@@ -1,4 +1,4 @@
-"""What to change, and how many nodes to ask for, from predictions. Pure; simulated."""
+"""What to change, and how many nodes to request, from predictions. Pure; simulated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What to change at the largest number of ranks that was asked for, and what to ask for."""
+    """What to change at the largest requested number of ranks, and what to request."""
 
     num_ranks: int
     """The number of ranks at which fusion, accumulation and compression were examined."""

@@ -47,7 +47,7 @@ def read_options(path: Path) -> ConfigOptions:
     """Read a configuration.
 
     Raises:
-        ConfigError: it is wrong, or asks for what cannot be predicted.
+        ConfigError: it is wrong, or cannot be predicted.
     """
     config = load_config(path, [])
     engine = config.engine.name
@@ -79,7 +79,7 @@ def measure_configured(path: Path, batch: int, *, repeats: int = 20) -> Profile:
         repeats: Steps that count.
 
     Raises:
-        ConfigError: it trains in a way that only the user's own step function knows.
+        ConfigError: it trains with the user's own step function.
     """
     from hpctrain.predict.profiling import measure_profile
 

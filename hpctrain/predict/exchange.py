@@ -1,4 +1,4 @@
-"""How gradients travel: in which pieces, when, and how large on the wire. Pure."""
+"""How gradients are sent: in which pieces, when, and how large on the wire. Pure."""
 
 from __future__ import annotations
 

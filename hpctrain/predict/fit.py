@@ -278,7 +278,7 @@ def _row(sample: CollectiveSample, topology: str) -> list[float]:
     """What each unknown is multiplied by in the time of this sample."""
     shares = shares_of(topology, sample.layout)
     size = float(sample.num_bytes)
-    # Addition is told from bandwidth by how the two go with the number of ranks.
+    # Addition is distinguished from bandwidth by how the two scale with the number of ranks.
     apart = size if topology in ("ring", "halving") else 0.0
     return [
         shares.intra_hops,
@@ -304,7 +304,7 @@ def _link(found: dict[str, tuple[float, float]], where: str) -> Link:
 def _least_squares(
     rows: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]
 ) -> tuple[list[float], list[float]]:
-    """Non-negative values with rows @ values near what is wanted, and their relative errors.
+    """Non-negative values with rows @ values near the target, and their relative errors.
 
     Columns whose value would be negative are left out, the most negative first.
     """

@@ -320,7 +320,7 @@ def _contention(part: object, where: str) -> tuple[tuple[tuple[int, float], ...]
 
 
 def render_machine(machine: Machine) -> str:
-    """The machine as TOML, for `parse_machine` to give back the same."""
+    """The machine as TOML, which `parse_machine` reads back."""
     tree: dict[str, Any] = {
         "schema": SCHEMA,
         "title": machine.title,

@@ -93,7 +93,7 @@ def form_pieces(
 def _fuse(
     ready: list[tuple[float, int]], limit: int | None, *, apart: bool
 ) -> list[tuple[float, int]]:
-    """Gather neighbours. `apart`: only those of one cycle, and never beyond the limit."""
+    """Merge adjacent ones. `apart`: only those of one cycle, and never beyond the limit."""
     pieces: list[tuple[float, int]] = []
     filled, since = 0, 0.0
     for when, size in ready:
@@ -117,7 +117,7 @@ def replay(
 
     Args:
         layers: In the order of backward.
-        exchange: How gradients travel.
+        exchange: How gradients are sent.
         cost_s: Seconds of a collective of so many bytes.
         slow: By how much backward takes longer than the layers say.
         num_ranks: How many have to agree, where that takes time.
@@ -190,7 +190,7 @@ def predict(
         profile: One rank's step.
         machine: How ranks are connected.
         num_ranks: On nodes that are full but for the last.
-        exchange: How gradients travel; None: as `hpctrain.distribute` does with the engine.
+        exchange: How gradients are sent; None: as `hpctrain.distribute` does with the engine.
         engine: Whose costs count, where `exchange` is None.
         is_strong: Efficiency counts from one rank with the batch of all, as in strong scaling;
             otherwise from one with a rank's share.

@@ -139,7 +139,7 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
-    """Write a profile, for `read_profile` to give back the same."""
+    """Write a profile, which `read_profile` reads back."""
     data = {"schema": SCHEMA, **asdict(profile)}
     try:
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -50,7 +50,7 @@ class _Pass(NamedTuple):
 
 
 class _Clock:
-    """Moments on the device of the work: what the host reads is when it was asked for."""
+    """Moments on the device of the work: the host's clock would give the launch times."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

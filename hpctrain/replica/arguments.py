@@ -47,7 +47,7 @@ _ORDER = "call distribute(world, model, optimizer)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistributeArguments:
-    """The options of `distribute`, as they were given; what each means is said there."""
+    """The options of `distribute`, as given; they are documented there."""
 
     accumulate: int
     overlap: bool | None
@@ -78,7 +78,7 @@ class DistributeArguments:
 
 
 def check_world(world: object) -> None:
-    """Refuse what cannot even ask the other ranks. Pure.
+    """Refuse arguments without which the other ranks cannot be reached. Pure.
 
     Raises:
         ConfigError: it is no world, or its block has ended.
@@ -216,7 +216,7 @@ def agree_on_arguments(
     mistake = _find_mistake(model, optimizer, engine, given) or find_more(optimizer)
     agree(world.comm, mistake, error=ConfigError)
     must_match = {field.name: getattr(given, field.name) for field in fields(given)}
-    del must_match["averages_statistics"]  # what each rank is told, not what it does
+    del must_match["averages_statistics"]  # what each rank prints, not what it does
     must_match["engine"] = _describe_engine(engine)
     must_match["optimizer"] = _describe_optimizer(optimizer)
     mine = {name: v if isinstance(v, str) else repr(v) for name, v in must_match.items()}

@@ -77,7 +77,7 @@ def check_unchanged(window: Window) -> None:
 
 
 def check_gradients(mode: Mode, window: Window) -> None:
-    """Refuse gradients that this replica did not make, or that were edited before they travelled.
+    """Refuse gradients that this replica did not compute, or that were edited before the exchange.
 
     Raises:
         ConfigError: with the parameters concerned, and what to do instead.
@@ -124,7 +124,7 @@ def check_finished(window: Window, *, is_open: bool = False) -> None:
 
 
 def check_plain(window: Window, *, scales: bool, watched: bool) -> None:
-    """Refuse `loss.backward()` where it cannot mean what was asked of `distribute`.
+    """Refuse `loss.backward()` if it conflicts with the options of `distribute`.
 
     Args:
         window: Since the last step.

@@ -1,6 +1,6 @@
 """The control words: what every rank sends with its gradients, and what the sums tell.
 
-They travel in the tail of the gradients, so none of this costs a message. Every check gives the
+They are sent at the end of the gradients, so none of this costs a message. Every check gives the
 same answer on all ranks that see the same sums.
 """
 
@@ -40,7 +40,7 @@ class ControlWords(NamedTuple):
     sequence: float
     """Exchanges and updates so far, and batches since the last one, modulo a small number."""
     sequence_squared: float
-    """Equal sums of both mean equal numbers on all ranks."""
+    """If both sums are equal, the numbers are equal on all ranks."""
     options: float
     """A digest of the optimizer's options, and of which parameters are frozen."""
     options_squared: float
@@ -103,7 +103,7 @@ def digest_options(
 ) -> int:
     """A number that differs where options of an optimizer or frozen parameters differ.
 
-    Tensors on a GPU are left out: looking at them would wait for it.
+    Tensors on a GPU are left out: reading them would synchronize it.
 
     Args:
         groups: The optimizer's.

@@ -76,13 +76,13 @@ def distribute(
 
     Args:
         world: The ranks.
-        model: Built alike on every rank, on `world.device`.
+        model: Built the same on every rank, on `world.device`.
         optimizer: Over the parameters to train; it stays the user's own. A list where some
-            parameters want another one (Muon for matrices, AdamW for the rest): all of them step
+            parameters need another one (Muon for matrices, AdamW for the rest): all of them step
             together, and `replica.optimizer` stands for them.
         engine: `auto`, a name (`local`, `mpi`, `horovod`, `torch`), or an engine to share.
         accumulate: Backward calls that make one step.
-        overlap: Whether buckets travel while backward still runs; None: where there is something to
+        overlap: Whether buckets are sent while backward still runs; None: if there is something to
             hide: see `hpctrain.replica.policy`.
         bucket_bytes: When to close a bucket; None: an eighth of the gradients, 4 to 25 MiB,
             with overlap, and everything at once without.
@@ -91,7 +91,7 @@ def distribute(
             where it pays. See `hpctrain.replica.policy`.
         share_parameters: Hold the weights once a node as well, with a sharded update: for models
             that need the memory. Code that writes to weights on every rank works as before.
-        wire: How gradients travel between nodes: `none` (as they are), `bf16` or `fp16`: half the
+        wire: How gradients are sent between nodes: `none` (as they are), `bf16` or `fp16`: half the
             bytes of float32, added up in float32. Inside a node they are always exact.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
         horovod: How to use Horovod, on its engine: who fuses gradients, groups, compression,
@@ -103,7 +103,7 @@ def distribute(
         clip_value: Limit of the size of each element of the gradients. A parameter group with
             `clip=False` is left out of both.
         nonfinite: `stop`: a loss that is inf or NaN ends the training on all ranks before the sum
-            spreads it, with the rank and the step; `ignore`: go on as torch does. `fp16` has its
+            spreads it, with the rank and the step; `ignore`: continue as torch does. `fp16` has its
             own rule: such steps are skipped.
         averages_statistics: Whether the caller averages the running statistics of BatchNorm itself
             before they are used (`average_batchnorm`), and need not be told to.

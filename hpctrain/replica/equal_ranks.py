@@ -146,7 +146,7 @@ def broadcast_optimizer(
 
 
 class _Placeholder:
-    """A tensor's shape, dtype and device in a state dict that travels without its tensors."""
+    """A tensor's shape, dtype and device in a state dict that is sent without its tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype

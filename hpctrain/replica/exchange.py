@@ -1,6 +1,7 @@
 """The exchange of a replica: gradients of a window become averages over all ranks.
 
-What every rank says with its gradients is in `control_words`; how they travel is a mode's part.
+What every rank sends with its gradients is in `control_words`; how they are exchanged is up to the
+mode.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Exchange:
         model: Whose parameters have names.
         optimizer: What is trained.
         engine: Over the ranks that train together.
-        mode: How gradients travel.
+        mode: How gradients are exchanged.
         accumulate: Backward calls that make one window.
         scale_and_clip: Loss scaling and clipping.
         rebuild: Collective: makes a new mode; True: weights become rank 0's first.
@@ -81,7 +82,7 @@ class Exchange:
         self.is_joining = False
         """Whether ranks may be in different steps: inside `join`."""
         self.is_empty = False
-        """Whether the last exchange brought no samples at all."""
+        """Whether the last exchange had no samples at all."""
         self.has_new_weights = False
         """Whether this rank's model has loaded a state since the last exchange."""
         # Losses are divided by what the last sum was divided by, the same on all ranks: while batch
@@ -173,7 +174,7 @@ class Exchange:
 
     @property
     def examines(self) -> bool:
-        """Whether gradients are looked at before they travel. Not in `join`: not all step there."""
+        """Whether gradients are checked before the exchange. Not in `join`: not all step there."""
         return self.scale_and_clip.examines and not self.is_joining
 
     def arm(self, weight: float, calls: int, *, counted: bool) -> None:
@@ -214,7 +215,7 @@ class Exchange:
         )
 
     def _num_batches(self) -> int:
-        """Batches that loaders have handed out since the last exchange."""
+        """Batches that loaders have returned since the last exchange."""
         return self.world.shares.num_batches - self._batches_before
 
     # The exchange
@@ -247,7 +248,7 @@ class Exchange:
         self.has_new_weights = False
         self.is_empty = False
         plain = window.plain
-        alone = self.engine.size == 1  # then this rank knows the totals without asking a GPU
+        alone = self.engine.size == 1  # then this rank has the totals without reading from a GPU
         on_cpu = alone or arrived.control.device.type == "cpu"
         if on_cpu or window.weight == 0 or self.is_joining:
             totals = words if alone else ControlWords(*arrived.control.tolist())

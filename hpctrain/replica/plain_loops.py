@@ -1,4 +1,4 @@
-"""Loops that know only torch: `loss.backward()` and `optimizer.step()` that nobody announced.
+"""Plain torch loops: `loss.backward()` and `optimizer.step()` that are not announced.
 
 The first gradient of such a pass tells the replica; a callback of the autograd engine, which runs
 before `backward` returns, exchanges what the pass has made. (Hooks on a gradient's way to `p.grad`
@@ -257,7 +257,7 @@ class PlainLoop:
         self._end_failed_step()
         if self._passes.is_open:
             return
-        if window.exchanged and not exchange.is_seen():  # somebody's zero_grad()
+        if window.exchanged and not exchange.is_seen():  # a zero_grad()
             exchange.reset_window()
         scale_and_clip.admit(exchanged=window.exchanged)
         if window.exchanged:

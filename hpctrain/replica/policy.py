@@ -1,7 +1,7 @@
-"""How a replica works: where gradients are summed, when they travel, who updates what. Pure.
+"""How a replica works: where gradients are summed, when they are sent, who updates what. Pure.
 
 From facts (ranks, nodes, device, what the engine can do, the optimizers, sizes) and options (what
-the caller asked for) to one `Choice`. `hpctrain.distribute`, the dry run of a configuration and the
+the caller requested) to one `Choice`. `hpctrain.distribute`, the dry run of a configuration and the
 predictor call the same function. Free of torch and MPI.
 """
 
@@ -71,14 +71,14 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What the caller of `distribute` asked for."""
+    """The requests of the caller of `distribute`."""
 
     overlap: bool | None = None
     bucket_bytes: int | None = None
     update: str = "auto"
     share_parameters: bool = False
     wire: str = "none"
-    """How gradients travel between nodes."""
+    """How gradients are sent between nodes."""
     horovod_fusion: bool = False
     """Whether Horovod fuses the gradients itself."""
 
@@ -111,7 +111,7 @@ class Choice:
     why: str
     """Why this mode."""
     wire: str = "none"
-    """How gradients travel between nodes; `none` where they do not leave one."""
+    """How gradients are sent between nodes; `none` if they do not leave a node."""
 
     @property
     def divides_update(self) -> bool:
@@ -126,7 +126,7 @@ def choose(facts: ReplicaFacts, options: Options = _NOTHING_ASKED) -> Choice:
     """Choose how a replica works. Pure.
 
     Raises:
-        ConfigError: what was asked for is unknown, or is not possible here.
+        ConfigError: the request is unknown, or not possible here.
     """
     mode, why = _choose_mode(facts, options)
     update = tuple(
@@ -187,9 +187,9 @@ def _choose_mode(facts: ReplicaFacts, options: Options) -> tuple[ModeName, str]:
 def may_share_memory(
     engine: Capabilities, device_type: str, num_ranks: int, options: Options
 ) -> bool:
-    """Whether gradients are summed in shared memory wherever a node has several ranks. Pure.
+    """Whether gradients are summed in shared memory if a node has several ranks. Pure.
 
-    Asking for overlap or for buckets asks for messages.
+    Requesting overlap or buckets means messages.
     """
     wants_messages = options.overlap or options.bucket_bytes is not None or options.horovod_fusion
     return engine.shares_memory and device_type == "cpu" and num_ranks > 1 and not wants_messages
@@ -234,13 +234,13 @@ def choose_update(
 
     Args:
         optimizer: What matters of it.
-        update: What was asked for: `auto`, `sharded` or `replicated`.
+        update: The request: `auto`, `sharded` or `replicated`.
         shared: Whether gradients are summed in shared memory.
         has_masters: Whether weights have float32 masters, which every rank keeps.
         alone: Whether there is one rank only, whose share is everything.
 
     Raises:
-        ConfigError: what was asked for is unknown, or is not possible.
+        ConfigError: the request is unknown, or not possible.
     """
     if update not in UPDATES:
         raise ConfigError(f"update={update!r} is unknown; choose {', '.join(UPDATES)}")

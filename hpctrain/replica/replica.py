@@ -139,7 +139,7 @@ class Replica:
         if not self._window.calls and exchange.is_outgrown():
             exchange.rebuild(broadcast=True)
         if torch.is_grad_enabled() and exchange.mode.watch.foreign() and not self._plain.is_open:
-            exchange.check_gradients()  # another replica's loss, or a plain one nobody watched
+            exchange.check_gradients()  # another replica's loss, or an unobserved plain one
         self._plain.has_forwarded = True
         return self._precision.casting.forward(self.model, arguments, named)
 
@@ -162,7 +162,7 @@ class Replica:
                 count by their sizes; left out, every rank counts the same. 0 takes part with
                 nothing: `loss` is then not looked at.
             retain_graph: As in torch.
-            create_graph: As in torch; gradients that have travelled have no graph.
+            create_graph: As in torch; exchanged gradients have no graph.
 
         Raises:
             ConfigError: the call does not fit what came before; the message says what to do.
@@ -188,7 +188,7 @@ class Replica:
                 "rank has the same weight; pass num_samples=len(y) to replica.backward"
             )
         self.world.shares.forget()
-        if window.exchanged and exchange.mode.has_none():  # after somebody's zero_grad()
+        if window.exchanged and exchange.mode.has_none():  # after a zero_grad()
             exchange.reset_window()
         self._turn.admit()
         weight = window.admit(num_samples)
@@ -282,7 +282,7 @@ class Replica:
         num_samples: int | None,
         named: dict[str, Any],
     ) -> Step:
-        """Collective: let the optimizer evaluate the batch as often as it wants to."""
+        """Collective: let the optimizer evaluate the batch as often as it needs to."""
         check_closure(
             label_of(self.optimizer),
             accumulate=self._window.accumulate,
@@ -328,7 +328,7 @@ class Replica:
         """Update the weights if the window is complete.
 
         The next backward begins from zero: no `zero_grad` is needed, and none does harm. On the
-        last batch of an epoch that a Saver or a Trainer hands out, a window that is only partly
+        last batch of an epoch that a Saver or a Trainer returns, a window that is only partly
         filled is stepped as with `flush`.
 
         Args:
@@ -384,7 +384,7 @@ class Replica:
         return Step(due=True, note="stepped", learning_rates=rates, done=done)
 
     def begin_batch(self, *, last: bool) -> None:
-        """A batch was handed out: what Saver and Trainer tell; the same on every rank.
+        """A batch was returned: called by Saver and Trainer; the same on every rank.
 
         Args:
             last: Whether the epoch ends with it: its last `step()` then flushes. That is the call
@@ -503,7 +503,7 @@ class Replica:
         }
 
     def load_counters(self, counters: dict[str, Any]) -> None:
-        """Go on from what `counters` gave; the same on every rank."""
+        """Continue from the result of `counters`; the same on every rank."""
         self._exchange.num_steps = counters["num_steps"]
         self._exchange.scale = counters["scale"]
         self._turn = Turn(usual_steps=counters.get("steps_per_batch"))
@@ -545,7 +545,7 @@ class Replica:
         return self._precision.full()
 
     def observe(self, observer: Observer) -> None:
-        """Tell somebody what this replica does; `world.observers` are told of all replicas."""
+        """Add an observer of this replica; `world.observers` observe all replicas."""
         self._exchange.observers = [*self._exchange.observers, observer]
 
     def describe(self) -> str:
@@ -568,7 +568,7 @@ class Replica:
         return self._exchange.mode.counts()
 
     def describe_mode(self) -> list[tuple[str, str]]:
-        """Say how gradients travel, and why; as rows."""
+        """Describe how gradients are exchanged, and why; as rows."""
         mode = self._exchange.mode
         wire = [("wire", mode.wire_chosen)] if mode.wire_chosen else []
         return [("mode", mode.chosen), *mode.describe(), *wire]

@@ -1,4 +1,4 @@
-"""The step times that a sweep (`hpctrain bench`) asks a script for.
+"""The step times that a script reports to a sweep (`hpctrain bench`).
 
 A timer observes one replica, told what begins and ends; a script that no sweep has started has no
 timer. All of a step's time belongs to some phase here, as a sweep needs it; the trainer's timer
@@ -79,7 +79,7 @@ class StepClock:
         self._spoilt = True  # building and compiling come before the first step
 
     def begin(self, phase: str) -> str | None:
-        """A phase begins; what came before it ends, and is told."""
+        """A phase begins; the previous one ends, and is reported."""
         before = self._phase
         self._charge(before or _BEFORE[phase])
         self._phase = phase
@@ -147,7 +147,7 @@ def summarize(ranks: Sequence[RankTimes]) -> dict[str, object]:
     median rank the slowest one comes to the exchange: the median over steps.
 
     The last batches of an epoch may be smaller than the others. Their steps do not count: neither
-    the time nor the samples of a step would be those of any batch that was asked for.
+    the time nor the samples of a step would be those of any requested batch.
     """
     seen = min(len(rank.steps) for rank in ranks)
     steps = _full_batches([[rank.steps[i] for rank in ranks] for i in range(seen)])
@@ -231,7 +231,7 @@ class SweepTimer:
                 self._clock.begin(self._open[-1])
 
     def stepped(self, number: int) -> None:
-        """A step has ended; after as many as the sweep wants, the script ends on all ranks.
+        """A step has ended; after as many as the sweep requires, the script ends on all ranks.
 
         Raises:
             SystemExit: with code 0, on all ranks in the same step.

@@ -145,7 +145,7 @@ class Window:
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One batch of an epoch, from the loader until the next one; knows where the epoch's steps end.
+    """One batch of an epoch, until the next one; tracks where the epoch's steps end.
 
     A loop may split a batch and step after each piece. So the last batch is complete when it has
     had as many `step()` calls as the batch before it. Only calls are counted, no samples: the
@@ -161,7 +161,7 @@ class Turn:
     """Whether the epoch's last window, only partly filled, was stepped on this batch."""
 
     def begin(self, *, last: bool) -> None:
-        """A batch was handed out."""
+        """A batch was returned."""
         self.usual_steps = self.num_steps or self.usual_steps
         self.is_last, self.num_steps, self.closed = last, 0, False
 
@@ -228,7 +228,7 @@ class Step:
     def norm(self) -> float | None:
         """The gradients' norm, unscaled and before clipping, without groups that say `clip=False`.
 
-        None where nobody asked: without `clip_norm` and loss scaling it is computed only for the
+        None if not computed: without `clip_norm` and loss scaling it is computed only for the
         lines of a trainer's log. None, too, where gradients of a step were exchanged several times.
         """
         if self.done.norm_parts is None:

@@ -17,11 +17,11 @@ __all__ = ["WireUse", "describe_wire", "trouble_with_wire_state"]
 
 
 def describe_wire(used: str, asked: str, num_nodes: int) -> str:
-    """How gradients travel between nodes, where somebody asked; empty where nobody did. Pure."""
+    """How gradients are sent between nodes, if requested; empty otherwise. Pure."""
     if asked == NONE:
         return ""
     if used == NONE:
-        return f"none ({asked} was asked for; gradients stay on one node, where they are exact)"
+        return f"none ({asked} was requested; gradients stay on one node, where they are exact)"
     return f"{used} between {num_nodes} nodes"
 
 

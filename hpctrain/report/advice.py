@@ -1,4 +1,4 @@
-"""What limits scaling and what to try; what a training costs and what to ask for. Pure."""
+"""What limits scaling and what to try; what a training costs and what to request. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bottleneck:
 
     rule: str
     weight: float
-    """The share of a step that it costs: what costs most is said first."""
+    """The share of a step that it costs: the most expensive is listed first."""
     what: str
     attempt: str
 
@@ -399,7 +399,7 @@ def price(study: Study, planned: PlannedTraining) -> list[Quote]:
 
 
 def choose_quote(costs: Sequence[tuple[float, float]]) -> int | None:
-    """Which of several (hours, node-hours) to ask for: the fastest that is not much dearer.
+    """Which of several (hours, node-hours) to request: the fastest that does not cost much more.
 
     Efficiency counts against what is paid for, and that is nodes: up to 1 / 0.8 times the fewest
     node-hours are accepted for a shorter training. So nothing that is both faster and cheaper than

@@ -104,7 +104,7 @@ def read_trace(folder: Path) -> dict[str, Any]:
 def parse_metrics(text: str) -> tuple[list[dict[str, Any]], int]:
     """Lines of a log with their time in hours, and how many could not be read. Pure.
 
-    The wall clock goes on over restarts, `time_s` begins anew with each: where every line has the
+    The wall clock continues over restarts, `time_s` restarts with each: if every line has the
     first, it is taken; else times of the second kind are put one after the other.
     """
     lines: list[dict[str, Any]] = []
@@ -247,7 +247,7 @@ def _names(lines: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def thin(values: Values, most: int = _MOST_POINTS) -> list[tuple[float, float, float, float]]:
-    """At most so many points: x, median, least and most of neighbours that were joined."""
+    """At most this many points: x, median, least and most of adjacent points that were merged."""
     size = -(-len(values) // most)
     if size <= 1:
         return [(x, y, y, y) for x, y in values]
@@ -381,7 +381,7 @@ def run_sections(run: Run, key: str) -> list[ReportSection]:
 
 
 def run_figures(run: Run) -> list[tuple[str, str]]:
-    """The numbers that everybody looks for."""
+    """The key numbers."""
     found = []
     summary = run.summary
     if isinstance(summary.get("samples_per_s"), int | float):

@@ -336,7 +336,7 @@ def _table(
 
 
 def _numbers(study: Study, points: list[StudyPoint]) -> tuple[tuple[str, ...], ...]:
-    """The same in bare numbers, with intervals and parts in columns of their own."""
+    """The same in bare numbers, with intervals and parts in separate columns."""
     headers = ["engine", "num_ranks", "num_threads", "num_nodes", "global_batch"]
     headers += [f"{study.unit}_s{tail}" for tail in ("", "_low", "_high")]
     headers += ["samples_per_s"]

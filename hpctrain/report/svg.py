@@ -83,7 +83,7 @@ def render_svg(chart: Chart) -> str:
 
 
 def _write(shape: Shape, key: str) -> str:
-    """One shape; what the page's style knows is a class."""
+    """One shape; styles of the page are classes."""
     match shape:
         case Segment(start=(x1, y1), stop=(x2, y2), kind=kind, style=style):
             stroke = _stroke(style) if kind == "line" else ""

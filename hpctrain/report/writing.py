@@ -1,4 +1,4 @@
-"""Compose a report from results and runs, and write it in every format asked for."""
+"""Compose a report from results and runs, and write it in every requested format."""
 
 from __future__ import annotations
 

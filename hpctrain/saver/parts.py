@@ -55,7 +55,7 @@ class Sharded(Stateful, Protocol):
     """A part whose state is not whole on every rank: its `state_dict` has pieces of tensors."""
 
     def piece_of(self, place: str, shape: tuple[int, ...]) -> Region | range | None:
-        """Which part of a saved tensor this rank wants back: a block, elements, or all of it.
+        """Which part of a saved tensor this rank restores: a block, elements, or all of it.
 
         Args:
             place: In the part's state, as in `0/exp_avg`.
@@ -127,7 +127,7 @@ class Parts:
 
     @property
     def like(self) -> dict[str, Any]:
-        """What a checkpoint must have the tensors of, and which pieces this rank wants of them."""
+        """Which tensors a checkpoint must have, and which pieces this rank needs of them."""
         models = {
             _key(name, "model"): plain_keys(one.model.state_dict())
             for name, one in self.replicas.items()

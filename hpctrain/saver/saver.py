@@ -48,22 +48,22 @@ class Restored:
 
 
 class Batches(Iterator[Batch]):
-    """An iterator over batches, with a length where that is known, as progress bars ask for.
+    """An iterator over batches, with a length if known, for progress bars.
 
     Args:
         batches: The batches.
-        length: How many there are from the first to the last; None: nobody knows.
+        length: How many there are from the first to the last; None: unknown.
     """
 
     def __init__(self, batches: Iterator[Batch], length: int | None) -> None:
         self._batches, self._length = batches, length
 
     def __next__(self) -> Batch:
-        """Collective: the next batch; what was handed out before is done."""
+        """Collective: the next batch; the previous one is done."""
         return next(self._batches)
 
     def __len__(self) -> int:
-        """Batches of the whole loop, those included that were handed out.
+        """Batches of the whole loop, including those already returned.
 
         Raises:
             TypeError: the data are a stream, which does not say how long it is.
@@ -91,7 +91,7 @@ class Saver:
         every_steps: Step boundaries between checkpoints.
         mtbf_hours: Mean time between failures of the whole job.
         lead_s: Time that stays unused at the end of the walltime, besides that of the last save.
-        signals: Those that ask the run to stop; none leaves all signals alone.
+        signals: Those that stop the run; none leaves all signals unchanged.
         writers_per_node: Ranks of each node that write; None decides.
         asynchronous: Train while the checkpoint is written.
         note: Plain data for the manifest, such as the configuration.
@@ -247,7 +247,7 @@ class Saver:
     def resume(self, num_epochs: int = 1) -> Batches:
         """Collective: the batches that are left of `num_epochs` epochs, in this job.
 
-        What a batch was handed out for must be done when the next one is asked for: that is the
+        Work on a batch must be done when the next one is requested: that is the
         step boundary. A partial accumulation window at the end of an epoch is stepped by
         `replica.step()` on the last batch. After the last epoch the run is saved; started again,
         there is nothing left to do, and rank 0 says so. `len` says how many batches are left.
@@ -268,7 +268,7 @@ class Saver:
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Collective: the epochs that are left; loop over `batches()` in each, then evaluate.
 
-        A job that was stopped between the last batch and the end of an epoch comes back to that
+        A job that was stopped between the last batch and the end of an epoch resumes at that
         epoch with no batches, so that what follows the batches is done once.
         """
         loader = self._loader()
@@ -293,7 +293,7 @@ class Saver:
     def batches(self) -> Batches:
         """Collective: what is left of this epoch; each turn is a step boundary.
 
-        Replicas are told which batch is the last, so that `step()` on it completes a partial
+        Replicas get to know which batch is the last, so that `step()` on it completes a partial
         accumulation window and the loop sees every step. `len` says how many batches are left.
         """
         self._begin()
@@ -460,7 +460,7 @@ class Saver:
         self._slow = slow
 
     def request_stop(self, reason: str) -> None:
-        """Ask all ranks to save and leave at the next boundary, as a signal would."""
+        """Make all ranks save and exit at the next boundary, as a signal would."""
         self._stop_reason = reason
 
     def _leave(self, due: Agreed, metrics: Mapping[str, float] | None) -> None:

@@ -16,7 +16,7 @@ _FIRST_AFTER_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """What the user asked for."""
+    """The user's request."""
 
     pace: Pace
     by_time: bool
@@ -44,7 +44,7 @@ class Timing:
 
 
 class SaveClock:
-    """Tells the governor what saves take, as soon as they are complete."""
+    """Reports to the governor how long saves take, as soon as they are complete."""
 
     def __init__(self, governor: Governor) -> None:
         self._governor = governor
@@ -68,7 +68,7 @@ def check_timing(
     mtbf_hours: float,
     lead_s: float,
 ) -> Timing:
-    """Check what was asked for.
+    """Check the request.
 
     Raises:
         ConfigError: a time or number is impossible.

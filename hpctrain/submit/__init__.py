@@ -1,8 +1,8 @@
 """Floor 6: job scripts, their submission, and a linter for those written by hand.
 
-A job goes through it like this: `request` (what is asked for) and `site` (a profile) become a
+A job goes through it like this: `request` (what is requested) and `site` (a profile) become a
 `plan`; `rendering` writes the script; `submission` hands it to the batch system, and `ledger`
-remembers it; `status` asks how it is doing. Nothing here needs torch or MPI: a login node has
+records it; `status` queries its state. Nothing here needs torch or MPI: a login node has
 neither. The linter is loaded on first use, with the parser of bash that it needs.
 """
 

@@ -1,6 +1,6 @@
-"""What a job used of what it asked for: cores, memory, GPUs and time; what to ask for next time.
+"""What a job used of what it requested: cores, memory, GPUs and time; what to request next time.
 
-A batch system's accounting knows it for any job. Where there is none, the run itself does:
+A batch system's accounting has it for any job. Without accounting, the run itself does:
 `hpctrain train` and the Trainer leave what they used in `summary.json`. The arithmetic is pure.
 """
 
@@ -30,7 +30,7 @@ _DEPTHS = ("summary.json", "*/summary.json", "*/*/summary.json")
 
 
 def advise_request(use: JobUse) -> list[str]:
-    """What to ask for next time; empty where the request fits. Pure."""
+    """What to request next time; empty if the request fits. Pure."""
     return [*_advise_memory(use), *_advise_gpus(use), *_advise_cores(use), *_advise_time(use)]
 
 

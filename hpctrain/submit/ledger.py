@@ -69,7 +69,7 @@ class Ledger:
         """Remember a job; others may do the same at this moment.
 
         The job is in the queue already, so this never fails: what cannot be kept in the file is
-        kept beside it, or beside the script, and that is said.
+        kept next to it, or next to the script, with a message.
         """
         try:
             with held(self.path.with_suffix(".lock"), what="record a job", wait_s=_LOCK_WAIT_S):

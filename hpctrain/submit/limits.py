@@ -40,7 +40,7 @@ class Queue:
         return None
 
     def why_not(self, num_nodes: int, walltime_s: int) -> str:
-        """What the queue takes, and what was asked for instead; "" for a job that it takes."""
+        """What the queue takes, and what was requested instead; "" for a job that it takes."""
         if num_nodes < self.min_nodes or num_nodes > (self.max_nodes or num_nodes):
             return f"takes {self.nodes}, and {num_nodes} were requested"
         most = self.walltime_s(num_nodes)
@@ -128,7 +128,7 @@ def check_limits(
 
     Args:
         queues: Those of the site, by name.
-        queue: The one asked for; of one that is not in `queues`, no limits are known.
+        queue: The requested one; one that is not in `queues` has no known limits.
         num_nodes: Of the job.
         walltime_s: Of the job.
         site: Its title, for the message.

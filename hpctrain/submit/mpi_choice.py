@@ -1,7 +1,7 @@
 """Which `srun --mpi=` starts the ranks, where neither the user nor the site says it.
 
 srun starts ranks of an MPI that it does not match as so many jobs of one rank, or they fail at
-once; so the MPI that is installed and what srun offers are both asked.
+once; so both the installed MPI and srun are queried.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def choose_srun_mpi(
         site: Where it goes.
         say: Is called with what was chosen, and why.
         ask: Runs srun.
-        probe: Tells which MPI an interpreter loads.
+        probe: Finds which MPI an interpreter loads.
 
     Raises:
         ConfigError: srun cannot start the MPI that is installed.

@@ -88,7 +88,7 @@ def _add(out: tarfile.TarFile, prefix: Path, path: Path) -> None:
 
 
 def relocatable(script: bytes, prefix: Path) -> bytes:
-    """A script of the environment that finds its interpreter beside itself, wherever that is."""
+    """A script of the environment that finds its interpreter next to itself, in any location."""
     match = _LONG_START.match(script) or _START.match(script)
     # Home directories have several names: what counts is where they lead.
     if match is None or Path(os.fsdecode(match.group(1))).resolve() != (prefix / "bin").resolve():

@@ -12,7 +12,7 @@ JOBS = Path(__file__).parent / "jobs"
 
 
 def user_sites(environ: Mapping[str, str]) -> Path:
-    """The folder for site profiles of one's own."""
+    """The folder for the user's site profiles."""
     return _home(environ, "XDG_CONFIG_HOME", ".config") / "hpctrain" / "sites"
 
 

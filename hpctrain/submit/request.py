@@ -1,4 +1,4 @@
-"""What a user asks of a batch system, before any site or dialect comes in."""
+"""A user's request to a batch system, before any site or dialect comes in."""
 
 from __future__ import annotations
 

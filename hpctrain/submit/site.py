@@ -47,7 +47,7 @@ class Site:
     name: str
     title: str
     template: str
-    """The template used unless the job asks for another."""
+    """The template used unless the job names another."""
     ever_run: bool = False
     """Whether hpctrain ever ran there; if not, the profile was written from `source`."""
     as_of: str = ""

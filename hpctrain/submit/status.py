@@ -1,7 +1,7 @@
 """How a submitted job is doing: its state, its restarts and its logs.
 
-The batch system is asked first; where it has forgotten the job, the end of the job's log tells. PBS
-and Flux restart a job as a new one, whose id only the log of the one before has.
+The batch system is queried first; if it no longer has the job, the end of the job's log is used.
+PBS and Flux restart a job as a new one, whose id only the log of the one before has.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_end(text: str) -> LogEnd:
 
 
 def runs_of(entry: SubmittedJob) -> list[SubmittedJob]:
-    """The job and its restarts that are jobs of their own, the newest last."""
+    """The job and its restarts that are separate jobs, the newest last."""
     runs = [entry]
     while entry.array_size is None and len(runs) < _MOST_RUNS:
         following = read_end(_tail(log_paths(runs[-1])[0])).next_job
@@ -188,8 +188,8 @@ def last_lines(path: Path, count: int | None) -> str:
 def follow(entry: SubmittedJob, path: Path, write: Callable[[str], None], ask: Ask) -> None:
     """Write what a log has and gets, until the job is over.
 
-    A job that the batch system does not know is over as well; it is asked twice, because a
-    controller that is being restarted knows nothing either.
+    A job that the batch system does not list is over as well; it is queried twice, because a
+    controller that is being restarted has no record either.
     """
     system, position, over, unknown = find_system(entry.batch), 0, False, 0
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
@@ -203,7 +203,7 @@ def follow(entry: SubmittedJob, path: Path, write: Callable[[str], None], ask: A
         if grown := _read_from(path, position):
             position += len(grown)
             write(decode(grown))
-        elif over:  # asked before the last look: nothing can come any more
+        elif over:  # queried before the last check: nothing can follow
             return
         else:
             time.sleep(_POLL_S)

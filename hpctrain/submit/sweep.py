@@ -1,7 +1,7 @@
 """Sweeps: points over keys, the argument vector of each, their launches and their array jobs.
 
 `hpctrain sweep` and the sweeps of `hpctrain bench` are made of these. The seam to whatever is run
-is one argument vector with `{key}` placeholders: this module knows nothing of trainings. Each point
+is one argument vector with `{key}` placeholders: this module is independent of training. Each point
 of `hpctrain sweep` has a run directory; the command leaves `result.json` there, or is a training
 from a file, which leaves `summary.json`.
 """

@@ -75,7 +75,7 @@ def correct(time_ns: float, begin: Offset, end: Offset | None) -> float:
 def measure(world: World) -> Offset:
     """Collective: this rank's clock against rank 0's.
 
-    Rank 0 asks the first rank of every node, and these the ranks of their own node, all nodes at
+    Rank 0 queries the first rank of every node, and these the ranks of their node, all nodes at
     once: thousands of ranks take as long as their nodes.
     """
     own = Offset(ns=0.0, error_ns=0.0, at_ns=perf_counter_ns())
@@ -88,7 +88,7 @@ def measure(world: World) -> Offset:
 
 
 def _ask_all(comm: Comm, own: Offset) -> Offset:
-    """Collective: the root asks one after the other, and tells each what came out."""
+    """Collective: the root queries one after the other, and sends each its result."""
     if comm.rank != 0:
         return _answer(comm)
     for rank in range(1, comm.size):

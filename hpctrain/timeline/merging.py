@@ -7,7 +7,7 @@ and draws them otherwise.
 Arrows show who waited for whom: they start at the rank that came last into a collective. Viewers
 tie an arrow's ends to the slices around them, and some draw it from the end of one to the beginning
 of the other, or turn it around where the second began first. A collective begins earlier on the
-rank that waits, so both ends get slices of their own inside it: a very short one where the last
+rank that waits, so both ends get separate slices inside it: a very short one where the last
 rank comes, and from then on one on each rank that has waited.
 """
 
@@ -84,7 +84,7 @@ def arrows(traces: Sequence[RankTrace], origin: float) -> Iterator[Record]:
                     outer.add((event.group, event.number))
     numbers = count(1)  # Perfetto drops arrows whose name is no number
     for meeting, present in meetings.items():
-        if meeting in outer:  # those inside it have arrows of their own
+        if meeting in outer:  # those inside it have their own arrows
             continue
         last_rank, last = max(present, key=lambda one: one[1].begin_ns)
         there = last.begin_ns + _MARK_NS
@@ -257,7 +257,7 @@ def _of_rank(trace: RankTrace, origin: float) -> Iterator[Record]:
 
 
 def _in_flight(post: Event, done: Event, rank: int, origin: float) -> Iterator[Record]:
-    """A message from when it was handed over to when somebody had it, on a line of its own."""
+    """A message from when it was sent to when it was received, on a separate line."""
     base = {
         "cat": "in flight",
         "name": done.name,

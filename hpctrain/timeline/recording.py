@@ -71,7 +71,7 @@ class TraceRecorder:
         self._pop("collective", "")
 
     def post(self, call: str) -> None:
-        """A collective was started that somebody waits for later."""
+        """A collective was started and is waited for later."""
         now = perf_counter_ns()
         self._add(["post", call, get_ident(), now, now])
 
@@ -122,7 +122,7 @@ def _describe(offset: Offset) -> dict[str, float]:
 
 
 class TracedWatch(Protocol):
-    """Who is told about every collective; as `hpctrain.engines` has it."""
+    """Monitors every collective; as in `hpctrain.engines`."""
 
     def enter(self, call: str) -> None:
         """A collective begins."""

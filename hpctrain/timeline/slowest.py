@@ -89,7 +89,7 @@ def find_slowest(traces: Sequence[RankTrace]) -> Slowest | None:
     lasted = {n: max(one[n][1] - one[n][0] for one in steps) / 1e9 for n in numbers}
     worst = max(sorted(numbers), key=lambda n: lasted[n])
     times = [own_times(t.events, *one[worst]) for t, one in zip(traces, steps, strict=True)]
-    # Waiting for others is in `exchange`: whoever works longest elsewhere is who they wait for.
+    # Waiting for others is in `exchange`: they wait for the rank that works longest elsewhere.
     elsewhere = [
         one[worst][1] - one[worst][0] - 1e9 * spent.get("exchange", 0.0)
         for one, spent in zip(steps, times, strict=True)

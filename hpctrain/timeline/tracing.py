@@ -25,7 +25,7 @@ _MERGE_BELOW_BYTES = 200 << 20
 
 
 def start(world: World, watch: TracedWatch) -> TraceRecorder | None:
-    """Collective: record what this world does, if its launch asks for it; once a world.
+    """Collective: record what this world does, if its launch requests it; once per world.
 
     The world's end writes the files and, where they are not huge, merges them.
 

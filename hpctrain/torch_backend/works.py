@@ -176,8 +176,8 @@ class Message(_Work):  # type: ignore[misc]
             for request, _ in self._requests:
                 request.Cancel()
             raise TimedOutError(
-                f"{self._title}: timed out after {timeout_s:g} s; see what that rank does (an "
-                "exception, another code path, a stopped node), or allow more time (timeout_s)"
+                f"{self._title}: timed out after {timeout_s:g} s; check that rank (an exception, "
+                "another code path, a stopped node), or allow more time (timeout_s)"
             )
         return True
 

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MAIN = "model"
-"""What the model is called where there is only one."""
+"""The model's name if there is only one."""
 _LABELS = "labels"
 """The name of the target in transformers, anywhere in a batch."""
 

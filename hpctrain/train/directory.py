@@ -167,8 +167,8 @@ class Lock:
         directory: The run directory.
         job_id: This batch job, where it is one.
         batch_system: Of this job, as `Launch.batch_system`.
-        cluster: Whose ids these are: a job of another cluster cannot be asked for.
-        ask: Tells whether a job still runs, as `faults.ask_job`; None: it cannot be asked,
+        cluster: Whose ids these are: a job of another cluster cannot be queried.
+        ask: Checks whether a job still runs, as `faults.ask_job`; None: unknown,
             and a holder on another host counts as alive until it has been silent for long.
 
     Raises:
@@ -196,7 +196,7 @@ class Lock:
         }
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="run.lock")
-        for _ in range(5):  # whoever removes a stale lock may lose the race for the new one
+        for _ in range(5):  # removing a stale lock may lose the race for the new one
             if self._try():
                 self._thread.start()
                 return
@@ -219,7 +219,7 @@ class Lock:
         """Whether the batch system says that the holder's job has ended.
 
         A job that was killed is silent, but so is one whose file system is slow: the batch system
-        knows at once what silence shows after minutes.
+        has at once what silence shows after minutes.
         """
         same = ("batch_system", "cluster")
         if ask is None or not holder.get("job_id"):

@@ -60,13 +60,13 @@ def main(words: Sequence[str]) -> None:
         directory = run_directory(config, args.config)
         try:
             _prepare(world, directory, resume=args.resume, fresh=args.fresh)
-        except ConfigError as error:  # on all ranks alike
+        except ConfigError as error:  # on all ranks
             _refuse(world, error)
         tee_output(directory.logs, world.rank, append=True)
         search_beside(args.config)
         try:
             trainer = make_trainer(world, config, args.config.resolve().parent, directory.path)
-        except ConfigError as error:  # on all ranks alike
+        except ConfigError as error:  # on all ranks
             _refuse(world, error)
         if world.rank == 0:
             log.notice(f"run directory {directory.path}")

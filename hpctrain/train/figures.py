@@ -119,7 +119,7 @@ class Interval:
         self._busy_s = 0.0
 
     def saw(self, numbers: Mapping[str, Any], *, num_samples: int, global_samples: int) -> None:
-        """A batch: its figures stay on the device until they are asked for."""
+        """A batch: its figures stay on the device until they are read."""
         self._numbers, self._weight = dict(numbers), num_samples
         self._num_samples += global_samples
 
@@ -178,7 +178,7 @@ def summarise(
     """
     weights, step_s = told[:, 0], float(told[:, 1].max())
     total = weights.sum()
-    with np.errstate(invalid="ignore"):  # of NaN and inf: they are told by rank
+    with np.errstate(invalid="ignore"):  # of NaN and inf: they are reported by rank
         means = (values * weights[:, None]).sum(0) / total if total else values.sum(0) * np.nan
     wrong = {
         name: np.nonzero(~np.isfinite(values[:, place]))[0].tolist()
@@ -273,7 +273,7 @@ class Guard:
                 sentinel.compare(step=step)
 
     def look(self, figures: Figures, *, step: int) -> None:
-        """Refuse numbers that are not finite; all ranks know them alike.
+        """Refuse numbers that are not finite; all ranks have the same ones.
 
         Raises:
             NonFiniteError: on all ranks; with the number, the ranks and the step.

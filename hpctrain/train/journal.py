@@ -70,7 +70,7 @@ class Journal:
         return kept, max((int(line.get("seq", 0)) for line in found), default=0)
 
     def measure(self, kind: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Write what all ranks know alike: a line that counts."""
+        """Write a line of metrics that is the same on all ranks and counts."""
         self._progress.seq += 1
         return self._write(kind, numbers)
 
@@ -144,7 +144,7 @@ class Logger(Protocol):
 
 
 def make_loggers(directory: RunDirectory, options: Logging, config: str | None) -> list[Logger]:
-    """Those that a configuration asks for."""
+    """Those that a configuration enables."""
     loggers: list[Logger] = []
     if options.csv:
         loggers.append(CsvLog(directory.csv))

@@ -137,14 +137,14 @@ def make_plan(
     """Resolve a configuration for a place.
 
     Args:
-        config: What was asked for.
+        config: The configuration.
         parts: The models with their optimizers, by name; on any device, `meta` too.
         num_samples: Of the training data; None where it is unknown.
         state_bytes: What the optimizers hold for all weights (`hpctrain.train.plan`).
         place: Ranks, nodes and devices.
 
     Raises:
-        ConfigError: the engine or the update cannot be as asked for.
+        ConfigError: the engine or the update is not possible as requested.
     """
     engine = choose_engine(
         config.engine.name,
@@ -262,7 +262,7 @@ def plan_ahead(config: Config, folder: Path, *, num_ranks: int, ranks_per_node: 
     only they know how many samples there are; one that takes a world gets a world of one rank.
 
     Args:
-        config: What was asked for.
+        config: The configuration.
         folder: What relative files are relative to.
         num_ranks: How many ranks it would be.
         ranks_per_node: How many of them on each node.

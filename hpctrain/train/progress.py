@@ -14,7 +14,7 @@ __all__ = ["MetricSchedules", "Monitor", "Progress", "RunState", "wants_metric"]
 
 
 class Progress:
-    """Counts that all ranks keep alike, and that go into every checkpoint."""
+    """Counts that are the same on all ranks, and that go into every checkpoint."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -192,7 +192,7 @@ def wants_metric(schedule: Any) -> bool:
 class MetricSchedules:
     """Those of a trainer's schedules that step after every evaluation.
 
-    All ranks have the same results of an evaluation, so all step alike.
+    All ranks have the same results of an evaluation, so all make the same step.
 
     Args:
         schedules: All schedules of a trainer, by the name of their replica.

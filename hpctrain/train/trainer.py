@@ -200,7 +200,7 @@ class Trainer:
         return self.progress.step
 
     def stop(self, reason: str) -> None:
-        """End the training after this step; on all ranks alike."""
+        """End the training after this step, on all ranks."""
         self.progress.stop_reason = reason
 
     def update(self, name: str = MAIN) -> Step:
@@ -226,7 +226,7 @@ class Trainer:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """A block whose errors all ranks raise alike, about what they were given."""
+        """A block whose errors about arguments all ranks raise together."""
         try:
             yield
         except (CheckpointError, ConfigError):

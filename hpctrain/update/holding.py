@@ -47,7 +47,7 @@ class SharedState:
 
     The user's `optimizer.state` gets views of all of it. Reading them shows what the owners write;
     writing to them (or replacing them) is this rank's own affair until the next step, which takes
-    the owner's edits in: done alike on all ranks, as on one process, that edits the whole.
+    the owner's edits in: done the same on all ranks, as on one process, that edits the whole.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SharedState:
     def _is_untouched(self) -> bool:
         """Whether every entry is the very tensor that was shown, and none was written to.
 
-        Not by `tensor.data`, which moves no version: the kernel tells of that.
+        Not by `tensor.data`, which changes no version: the kernel detects that.
         """
         state = self._optimizer.state
         for index, parameter in enumerate(self._parameters):
@@ -168,7 +168,7 @@ class SharedState:
     # After an update
 
     def bring_home(self, used: Sequence[bool]) -> frozenset[int]:
-        """Keep state where it is shared; parameters whose state nobody knows about yet.
+        """Keep state where it is shared; parameters whose state is not known yet.
 
         Args:
             used: Which parameters the update has moved; the same on all ranks.
@@ -306,7 +306,7 @@ class SharedState:
         )
 
     def refresh(self) -> None:
-        """After everybody has updated: show again what is shared, where a user has written."""
+        """After all ranks have updated: show the shared values again, where a user has written."""
         if not self._edited:
             return
         self._edited = False

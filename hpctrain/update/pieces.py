@@ -38,7 +38,7 @@ def flat_memory(tensor: Tensor) -> Tensor:
 
 
 def flat_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Somebody's gradient (or state) in the order of the parameter's memory, perhaps copied."""
+    """A gradient (or state) in the order of the parameter's memory, perhaps copied."""
     dense = gradient.detach()
     if dense.layout is not torch.strided:
         dense = dense.to_dense()

@@ -56,7 +56,7 @@ class ShardedUpdate:
         optimizer: The user's.
         names: Of its parameters, in the order of its groups.
         parameters: Dense, on the CPU, in the same order.
-        views: The gradients that the exchange hands out, one object per parameter for ever.
+        views: The gradients that the exchange returns, one permanent object per parameter.
         by: `element` or `parameter`.
         share_weights: Whether the node holds the weights themselves once.
     """
@@ -109,7 +109,7 @@ class ShardedUpdate:
         self.reset_hooks()
 
     def _stage(self, share_weights: bool) -> None:
-        """Collective: the memory through which new weights travel, or in which they stay."""
+        """Collective: the memory through which new weights are passed, or in which they stay."""
         starts, end = [], 0
         for parameter in self._parameters:
             starts.append(end)
@@ -167,7 +167,7 @@ class ShardedUpdate:
         self.inner = make_inner(self._optimizer, self.pieces)
 
     def _ready_gradient(self, piece: ParameterPiece) -> Tensor | None:
-        """The piece's part of what the exchange hands out; None where it would be a copy."""
+        """The piece's part of what the exchange returns; None if it would be a copy."""
         view = self._views[piece.fragment.parameter]
         parameter = self._parameters[piece.fragment.parameter]
         same = piece.whole or view.stride() == parameter.stride() or view.numel() <= 1
@@ -266,7 +266,7 @@ class ShardedUpdate:
     @torch.no_grad()
     def _step(self) -> None:
         """Collective: one update of all parameters that have a gradient."""
-        # Until everybody is here, somebody may still read what is shared: state, perhaps weights,
+        # Until all ranks are here, some may still read what is shared: state, perhaps weights,
         # or, in a second step without an exchange, the weights of the first under way.
         self._engine.meet(self._group.barrier.wait, "begin of an update", "", None)
         places = [(p.data_ptr(), p.stride()) for p in self._parameters]
@@ -307,7 +307,7 @@ class ShardedUpdate:
             )
 
     def _rebuild_pieces(self) -> None:
-        """Somebody gave a parameter other memory (`p.data = ...`): cut it anew, keep the state."""
+        """A parameter got other memory (`p.data = ...`): cut it again, keep the state."""
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if not is_dense(parameter):
                 raise ConfigError(

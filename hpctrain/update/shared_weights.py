@@ -3,7 +3,7 @@
 The views are each rank's own to write to: what a user's code writes to a parameter (clamping it
 after a step) goes to copies of those pages that this rank alone sees. The next update takes the
 owners' edits in, and all ranks then see the shared weights again. So an edit that every rank makes
-is made once, and one made through `.data` or numpy is found as well: the kernel tells who has pages
+is made once, and one made through `.data` or numpy is found as well: the kernel shows who has pages
 of its own.
 """
 
@@ -86,16 +86,16 @@ class SharedWeights:
         self._versions = [p._version for p in self._parameters]
 
     def take_in(self) -> None:
-        """Before an update, when nobody reads: let this rank's edits count, if it owns the place.
+        """Before an update, when no rank reads: apply this rank's edits, if it owns the place.
 
-        A parameter that was given memory of its own comes back into the block.
+        A parameter that was given its own memory returns to the block.
         """
         changed = self._versions != [p._version for p in self._parameters]
         moved = any(
             p.data_ptr() != seen.data_ptr()
             for p, seen in zip(self._parameters, self._seen, strict=True)
         )
-        # Pages of one's own with the very same values would be old after the update; without any,
+        # Private pages with the same values would be stale after the update; without any,
         # what this rank sees is what is shared, and there is nothing to compare.
         written = changed or moved or self._view.is_written()
         if written:

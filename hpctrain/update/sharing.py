@@ -2,7 +2,7 @@
 
 Most of torch's optimizers treat every element alone, so any piece of a parameter can be updated
 apart. Some look at a whole parameter (a norm, a matrix): those are divided by whole parameters. One
-that couples parameters cannot be divided. A class of one's own says which it is by an attribute:
+that couples parameters cannot be divided. A custom class declares which it is by an attribute:
 `shards_by = "element"` or `"parameter"`.
 
 Parameters are laid end to end and cut into as many cells as the largest node has ranks, so that
@@ -73,7 +73,7 @@ def shards_by(optimizer: torch.optim.Optimizer) -> tuple[str | None, str]:
 
 
 def refuse_fused_complex(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
-    """Refuse, on all ranks alike, what torch refuses where the piece is updated alone.
+    """Refuse, on all ranks, what torch refuses only where the piece is updated.
 
     Args:
         optimizer: With the gradients of the step.
@@ -167,7 +167,7 @@ def describe_shares(
 ) -> Iterator[tuple[str, str]]:
     """A row for each of a node's first ranks: the parameters that it updates.
 
-    Neighbours are told as a range of names, and a cut parameter with the elements of it.
+    Adjacent ones are shown as a range of names, and a cut parameter with its elements.
 
     Args:
         shares: By local rank.

@@ -1,4 +1,4 @@
-"""Floor 1: how gradients are encoded while they travel between nodes.
+"""Floor 1: how gradients are encoded between nodes.
 
 Names are loaded on first use: which wires there are is known without torch.
 """

@@ -22,7 +22,7 @@ __all__ = ["BITS", "BUILT_IN", "GROUP", "NONE", "make_wire", "wire_names"]
 GROUP = "hpctrain.wires"
 """The entry point group of wires from other packages."""
 NONE = "none"
-"""Gradients travel as they are."""
+"""Gradients are sent as they are."""
 BUILT_IN = {
     "bf16": "hpctrain.wire.casting:Bf16Wire",
     "fp16": "hpctrain.wire.casting:Fp16Wire",

@@ -1,6 +1,6 @@
 """What a wire is: it turns gradients into fewer bytes and back.
 
-Inside a node gradients always travel as they are; a wire is for the way between nodes.
+Inside a node gradients are always exchanged as they are; a wire is used between nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ENCODABLE", "Summing", "Wire"]
 
 Summing = Literal["encoded", "decoded"]
 ENCODABLE = (torch.float32, torch.float64)
-"""Other gradients travel as they are."""
+"""Other gradients are sent as they are."""
 
 
 class Wire(ABC):
@@ -48,7 +48,7 @@ class Wire(ABC):
 
     @abstractmethod
     def encode(self, values: Tensor, key: str) -> Tensor:
-        """What travels, as a flat tensor in memory of its own.
+        """The encoded data, as a flat tensor in its own memory.
 
         Args:
             values: What is to be encoded; left as it is. May have infinities or NaN, in a step that

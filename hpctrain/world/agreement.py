@@ -2,7 +2,7 @@
 
 Whatever only one rank can know (a missing file, a NaN) goes through `agree`, so that all ranks
 raise together and none is left waiting for one that has gone. On a world's communicators the
-watchdog looks for ranks that do not come; where nobody watches, a roll call does.
+watchdog finds missing ranks; without a watchdog, a roll call does.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LONGEST_NAP_S = 0.005
 def roll_call(comm: Comm, what: str, *, timeout_s: float | None = None) -> None:
     """Collective: wait until every rank is here; `what` must be the same everywhere.
 
-    Where nobody watches, every rank reports to rank 0, which answers all of them at once: go on, or
-    who is missing. After it, a blocking collective cannot be waiting for a rank that was never
+    Without a watchdog, every rank reports to rank 0, which answers all of them at once: continue,
+    or who is missing. After it, a blocking collective cannot be waiting for a rank that was never
     reached.
 
     Args:
@@ -90,7 +90,7 @@ def _collect(comm: Comm, size: int, timeout_s: float) -> list[int]:
 
 
 def _report(comm: Comm, *, timeout_s: float) -> list[int]:
-    """Everyone else's side: report to rank 0 and hear its answer."""
+    """The other ranks' side: report to rank 0 and receive its answer."""
     from mpi4py import MPI
 
     sent = comm.Isend(bytearray(1), dest=0, tag=_TAG)
@@ -126,7 +126,7 @@ def agree(
 
     Raises:
         HpcTrainError: of the class `error`, the same text on all ranks, with the ranks concerned.
-        TimedOutError: some ranks did not come, and nobody watches over the communicator.
+        TimedOutError: some ranks did not arrive, and no watchdog monitors the communicator.
     """
     watched = _watched(comm)
     told: list[str | None]
@@ -170,7 +170,7 @@ def announced(comm: Comm, what: str) -> Iterator[float]:
 
 
 def _watched(comm: Comm) -> WatchedComm | None:
-    """The communicator, where somebody watches over it."""
+    """The communicator, if a watchdog monitors it."""
     from hpctrain.world.watched import WatchedComm
 
     return comm if isinstance(comm, WatchedComm) and comm.is_watched else None

@@ -1,11 +1,11 @@
 """What a step frees stays with the process, for the next step to take.
 
-Every training step asks for the same blocks (activations, gradients) and frees them again. C
-libraries give large free blocks back to the kernel, which hands them out anew page by page, zeroed:
+Every training step allocates the same blocks (activations, gradients) and frees them again. C
+libraries return large free blocks to the kernel, which provides them again page by page, zeroed:
 thousands of page faults a step. From `distribute` on, free memory is kept instead.
 
-The C library is told so in the running process; an allocator of torch's own is told by a variable.
-Whoever has set an allocator's variables keeps them: `hpctrain.freed_memory` has the rules.
+The C library is configured in the running process; torch's own allocator by a variable. Variables
+set by the user are kept: `hpctrain.freed_memory` has the rules.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hpctrain.world.launcher import environment
 __all__ = ["keep_freed_memory"]
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Of `mallopt`: when the end of the heap is given back, and how many blocks lie outside of it."""
+"""Of `mallopt`: when the end of the heap is returned, and how many blocks lie outside of it."""
 
 
 @functools.cache
 def keep_freed_memory() -> str:
     """Let this process keep what is freed from now on; what became of it, in words.
 
-    What is free already is given back first: memory of a data set that was converted, say.
+    What is already free is returned first: memory of a converted data set, say.
     """
     choice = find_choice(environment())
     told = "kept for the next step"

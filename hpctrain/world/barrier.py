@@ -35,7 +35,7 @@ _NAMING_S = 5.0
 
 
 class Barrier(Protocol):
-    """Lets all ranks of a node arrive before any goes on; what they wrote before is seen after."""
+    """Lets all ranks of a node arrive before any continues; earlier writes are visible then."""
 
     how: str
     """In words."""
@@ -44,7 +44,7 @@ class Barrier(Protocol):
         """Collective: wait for all ranks of the node."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Free its resources."""
 
 
 def must_sleep(num_threads: Sequence[int], num_cores: int) -> bool:
@@ -105,7 +105,7 @@ class SpinningBarrier:
 class SleepingBarrier:
     """Every rank reports to the node's first one by a local socket and sleeps until it answers.
 
-    Collective over the ranks of a node to make; whoever makes it looks at `trouble` on all ranks.
+    Collective over the ranks of a node to create; the caller checks `trouble` on all ranks.
     """
 
     how = "sleeping: there are more threads than cores"

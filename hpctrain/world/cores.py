@@ -93,7 +93,7 @@ def read_affinity() -> frozenset[int]:
 
 
 def read_core_map() -> CoreMap:
-    """Read cores and NUMA domains from the kernel; where it tells nothing, each CPU is a core."""
+    """Read cores and NUMA domains from the kernel; if it provides nothing, each CPU is a core."""
     core_of: dict[int, int] = {}
     for path in _SYSFS.glob("cpu/cpu[0-9]*/topology/thread_siblings_list"):
         cpu = int(path.parts[-3].removeprefix("cpu"))

@@ -35,7 +35,7 @@ def choose_index(*, num_visible: int, local_rank: int, local_size: int, allow_sh
     A site that shows every task its own device calls it 0 in each of them.
 
     Raises:
-        ConfigError: more ranks on the node than devices, and sharing was not asked for.
+        ConfigError: more ranks on the node than devices, and sharing was not requested.
     """
     if num_visible == 1:
         return 0
@@ -72,7 +72,7 @@ def visible_devices(kind: str) -> tuple[str, int]:
         The kind (`cuda` also stands for ROCm, as in torch itself) and how many are visible.
 
     Raises:
-        ConfigError: the kind is unknown, or `cuda` was asked for and torch sees none.
+        ConfigError: the kind is unknown, or `cuda` was requested and torch sees none.
     """
     import torch
 

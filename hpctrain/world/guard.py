@@ -35,7 +35,7 @@ __all__ = [
     "whereabouts",
 ]
 
-# When every rank fails alike, the lowest one should speak: the others give it this head start.
+# When every rank fails with the same error, the lowest one reports: it gets this head start.
 _HEAD_START_S = 0.25
 _LONGEST_HEAD_START_S = 1.5
 
@@ -50,7 +50,7 @@ leave = os._exit
 
 
 class AgreedExit(SystemExit):
-    """All ranks leave with this code and have agreed to: nobody waits, and no work is lost."""
+    """All ranks have agreed to exit with this code: no rank waits, and no work is lost."""
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -78,11 +78,11 @@ def report_exit(launch: Launch, code: int, cause: str) -> None:
     try:
         os.write(launch.control_fd, line.encode())
     except OSError:
-        return  # the starter is gone: nobody left to tell
+        return  # the starter is gone
 
 
 def leave_together(launch: Launch, error: AgreedExit) -> None:
-    """Say that this rank leaves as all have agreed, before the launcher blames somebody."""
+    """Report that this rank exits as agreed, before the launcher blames a rank."""
     _flush()
     report_exit(launch, exit_code_of(error), "as all ranks agreed")
 
@@ -147,8 +147,8 @@ def prepare_abort() -> None:
 def end_all_ranks(launch: Launch, error: BaseException) -> NoReturn:
     """Print this rank's traceback and end every rank of the job with its exit code. Never returns.
 
-    Not collective: one rank is enough. Ranks that fail alike at the same moment wait their turn, so
-    that one traceback is printed and not a thousand.
+    Not collective: one rank is enough. Ranks that fail with the same error at the same moment take
+    turns, so that one traceback is printed and not a thousand.
     """
     code = exit_code_of(error)
     rank, size = whereabouts(launch)

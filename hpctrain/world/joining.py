@@ -84,7 +84,7 @@ def init(
     if launch.size != 1:
         write_whole_lines()
     script = script_path()
-    unhook = guard.install_hook(launch)  # stays when this raises: nobody may be left waiting
+    unhook = guard.install_hook(launch)  # stays when this raises: no rank may be left waiting
     MPI = load_mpi(launch, script=script.name if script else "SCRIPT", timeout_s=timeout_s)
     parent = MPI.COMM_WORLD if comm is None else comm
     with ExitStack() as undo:  # a world that is refused leaves nothing behind
@@ -157,7 +157,7 @@ def _is_whole(value: object) -> bool:
 def _assign_cores(
     node: Comm, place: Place, launch: Launch, num_threads: int | None, bind: str
 ) -> tuple[frozenset[int], int]:
-    """Collective over the node: bind to cores if asked, and give torch its threads."""
+    """Collective over the node: bind to cores if requested, and give torch its threads."""
     import torch
 
     mask = cores.read_affinity()

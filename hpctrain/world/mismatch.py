@@ -42,7 +42,7 @@ def explain_mismatch(
         size: Size of MPI_COMM_WORLD.
         mpi: The loaded library.
         script: The user's script, for the command in the cure.
-        offered: What `srun --mpi=list` names; empty where it was not asked.
+        offered: What `srun --mpi=list` prints; empty if it was not queried.
     """
     if launch.row is None or (launch.rank == rank and launch.size == size):
         return None
@@ -86,7 +86,7 @@ def advise_srun(mpi: MpiVersion, offered: Collection[str]) -> str:
 
     Args:
         mpi: The loaded library.
-        offered: What `srun --mpi=list` names; empty where it was not asked.
+        offered: What `srun --mpi=list` prints; empty if it was not queried.
     """
     plugin = choose_plugin(mpi, offered)
     if plugin is not None:

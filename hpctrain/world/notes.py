@@ -1,7 +1,7 @@
 """What ranks tell the job script that started them: small files in a folder that it names.
 
 The script restarts a job only while its checkpoints advance, and keeps away from a node that
-failed. It cannot see either by itself: the exit code is one number, and the shell knows neither
+failed. It cannot see either by itself: the exit code is one number, and the shell has neither
 where checkpoints are nor which rank died first.
 """
 
@@ -34,7 +34,7 @@ def note_checkpoint(launch: Launch, directory: Path, step: int) -> None:
 def note_exit(launch: Launch, code: int) -> None:
     """This rank ends with such a code; the first that is noted counts.
 
-    Launchers answer with codes of their own, and ranks that end because another did say nothing.
+    Launchers return their own codes, and ranks that end because of another report nothing.
     """
     if code != 0:
         _leave(launch, "code", f"{code}\n", replace=False)
@@ -48,7 +48,7 @@ def note_failed_hosts(launch: Launch, hosts: Iterable[str]) -> None:
 
 
 def _leave(launch: Launch, name: str, text: str, *, replace: bool = True) -> None:
-    """Write a note as a whole, or not at all: a job that runs needs no note to go on."""
+    """Write a note completely or not at all: a job can run without it."""
     if launch.notes_dir is None:
         return
     path = Path(launch.notes_dir) / name

@@ -1,6 +1,6 @@
-"""Who is told what a rank is doing: the phases of its steps, as they begin and end. Pure.
+"""Observers of what a rank does: the phases of its steps, as they begin and end. Pure.
 
-Floors above tell `world.observers`; a tracer, a timer of steps or a display listens. Where nobody
+Upper floors notify `world.observers`; a tracer, a step timer or a display listens. If nothing
 does, nothing is called and nothing is timed.
 """
 
@@ -20,7 +20,7 @@ the script's own."""
 
 
 class Observer(Protocol):
-    """Is told in the thread that does the work, and must be quick.
+    """Called in the thread that does the work, and must be quick.
 
     Phases nest: what is inside another belongs to the inner one alone. On a GPU the times between
     the calls are those of launching kernels, unless an observer waits for the device in each.
@@ -40,7 +40,7 @@ class phase:
     """A block that is one phase to all observers; a class, since it is on the path of every step.
 
     Args:
-        observers: Who is told.
+        observers: The observers to notify.
         name: Of the phase.
     """
 

@@ -13,7 +13,7 @@ def write_whole_lines() -> None:
 
     Launchers mix what ranks write, piece by piece. Python writes the words of one `print` one by
     one with PYTHONUNBUFFERED=1, and without it in blocks that end in the middle of a line. Streams
-    that somebody has replaced (a notebook, a test that captures), and terminals, are left alone.
+    that were replaced (a notebook, a test that captures), and terminals, are not changed.
     """
     for now, first in ((sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)):
         if now is first and isinstance(now, io.TextIOWrapper) and not now.isatty():

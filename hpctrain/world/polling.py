@@ -29,7 +29,7 @@ def poll(
     """Look until it is done, or time is over.
 
     Args:
-        is_done: Looks; for a message its `Test`, which also lets MPI go on.
+        is_done: Looks; for a message its `Test`, which also lets MPI progress.
         timeout_s: How long.
         spin_s: For so long at first the core is only offered to others: quick answers are seen at
             once. Then naps, each longer than the last.

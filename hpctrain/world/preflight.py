@@ -1,7 +1,7 @@
 """The handshake before a job: are all ranks about to run the same thing?
 
 What would corrupt a run (another torch, another script) is refused; what may only hurt it (little
-memory, clocks apart) is said. Comparing is pure; only `preflight` communicates.
+memory, clocks apart) causes a warning. Comparing is pure; only `preflight` communicates.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def digest_config(config: object) -> str:
 
 
 def script_path() -> Path | None:
-    """Find the file this process was asked to run; None in an interactive session."""
+    """Find the file this process runs; None in an interactive session."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(path) if path and Path(path).is_file() else None
 

@@ -40,7 +40,7 @@ class Streams:
         self.rank = rank
 
     def seed_for(self, stream: str, *indices: int, per_rank: bool = True) -> int:
-        """The seed of a named stream: this rank's own, or with `per_rank=False` everyone's."""
+        """The seed of a named stream: this rank's, or with `per_rank=False` that of all ranks."""
         own = (self.rank,) if per_rank else ()
         return derive_seed(self.seed, stream, *own, *indices)
 
@@ -57,7 +57,7 @@ class Streams:
         return torch.Generator().manual_seed(self.seed_for(stream, *indices, per_rank=per_rank))
 
     def bind_equal(self) -> None:
-        """Seed the global generators alike on every rank: models built now start equal."""
+        """Seed the global generators identically on every rank: models built now start equal."""
         _bind(self.seed_for("init", per_rank=False))
 
     def bind_own(self, position: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 A block is an unnamed file in memory that every rank of the node maps. Space is looked for before,
 reserved slice by slice by the rank that owns the slice (so that its pages are near that rank), and
-agreed upon by all ranks of the job; the file has lost its name before anybody uses it, so nothing
+agreed upon by all ranks of the job; the file is unlinked before it is used, so nothing
 is left behind whatever ends the job. Tensors keep the mapping alive: using one after the world has
 ended is safe.
 
@@ -77,7 +77,7 @@ class SharedBlock:
         self._descriptor = descriptor
         self._mapped = mmap.mmap(descriptor, num_bytes)
         self.views = [PrivateView(descriptor, start, size) for start, size in private]
-        """The private views that `allocate` was asked for, in that order."""
+        """The requested private views, in that order."""
 
     def tensor(self, dtype: torch.dtype, *, start: int = 0, num_elements: int) -> Tensor:
         """A flat tensor over the block, from byte `start` on; every rank sees every write."""
@@ -99,7 +99,7 @@ class PrivateView:
     """Shared memory as seen by one rank that may scribble on it.
 
     Reads see what other ranks write; the first write to a page gives this rank a copy of the page
-    that nobody else sees, until `refresh` takes all such copies back.
+    that no other rank sees, until `refresh` drops all such copies.
     """
 
     def __init__(self, descriptor: int, start: int, num_bytes: int) -> None:
@@ -140,7 +140,7 @@ def allocate(
         num_bytes: How much; the same on all ranks of a node.
         what: What it is for, for messages.
         slices: The bytes that each rank of the node uses most; None divides evenly.
-        private: Views of one's own to make as well: where each begins, a multiple of the page size,
+        private: Private views to create as well: where each begins, a multiple of the page size,
             and its bytes.
         backings: Folders to look for space in; None: /dev/shm, then the temporary folder.
 
@@ -251,7 +251,7 @@ def _attach(
     num_bytes: int,
     private: Sequence[tuple[int, int]],
 ) -> SharedBlock | str:
-    """Every rank's part: open the file, reserve one's own slice, which places it, and map all.
+    """Every rank's part: open the file, reserve its own slice, which places it, and map all.
 
     Returns:
         The block, or in words why there is none on this rank.
@@ -315,7 +315,7 @@ def _fallocate(descriptor: int, start: int, length: int) -> None:
 
 
 class _Pages:
-    """What the kernel tells about the pages of a private mapping of a file."""
+    """What the kernel reports about the pages of a private mapping of a file."""
 
     def __init__(self, mapped: mmap.mmap, num_bytes: int) -> None:
         import numpy as np
@@ -333,7 +333,7 @@ class _Pages:
     def any_own(self) -> bool:
         """Whether some are no longer the file's; True as well where the kernel does not tell.
 
-        A page becomes one's own by a page fault. A process that has had none since it last looked
+        A page becomes private by a page fault. A process that has had none since the last check
         has none of its own still, and need not look; it does now and then all the same, for
         another process can write to its memory, too.
         """

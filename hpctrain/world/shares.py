@@ -1,7 +1,7 @@
 """How many samples of the batch in hand are this rank's, as loaders have told. Pure.
 
 A plain `loss.backward()` has no argument that says how many samples its loss is the mean over. The
-loaders of a world note it for every batch they hand out. Where it is not clear which batch a loss
+loaders of a world record it for every batch they return. Where it is not clear which batch a loss
 came from, that matters only if shares differ: then the call is refused.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["Shares"]
 
 
 class Shares:
-    """The batches that loaders have handed out for training."""
+    """The batches that loaders have returned for training."""
 
     def __init__(self) -> None:
         self.num_batches = 0
@@ -27,7 +27,7 @@ class Shares:
         self._is_uneven = False
 
     def note(self, *, num_samples: int, global_samples: int, size: int) -> None:
-        """A loader hands out a batch.
+        """A loader returns a batch.
 
         Args:
             num_samples: This rank's.
@@ -37,13 +37,13 @@ class Shares:
         share = num_samples * size / global_samples if global_samples else 1.0
         self._is_uneven = self._is_uneven or share != 1.0
         if threading.current_thread() is not threading.main_thread():
-            self._waiting += [share, 1.0]  # handed on by a thread: nobody knows when
+            self._waiting += [share, 1.0]  # passed on by a thread at an unknown time
             return
         self.num_batches += 1
         self._waiting.append(share)
 
     def end_epoch(self) -> None:
-        """A loader has handed out all it has; what is in hand from now on it does not know."""
+        """A loader is exhausted; it does not know about later batches."""
         self._last = None
         if len(set(self._waiting)) <= 1:
             self._waiting.clear()

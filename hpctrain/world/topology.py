@@ -27,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communicators:
-    """The communicators of a world: everyone, my node, and my counterparts on the other nodes."""
+    """The communicators of a world: all ranks, this node, the same local rank on all nodes."""
 
     comm: Comm
     node: Comm
@@ -51,7 +51,7 @@ def split_communicators(
 
     Args:
         parent: The ranks.
-        timeout_s: How long their collectives may last, once somebody watches.
+        timeout_s: Timeout of their collectives, once a watchdog is attached.
     """
     from mpi4py import MPI
 
@@ -62,7 +62,7 @@ def split_communicators(
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
     local_rank = node.Get_rank()
     cross = comm.Split(color=local_rank, key=rank)
-    # Every node has a local rank 0, so their cross communicator knows all nodes, in rank order.
+    # Every node has a local rank 0, so their cross communicator spans all nodes, in rank order.
     node_rank, num_nodes = node.bcast((cross.Get_rank(), cross.Get_size()), root=0)
     place = Place(
         rank=rank,

@@ -1,6 +1,6 @@
 """Communicators that announce their collectives, so that a rank that stays out can be named.
 
-A world's communicators are of this kind. Until somebody watches (`hpctrain.init` starts the
+A world's communicators are of this kind. Until a watchdog is attached (`hpctrain.init` starts the
 watchdog), they are plain communicators. What is made of them by `Dup` or `Split` is plain, too: its
 owner announces its own calls.
 """
@@ -32,7 +32,7 @@ class WatchedComm(MPI.Intracomm):
 
     @property
     def is_watched(self) -> bool:
-        """Whether its collectives are announced to somebody."""
+        """Whether its collectives are monitored."""
         return self.label in self.watching.watches
 
     @property

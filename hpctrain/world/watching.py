@@ -1,4 +1,4 @@
-"""How long a rank waits for the others, and who is told that it does."""
+"""How long a rank waits for the others, and what monitors the wait."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNNAMED = tuple(
 
 
 class Watch(Protocol):
-    """Who is told about the collectives of one group of ranks."""
+    """Monitors the collectives of one group of ranks."""
 
     def enter(self, call: str, timeout_s: float | None = None) -> None:
         """A collective begins; `timeout_s` is how long it may last, None: as long as any."""
@@ -49,7 +49,7 @@ class Watch(Protocol):
 
 
 class Watchdog(Watch, Protocol):
-    """Who is told about the collectives of all ranks, and of work that keeps this one away."""
+    """Monitors the collectives of all ranks, and work that delays this one."""
 
     def patience(
         self, seconds: float, *, lingers_s: float | None = None
@@ -61,7 +61,7 @@ class Watching:
     """Who watches over a world's communicators, and how long their collectives may last.
 
     Args:
-        timeout_s: For calls that are given no time of their own.
+        timeout_s: For calls without their own timeout.
     """
 
     def __init__(self, timeout_s: float = DEFAULT_S) -> None:

@@ -34,11 +34,11 @@ _MOST_ROWS = 32
 
 
 class ScriptSettings(Protocol):
-    """What a script may ask whoever started it; `world.bench`."""
+    """The settings that a script may read from a sweep; `world.bench`."""
 
     @property
     def is_active(self) -> bool:
-        """Whether somebody else decides, so that the script is being measured."""
+        """Whether a sweep decides, so that the script is being measured."""
 
     def global_batch(self, default: int) -> int:
         """Samples of all ranks together in a step; `default` is the script's own."""
@@ -48,7 +48,7 @@ class ScriptSettings(Protocol):
 
 
 class ScriptDefaults:
-    """The script's own defaults: nobody else decides."""
+    """The script's own defaults: there is no sweep."""
 
     is_active = False
 
@@ -63,7 +63,7 @@ class ScriptDefaults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """What every rank knows of every rank."""
+    """Facts of every rank, known on all ranks."""
 
     host: str
     node_rank: int
@@ -75,7 +75,7 @@ class RankInfo:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class World:
-    """All ranks of a job, seen from one of them. Made by `init`, handed around, never global.
+    """All ranks of a job, seen from one of them. Made by `init`, passed around, never global.
 
     A context manager: an exception that leaves the block ends all ranks with this rank's traceback.
     """
@@ -236,7 +236,7 @@ class World:
         set `hpctrain.metrics`'s.
 
         Args:
-            value: A number, or a tensor of the same shape on every rank. A tensor comes back on
+            value: A number, or a tensor of the same shape on every rank. A tensor is returned on
                 its device and in its dtype, or float32 where it holds whole numbers.
             weight: How much this rank's value counts, such as the number of samples it is the mean
                 over; with 0 it is not looked at.
@@ -264,7 +264,7 @@ class World:
     ) -> None:
         """Collective when the block ended well, or with an exit that all have agreed on.
 
-        Nobody is left waiting then, and a rank that was aborted would hide the code under another.
+        No rank is left waiting then; an aborted rank would replace the exit code with another.
         """
         not_alone = guard.whereabouts(self.launch)[1] > 1
         agreed = isinstance(error, guard.AgreedExit)

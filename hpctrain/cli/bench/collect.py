@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Ask after jobs, and show what there is."""
+    """Query the jobs, and show the results so far."""
     folder = Folder(args.dir)
     sweep = folder.open()
     if (args.dir / "jobs.json").exists():

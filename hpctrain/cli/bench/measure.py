@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Collective: run the script as the sweep wants it; rank 0 writes down what came of it."""
+    """Collective: run the script as the sweep requires; rank 0 writes the result."""
     from hpctrain.launch import Program, run_here
     from hpctrain.sweep_request import BENCH_VARIABLE
     from hpctrain.world import detect

@@ -1,4 +1,4 @@
-"""`hpctrain job efficiency`: what jobs used of what they asked for."""
+"""`hpctrain job efficiency`: what jobs used of what they requested."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Ask, show, and advise."""
+    """Query, show, and advise."""
     uses = _of_run(args.run) if args.run is not None else _of_job(args.jobs)
     if args.json:
         rows = [

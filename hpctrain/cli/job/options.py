@@ -53,14 +53,14 @@ def site_folders() -> list[Path]:
 
 
 def site_from(args: argparse.Namespace) -> Site:
-    """The site that was asked for."""
+    """The requested site."""
     return load_site(args.site, site_folders())
 
 
 def job_from(
     args: argparse.Namespace, commands: tuple[tuple[str, ...], ...], *, script: str | None = None
 ) -> tuple[Request, Site]:
-    """The job and the site that were asked for; what was left open is chosen, and reported.
+    """The requested job and site; defaults are chosen, and reported.
 
     Raises:
         ConfigError: one of the options is wrong.
@@ -82,7 +82,7 @@ def add_snapshot(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def snapshot_for(request: Request, args: argparse.Namespace) -> Iterator[Request]:
-    """The request, with a copy of the code where that was asked for; none is left if it fails."""
+    """The request, with a copy of the code if requested; no copy is left if it fails."""
     if not args.snapshot:
         yield request
         return

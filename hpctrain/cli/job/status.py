@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Ask and show."""
+    """Query and show."""
     named = [(meant(job), job) for job in args.jobs]
     wanted = named or [(entry, entry.job) for entry in recent(_SHOWN)]
     states = [state for entry, job in wanted for state in ask_states(entry, ask_program, job=job)]

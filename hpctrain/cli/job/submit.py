@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     if not 1 <= args.chain <= 1000:
         raise ConfigError(f"--chain {args.chain} is not possible; give 1 to 1000")
     request, site = job_from(args, (command_of(args.command),))
-    if args.chain > 1:  # what is wrong with the second is said before the first is handed over
+    if args.chain > 1:  # check the second before the first is submitted
         make_plan(dataclasses.replace(request, after=("1",), script="to be named"), site)
     _warn_of_absent(request)
     ledger = Ledger(state_home(os.environ))

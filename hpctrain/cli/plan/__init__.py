@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--accumulate", type=int, metavar="K", help="passes per step (default: 1)")
     how.add_argument("--wire", choices=tuple(BITS), help="between nodes (default: none)")
     how.add_argument("--wire-bits", type=int, choices=(16, 32), default=32, help="on all links")
-    what = parser.add_argument_group("what is asked")
+    what = parser.add_argument_group("scenario")
     what.add_argument("--global-batch", type=int, metavar="G", help="of all ranks: strong scaling")
     what.add_argument("--ranks-per-node", type=int, metavar="R", help="instead of the machine's")
     what.add_argument("--train-samples", type=_count, default=0, metavar="N", help="for node-hours")

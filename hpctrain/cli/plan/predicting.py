@@ -77,7 +77,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def machine_from(args: argparse.Namespace) -> Machine:
-    """The machine that was asked for, with what the options change of it."""
+    """The requested machine, with the changes of the options."""
     machine = find_machine(args.machine)
     if args.ranks_per_node is not None:
         machine = replace(machine, ranks_per_node=args.ranks_per_node)

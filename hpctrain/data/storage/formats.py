@@ -207,7 +207,7 @@ class Container(ABC):
         return {name: (str(found[name].dtype), tuple(found[name].shape)) for name in self.names}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the handle: whoever gets this opens the file again."""
+        """Without the handle: the receiver opens the file again."""
         return {**self.__dict__, "_handle": None, "_pid": 0}
 
     def _found(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class Container(ABC):
 def choose_columns(
     path: Path, lengths: dict[str, int], columns: Sequence[str] | None
 ) -> Sequence[str]:
-    """Which arrays of a file are its columns: those asked for, or all as long as the longest. Pure.
+    """Which arrays of a file are its columns: those requested, or all as long as the longest. Pure.
 
     Raises:
         ConfigError: one is unknown, they differ in length, or there are none.
@@ -253,7 +253,7 @@ def choose_columns(
 
 
 def _read(array: Any, wanted: np.ndarray) -> np.ndarray:
-    """Rows in ascending order: one range where they are neighbours, else a selection."""
+    """Rows in ascending order: one range if they are contiguous, else a selection."""
     if len(wanted) == 0:
         return np.asarray(array[0:0])
     first, last = int(wanted[0]), int(wanted[-1])
@@ -261,7 +261,7 @@ def _read(array: Any, wanted: np.ndarray) -> np.ndarray:
         raise ConfigError(f"samples from {first} to {last} are not all from 0 to {len(array) - 1}")
     if last - first + 1 == len(wanted):
         return np.asarray(array[first : last + 1])
-    if last - first < 2 * len(wanted):  # nearly neighbours: read the range once
+    if last - first < 2 * len(wanted):  # nearly contiguous: read the range once
         return np.asarray(np.asarray(array[first : last + 1])[wanted - first])
     if hasattr(array, "oindex"):
         return np.asarray(array.oindex[wanted])

@@ -1,4 +1,4 @@
-"""A path to a source: what it holds is told by its name, or by the manifest in it.
+"""A path to a source: its name, or the manifest in it, determines its content.
 
 Files whose rows follow each other are one source of many parts.
 """
@@ -120,7 +120,7 @@ class RowParts:
         return map_leaves(lambda _: next(filled), batch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the open files: whoever gets this opens them again."""
+        """Without the open files: the receiver opens them again."""
         return {**self.__dict__, "_sources": OrderedDict()}
 
     def _part(self, number: int) -> Source:

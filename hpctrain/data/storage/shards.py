@@ -91,7 +91,7 @@ class ShardManifest:
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> str:
-    """A dtype as text that tells it from every other. Pure."""
+    """A dtype as unique text. Pure."""
     return dtype.str if dtype.fields is None else repr(dtype.descr)
 
 
@@ -212,7 +212,7 @@ class Shards:
         return dict(zip(names, batch, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the maps: whoever gets this maps the files again."""
+        """Without the maps: the receiver maps the files again."""
         return {**self.__dict__, "_maps": OrderedDict()}
 
     def _gather(

@@ -54,7 +54,7 @@ def write_shards(
         source: The data set; every rank can read it.
         folder: Where to write, on a file system that all ranks see.
         samples_per_shard: How many samples of the source go into a shard.
-        change: Applied to each shard's batch, of tensors wherever torch has the dtype; it may
+        change: Applied to each shard's batch, of tensors if torch has the dtype; it may
             change columns, dtypes and the number of samples.
         overwrite: Replace the shards that are there.
         timeout_s: How long to wait for ranks that are slower.
@@ -183,7 +183,7 @@ def _as_array(part: Any, name: str) -> np.ndarray:
 
 
 def _file_part(name: str, number: int) -> str:
-    """A column's name where a file can have it, and nobody else's; else its number."""
+    """A column's name if it is a valid and unique file name; else its number."""
     plain = _PLAIN_NAME.fullmatch(name) and not _NUMBERED.fullmatch(name)
     return name if plain else f"column{number}"
 

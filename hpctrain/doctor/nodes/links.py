@@ -107,7 +107,7 @@ def _bounce(
 
 
 def measure_clocks(comm: Comm, *, limit_s: float) -> list[tuple[float, float] | None]:
-    """Collective: compare everyone's clock with rank 0's, one after the other.
+    """Collective: compare each rank's clock with rank 0's, one after the other.
 
     Of several questions the one answered fastest counts: the clock was read somewhere between
     question and answer, so half of that time is the error.
@@ -157,7 +157,7 @@ def plan_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     """Pair all nodes, so that each pair meets exactly once and no node is in two places at a time.
 
     The circle method: one place stays, the others go round it; with an odd number there is one
-    place more than nodes, and whoever should meet it rests.
+    place more than nodes, and the node paired with it rests.
 
     Returns:
         Rounds of pairs (lower, higher): n - 1 rounds for even n, n for odd n, none below 2.

@@ -209,7 +209,7 @@ def _fail(doing: str, log_file: Path, why: str = "") -> NoReturn:
 
 
 def _prepare(facts: BuildFacts, work: Path) -> None:
-    """Fill the build's private folder: shims to go first on PATH, NCCL as Horovod wants it."""
+    """Fill the build's private folder: shims to go first on PATH, NCCL in Horovod's layout."""
     (work / "tmp").mkdir()
     (work / "bin").mkdir()
     if facts.compiler is None or facts.mpi.mpicxx is None:

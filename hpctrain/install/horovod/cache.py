@@ -123,7 +123,7 @@ def cache_key(facts: BuildFacts) -> str:
 def cache_home(environ: Mapping[str, str]) -> Path:
     """The folder of all cached Horovod wheels: under XDG_CACHE_HOME, else ~/.cache."""
     base = environ.get("XDG_CACHE_HOME", "")
-    # The XDG rules ask for absolute paths; relative ones are to be ignored.
+    # The XDG rules require absolute paths; relative ones are to be ignored.
     root = Path(base) if base.startswith("/") else Path(environ.get("HOME", "~")).expanduser()
     return (root if base.startswith("/") else root / ".cache") / "hpctrain" / "horovod"
 

@@ -45,7 +45,7 @@ def find(
         torch_cuda: `torch.version.cuda`, None for a CPU build.
         packages: site-packages folders, where pip puts NCCL.
         environ: CUDA_HOME, NCCL_HOME (also with HOROVOD_ before them) and PATH come first.
-        wanted: True raises when something is missing, False looks for nothing.
+        wanted: True raises if something is missing, False skips the search.
 
     Returns:
         What was found, or None with the reason.

@@ -128,7 +128,7 @@ class BuildFacts:
 def probe_interpreter(
     python: Path, *, with_torch: bool = True, environ: Mapping[str, str], timeout_s: float = 180.0
 ) -> PythonFacts:
-    """Run `python` once and ask it about itself and its torch.
+    """Run `python` once and query it about itself and its torch.
 
     Raises:
         InstallError: the interpreter does not run.
@@ -235,7 +235,7 @@ def _mpicxx(loaded: LoadedMpi, mpirun: Path | None, search: str) -> Path | None:
     for folder in folders:
         for name in (f"mpicxx.{loaded.mpi.family}", "mpicxx", "mpic++"):
             path = shutil.which(name, path=str(folder))
-            # `-showme` is Open MPI's alone; the MPICH kin answer to `-show`.
+            # `-showme` is Open MPI's only; MPICH derivatives use `-show`.
             if path and bool(_first_line([path, "-showme:version"], "Open MPI")) == openmpi:
                 return Path(path)
     return None

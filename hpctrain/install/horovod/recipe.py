@@ -1,7 +1,7 @@
 """How Horovod is made to compile with today's torch and compilers. Pure text, no side effects.
 
-Its sources ask CMake for C++14 where torch needs C++17, and forget includes that newer compilers no
-longer bring along. A wrapper around the compiler mends both; no source is altered.
+Its sources request C++14 from CMake where torch needs C++17, and miss includes that newer compilers
+no longer bring along. A wrapper around the compiler mends both; no source is altered.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compiler_wrapper(compiler: Path, rpath: str | None = None) -> str:
 
     Args:
         compiler: The real C++ compiler.
-        rpath: Replaces every run path that CMake asks for; None leaves them.
+        rpath: Replaces every run path that CMake sets; None keeps them.
     """
     includes = " ".join(f"-include {name}" for name in FORGOTTEN_INCLUDES)
     relocate = _RELOCATE.format(rpath=shlex.quote(f"-Wl,-rpath,{rpath}")) if rpath else ""
@@ -93,7 +93,7 @@ def build_environment(
     # HOROVOD_* of the user would change the result behind the cache key's back.
     env = {name: text for name, text in environ.items() if not name.startswith("HOROVOD_")}
     path = [str(work / "bin"), str(work / "tools" / "bin"), str(facts.python.executable.parent)]
-    # Python's headers by CPATH: Horovod asks distutils for them, which Python 3.12 has not.
+    # Python's headers by CPATH: Horovod uses distutils to find them, which Python 3.12 lacks.
     env |= {
         "PATH": _joined(*path, environ.get("PATH", "")),
         "PYTHONPATH": _joined(str(work / "tools"), environ.get("PYTHONPATH", "")),
@@ -141,7 +141,7 @@ def header_folders(python: PythonFacts, unpacked: Path) -> list[Path]:
 
 
 def fetch_headers(python: PythonFacts, folder: Path, environ: Mapping[str, str]) -> bool:
-    """Make sure that Python.h is to be had, unpacking the distribution's package if need be.
+    """Make sure that Python.h is available, unpacking the distribution's package if necessary.
 
     Returns:
         Whether the headers are there now. Never raises: the build's own error is clearer.

@@ -203,7 +203,7 @@ def _run_verb(command: list[str], environ: Mapping[str, str]) -> int:
     try:
         return process.wait(_HOROVOD_LIMIT_S)
     except BaseException as error:
-        # It ends its compilers itself when asked to go, and could not if it were killed.
+        # It ends its compilers itself on SIGTERM, and could not if it were killed.
         process.terminate()
         try:
             process.wait(30)

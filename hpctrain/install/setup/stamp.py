@@ -37,7 +37,7 @@ class Stamp:
         mpi: The MPI that was chosen, and why, in words.
         horovod: `built`, `failed` or `skipped`.
         tools: Fingerprint of the compilers that a failed build had to do with.
-        asked: What was asked for: the options `mpi` and `horovod`.
+        asked: The requested options `mpi` and `horovod`.
     """
 
     digest: str
@@ -49,7 +49,7 @@ class Stamp:
 
 
 def as_before(option: str, value: str, last: Stamp | None) -> str:
-    """Pure: `auto` keeps what was asked for the last time, so that `make test` undoes nothing."""
+    """Pure: `auto` keeps the last request, so that `make test` undoes nothing."""
     return last.asked.get(option, value) if value == "auto" and last is not None else value
 
 
@@ -75,7 +75,7 @@ def is_current(
         stamp: Of the last finished set-up, None if there is none.
         digest: Of the inputs now.
         packages: The tracked packages that are installed now.
-        horovod: `auto`, `yes` or `no`, as asked for now.
+        horovod: `auto`, `yes` or `no`, as requested now.
         tools: Fingerprint of the compilers now.
     """
     if stamp is None or stamp.digest != digest or stamp.packages != packages:

@@ -75,7 +75,7 @@ def ways_to_make(
 
 
 def ensure_venv(venv: Path, steps: Steps) -> None:
-    """Make the venv, or make it anew if it is broken or of another Python.
+    """Create the venv, or recreate it if it is broken or for another Python.
 
     Raises:
         InstallError: it cannot be made; the cure is named.

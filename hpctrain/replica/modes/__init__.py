@@ -1,4 +1,4 @@
-"""How gradients travel: one file for each mode, all behind the base class `Mode`."""
+"""How gradients are exchanged: one file per mode, all behind the base class `Mode`."""
 
 from __future__ import annotations
 

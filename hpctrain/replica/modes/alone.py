@@ -1,4 +1,4 @@
-"""One rank alone: gradients stay where torch puts them, and nothing travels."""
+"""A single rank: gradients stay where torch puts them, and nothing is exchanged."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["AloneMode"]
 
 
 class AloneMode(TorchGradientsMode):
-    """What a replica does with gradients that need no exchange: nothing but what was asked for."""
+    """What a replica does with gradients that need no exchange: only what was requested."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__(names, parameters)
         self._watch(Usage(self.names, self.parameters))
 
     def exchange(self, control: ControlWords) -> Arrived:
-        """Nothing: this rank's sum is everybody's."""
+        """Nothing: there is only this rank."""
         self.watch.forget()
-        for parameter in self.parameters:  # as if it had travelled: dense, and with no graph
+        for parameter in self.parameters:  # as after an exchange: dense, and with no graph
             gradient = parameter.grad
             if gradient is not None and gradient.layout is not torch.strided:
                 parameter.grad = gradient.detach().to_dense()
@@ -57,7 +57,7 @@ class AloneMode(TorchGradientsMode):
         return torch.stack([norm.to(device, wide) for norm in norms]).square().sum()
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
-        """Multiply, the excluded parameters by a factor of their own."""
+        """Multiply, the excluded parameters by a separate factor."""
         for gradients, by in zip(self._split(excluded), (factor, excluded_factor), strict=True):
             if gradients:
                 torch._foreach_mul_(gradients, by)

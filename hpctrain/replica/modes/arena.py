@@ -22,7 +22,7 @@ __all__ = ["ArenaMode"]
 
 
 class ArenaMode(Mode):
-    """How a replica's gradients travel when hpctrain lays them out itself."""
+    """How a replica's gradients are exchanged when hpctrain lays them out itself."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ArenaMode(Mode):
         self._armed = True
 
     def take_all(self) -> None:
-        """Bring gradients into the arena from wherever they are."""
+        """Bring gradients into the arena from any place."""
         if self._order is not None:
             self._lay_out(self._order)
         self.arena.take_all()
@@ -90,7 +90,7 @@ class ArenaMode(Mode):
         return arrived
 
     def _agree_on_order(self, watcher: Watcher) -> None:
-        """Collective, once, after the first exchange: rank 0's order of gradients is everyone's."""
+        """Collective, once, after the first exchange: adopt rank 0's order of gradients."""
         self._watcher = None
         order = torch.tensor(complete(watcher.stop(), len(self.arena.parameters)))
         self.engine.broadcast_(order, what="the order of gradients")
@@ -118,7 +118,7 @@ class ArenaMode(Mode):
         return sum_of_squares(kept, device), sum_of_squares(left, device)
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
-        """Multiply the arena, the excluded parameters by a factor of their own."""
+        """Multiply the arena, the excluded parameters by a separate factor."""
         kept, left = self.arena.runs(excluded)
         multiply(kept, factor)
         multiply(left, excluded_factor)

@@ -1,4 +1,4 @@
-"""What a replica knows of the way its gradients travel, and what the modes share."""
+"""The interface of exchange modes to a replica, and what the modes share."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Hooks(Protocol):
 
 
 class BackwardWatch:
-    """Tells a replica's own backward passes from everybody else's, and untouched gradients.
+    """Distinguishes a replica's own backward passes from others, and untouched gradients.
 
     Args:
         hooks: What a pass has used.
-        fingerprint: Changes when somebody writes to a gradient or puts another in its place.
+        fingerprint: Changes when a gradient is written to or replaced.
         is_intact: Looked at beside the fingerprint, where that cannot see replaced gradients.
         depart: Lets gradients leave during the pass that follows; None: they leave after it.
     """
@@ -78,11 +78,11 @@ class BackwardWatch:
         self._closing = False
 
     def foreign(self) -> list[str]:
-        """Parameters that a backward pass of somebody else's has written to, by name."""
+        """Parameters that another backward pass has written to, by name."""
         return self.hooks.uncollected()
 
     def edited(self) -> bool:
-        """Whether somebody has written to gradients since the pass before."""
+        """Whether gradients were written to since the previous pass."""
         if self._seen is None:
             return False
         return self._seen != self._fingerprint() or not self._is_intact()
@@ -101,7 +101,7 @@ def look_at(parameters: Sequence[Tensor]) -> object:
 
 
 class Mode(Gradients, ABC):
-    """How gradients travel, between the calls of a replica.
+    """How gradients are exchanged, between the calls of a replica.
 
     Args:
         names: Of the parameters; the same on every rank.
@@ -114,9 +114,9 @@ class Mode(Gradients, ABC):
     chosen = ""
     """What the policy chose, and why."""
     wire: WireUse | None = None
-    """How gradients travel between nodes; None: as they are."""
+    """How gradients are sent between nodes; None: as they are."""
     wire_chosen = ""
-    """The same in words; empty where nobody asked."""
+    """The same in words; empty if not requested."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
         self.names = tuple(names)
@@ -135,7 +135,7 @@ class Mode(Gradients, ABC):
 
     @abstractmethod
     def take_all(self) -> None:
-        """After a pass that nobody announced: take gradients as they lie on the parameters."""
+        """After an unannounced pass: take gradients from the parameters."""
 
     @abstractmethod
     def zero(self) -> bool:

@@ -4,8 +4,8 @@ Horovod's optimizer only carries gradients here: it wraps a stand-in that never 
 user's own optimizer stays the truth. What is mended on our side:
 
 - raw Horovod gives unused parameters zeros, so that they decay: which parameters some rank used
-  travels with the weights of the average, in one small message per step;
-- groups hang in raw Horovod when ranks use different branches: they travel as groups regardless;
+  is sent with the weights of the average, in one small message per step;
+- groups hang in raw Horovod when ranks use different branches: they are sent as groups regardless;
 - sparse, bfloat16, complex and non-contiguous gradients; ranks that have run out of data.
 """
 
@@ -37,7 +37,7 @@ _NOTHING = ControlWords(*[0.0] * CONTROL_WORDS)
 
 
 class HorovodMode(Mode):
-    """How a replica's gradients travel when Horovod fuses them.
+    """How a replica's gradients are exchanged when Horovod fuses them.
 
     Args:
         engine: Over Horovod.
@@ -187,7 +187,7 @@ class HorovodMode(Mode):
         return sum_of_squares(kept, device), sum_of_squares(left, device)
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
-        """Multiply, the excluded parameters by a factor of their own."""
+        """Multiply, the excluded parameters by a separate factor."""
         kept, left = self._split(excluded)
         multiply(kept, factor)
         multiply(left, excluded_factor)
@@ -224,7 +224,7 @@ class HorovodMode(Mode):
         ]
 
     def counts(self) -> dict[str, int]:
-        """Tensors handed to Horovod (which fuses them), Python hooks called, bytes a step."""
+        """Tensors passed to Horovod (which fuses them), Python hooks called, bytes per step."""
         sizes = [
             p.numel() * (2 if p.is_complex() else 1) * self._wire.carried_as(p.dtype).itemsize
             for p in self.parameters
@@ -315,7 +315,7 @@ class Wire:
     """Horovod's `compress` and `decompress`.
 
     Args:
-        half: Whether everything travels as float16.
+        half: Whether everything is sent as float16.
     """
 
     def __init__(self, *, half: bool) -> None:
@@ -384,7 +384,7 @@ class Carrier:
     Args:
         engine: Over Horovod.
         names: Of the parameters; the same on every rank.
-        parameters: Whose gradients travel; those without elements stay.
+        parameters: Whose gradients are exchanged; those without elements are not.
         settings: Groups, op and predivision.
         wire: How gradients look on their way.
     """
@@ -432,12 +432,12 @@ class Carrier:
                 )
             if settings.op == "adasum":
                 # Asked for by name, Horovod would step inside backward, each rank with a state of
-                # its own; set here, gradients are combined and all ranks step alike.
+                # its own; set here, gradients are combined and all ranks make the same step.
                 self._optimizer.op = hvd.Adasum
 
     @property
     def num_handed_over(self) -> int:
-        """How many tensors or groups are handed to Horovod in one step."""
+        """How many tensors or groups are passed to Horovod in one step."""
         return len(self._groups or self._parameters) if self._optimizer is not None else 0
 
     def watch_backward(self, on: bool) -> None:

@@ -32,7 +32,7 @@ smaller ones are all still there afterwards, and one pass is faster (5 and 21 MB
 
 
 class NodeMode(TorchGradientsMode):
-    """How a replica's gradients travel inside a node, and slice by slice between nodes.
+    """How a replica's gradients are exchanged inside a node, and slice by slice between nodes.
 
     Backward leaves gradients where torch puts them; one pass copies them into the rank's part, save
     those that this rank alone adds up, and after the exchange every `p.grad` is a view of the sum.
@@ -96,7 +96,7 @@ class NodeMode(TorchGradientsMode):
         """Collective: sum all gradients over all ranks."""
         gradients = [p.grad for p in self.parameters]
         used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
-        # A view of the last sum, which somebody has added to, lies where the new one goes.
+        # A view of the last sum that was added to lies where the new one goes.
         apart = [
             None if gradient is view else gradient
             for gradient, view in zip(gradients, self.views, strict=True)
@@ -110,7 +110,7 @@ class NodeMode(TorchGradientsMode):
             buffer.own.is_written() for buffer in self.memory.buffers
         )
         self._look()
-        # Frozen meanwhile or not: `hide_unused` takes back what nobody used.
+        # Frozen meanwhile or not: `hide_unused` removes what no rank used.
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
         self.watch.forget()
@@ -199,7 +199,7 @@ class NodeMode(TorchGradientsMode):
         return self.norms.norm_squared(excluded)
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
-        """Collective: multiply, the excluded parameters by a factor of their own."""
+        """Collective: multiply, the excluded parameters by a separate factor."""
         self.norms.scale(factor, excluded, excluded_factor)
         self._look()
 

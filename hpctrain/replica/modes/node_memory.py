@@ -6,7 +6,7 @@ Every part has the layout of `hpctrain.fusion.layout`: gradients, flags, control
 read the sum through private (copy-on-write) views: what one rank writes to a gradient after
 the exchange (clipping) is seen by that rank alone. A rank that never writes copies nothing back.
 
-Each rank adds up one slice. Nobody else reads this rank's part of its own slice: a gradient that
+Each rank sums one slice. No other rank reads this rank's part of its own slice: a gradient that
 lies in it as a whole is added from where torch has put it, and never written to shared memory.
 """
 
@@ -141,7 +141,7 @@ def _pages(bucket: Bucket) -> int:
 def _placed(
     plans: Sequence[tuple[Bucket, int, torch.dtype]], num_ranks: int
 ) -> list[tuple[int, int]] | None:
-    """Which bytes each rank touches first: its own part; the sum is divided by nobody's."""
+    """Which bytes each rank touches first: its own part; the sum is not divided."""
     if len(plans) != 1:
         return None  # several dtypes lie one after the other: an even division does
     pages = plans[0][1]
@@ -165,7 +165,7 @@ class NodeSums:
     Args:
         group: The ranks.
         buffers: Where gradients meet, one for each dtype.
-        wire: How sums travel between nodes; None: as they are.
+        wire: How sums are sent between nodes; None: as they are.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ def _cut_slice(group: NodeGroup, buffer: GradientBuffer) -> Iterator[_Run]:
 class NodeNorms:
     """What scaling and clipping do to the sums of a node.
 
-    A rank reads and writes its own slice alone, so nobody has to wait between the two; partial
+    A rank reads and writes its own slice alone, so no rank has to wait between the two; partial
     sums of squares meet in shared memory.
     """
 
@@ -279,7 +279,7 @@ class NodeNorms:
         return kept, left
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
-        """Collective: multiply, the excluded parameters by a factor of their own."""
+        """Collective: multiply, the excluded parameters by a separate factor."""
         if factor.item() == 1.0 and excluded_factor.item() == 1.0:
             return
         kept, left = self._own_runs(excluded)

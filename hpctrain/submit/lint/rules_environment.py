@@ -191,7 +191,7 @@ def _not_exported(script: Script) -> Iterator[tuple[int, str]]:
     alone = num_nodes(script) == 1 and all(ranks_per_node(script, s) == 1 for s in script.launches)
     for name in sorted(bare - used - exported - others):
         if alone and re.match(r"MASTER|WORLD", name):
-            continue  # one rank has nobody to meet
+            continue  # one rank has no peers
         if _FOR_RANKS.fullmatch(name) and name not in script.shell.replace(f"{name}=", ""):
             yield script.assigned[name][0][0], f"{name} is assigned and not exported"
 

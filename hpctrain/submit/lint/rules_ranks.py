@@ -301,7 +301,7 @@ RULES = (
     ),
     Rule(
         id="J29",
-        why="PBS starts jobs in the home directory, wherever they were submitted.",
+        why="PBS starts jobs in the home directory, regardless of where they were submitted.",
         cure='cd "$PBS_O_WORKDIR"',
         check=_no_workdir,
         batches=("pbs",),

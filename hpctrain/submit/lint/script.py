@@ -263,7 +263,7 @@ _TOTAL = ("-n", "--ntasks", "-np", "--np")
 
 
 def num_nodes(script: Script) -> int | None:
-    """How many nodes are asked for; None where it cannot be told."""
+    """How many nodes are requested; None if unknown."""
     if option := script.option("nodes", "select"):
         match = re.match(r"\d+", option.value)
         return int(match.group()) if match else None
@@ -274,7 +274,7 @@ def num_nodes(script: Script) -> int | None:
 
 
 def gpus_per_node(script: Script) -> tuple[int, int] | None:
-    """The number of GPUs per node that is asked for, and its line."""
+    """The requested number of GPUs per node, and its line."""
     for name, pattern in _GPUS.items():
         option = script.option(name)
         if option and (match := re.fullmatch(pattern, option.value)):
@@ -284,7 +284,7 @@ def gpus_per_node(script: Script) -> tuple[int, int] | None:
 
 
 def tasks_per_node(script: Script) -> int | None:
-    """Tasks on a node by the directives; 1 where they ask for none."""
+    """Tasks on a node by the directives; 1 by default."""
     for name, pattern in (("select", r"mpiprocs=(\d+)"), ("nodes", r"ppn=(\d+)")):
         option = script.option(name)
         if option and script.batch == "pbs" and (match := re.search(pattern, option.value)):
@@ -317,7 +317,7 @@ def ranks_per_node(script: Script, start: Start) -> int | None:
 
 
 def is_shared(script: Script) -> bool:
-    """Whether other jobs are likely on the same node: a few GPUs of one node are asked for."""
+    """Whether other jobs are likely on the same node: a few GPUs of one node are requested."""
     gpus = gpus_per_node(script)
     whole = script.option("exclusive") or (script.option("mem") and script.number("mem") == 0)
     return num_nodes(script) == 1 and not whole and gpus is not None and 0 < gpus[0] < 4

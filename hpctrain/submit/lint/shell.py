@@ -252,7 +252,7 @@ class Start:
 
 
 def find_start(command: Command, words: list[str]) -> Start | None:
-    """See through `time`, `env` and their kin to what is started; None for an assignment.
+    """See through `time`, `env` and similar to what is started; None for an assignment.
 
     Args:
         command: The command.

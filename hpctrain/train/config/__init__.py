@@ -1,4 +1,4 @@
-"""What a training is told: typed sections, read from TOML, checked at once. Pure, without torch."""
+"""The configuration of a training: typed sections, read from TOML. Pure, without torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """What `hpctrain train` is told, by section."""
+    """The configuration of `hpctrain train`, by section."""
 
     model: Model
     data: Data
