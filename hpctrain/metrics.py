@@ -11,6 +11,9 @@ a bit.
         loss.update(cross_entropy(out, y, reduction="none"))
         right.update(out.argmax(1), y)
     print(loss.value(world), right.value(world).accuracy)
+
+On a grid (`loss.value(grid)`) the ranks of one data coordinate have the same samples: the first of
+its last stage counts for all of them.
 """
 
 from __future__ import annotations
@@ -18,21 +21,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from hpctrain.errors import ConfigError
 from hpctrain.world import World, agree, roll_call
 
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
+
 __all__ = ["Confusion", "ConfusionMatrix", "Mean", "Sum", "total"]
 
+T = TypeVar("T")
 
-def total(world: World, value: Any) -> Any:
+
+def total(over: World | Grid, value: Any) -> Any:
     """Collective: the exact sum over all ranks of a number, or of an array of numbers.
 
     Args:
-        world: The ranks.
+        over: The ranks; of a grid, one for each data coordinate counts.
         value: A whole or floating-point number, or an array or tensor of whole numbers whose shape
             is the same on all ranks.
 
@@ -43,16 +51,16 @@ def total(world: World, value: Any) -> Any:
         ConfigError: on all ranks, when shapes or kinds differ, or an int64 would overflow.
     """
     number, trouble = _plain(value)
-    agree(world.comm, trouble, error=ConfigError)
-    told = world.comm.allgather(number)
+    agree(_world(over).comm, trouble, error=ConfigError)
+    told: list[Any] = _gather(over, number)
     kinds = {(type(one), getattr(one, "shape", None)) for one in told}
     if len(kinds) > 1:
         raise ConfigError(
             f"metrics.total: the ranks passed different kinds: {sorted(map(str, kinds))}"
         )
-    if isinstance(number, float):
+    if isinstance(told[0], float):
         return _rounded(told)
-    if isinstance(number, int):
+    if isinstance(told[0], int):
         return sum(told)
     exact = np.sum([one.astype(object) for one in told], axis=0)
     if exact.size and max(abs(int(exact.max())), abs(int(exact.min()))) >= 2**63:
@@ -74,14 +82,14 @@ class Sum:
         self.count += len(numbers)
         self._parts = _merge([*self._parts, *numbers])
 
-    def value(self, world: World) -> float:
-        """Collective: the sum over all ranks."""
-        parts, _ = self._all(world)
+    def value(self, over: World | Grid) -> float:
+        """Collective: the sum over all ranks, or over a grid's data coordinates."""
+        parts, _ = self._all(over)
         return _rounded(parts)
 
-    def _all(self, world: World) -> tuple[list[float], int]:
-        roll_call(world.comm, "metrics")
-        told = world.comm.allgather((self._parts, self.count))
+    def _all(self, over: World | Grid) -> tuple[list[float], int]:
+        roll_call(_world(over).comm, "metrics")
+        told = _gather(over, (self._parts, self.count))
         return [part for parts, _ in told for part in parts], sum(count for _, count in told)
 
 
@@ -108,13 +116,13 @@ class Mean(Sum):
             self._parts = _merge([*self._parts, *_times(numbers[0], num_samples)])
             self.count += num_samples
 
-    def value(self, world: World) -> float:
-        """Collective: the mean over the samples of all ranks.
+    def value(self, over: World | Grid) -> float:
+        """Collective: the mean over the samples of all ranks, or of a grid's data coordinates.
 
         Raises:
             ConfigError: on all ranks, when there were no samples.
         """
-        parts, count = self._all(world)
+        parts, count = self._all(over)
         if count == 0:
             raise ConfigError("Mean.value: no rank has added a sample, so there is no mean")
         if not all(map(math.isfinite, parts)):
@@ -177,9 +185,19 @@ class Confusion:
                 )
         self.counts += np.bincount(true * size + taken, minlength=size * size).reshape(size, size)
 
-    def value(self, world: World) -> ConfusionMatrix:
+    def value(self, over: World | Grid) -> ConfusionMatrix:
         """Collective: the counts of all ranks; the number of classes must match."""
-        return ConfusionMatrix(total(world, self.counts))
+        return ConfusionMatrix(total(over, self.counts))
+
+
+def _world(over: World | Grid) -> World:
+    return over if isinstance(over, World) else over.world
+
+
+def _gather(over: World | Grid, value: T) -> list[T]:
+    """Collective: the value of every rank that counts."""
+    told: list[T] = _world(over).comm.allgather(value)
+    return told if isinstance(over, World) else [told[rank] for rank in over.speakers]
 
 
 def _merge(numbers: list[float]) -> list[float]:

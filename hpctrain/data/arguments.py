@@ -73,7 +73,13 @@ class LoaderSetup:
 
 
 def resolve_arguments(
-    data: Any, given: LoaderArguments, *, rank: int, num_ranks: int, has_spare: bool
+    data: Any,
+    given: LoaderArguments,
+    *,
+    rank: int,
+    num_ranks: int,
+    has_spare: bool,
+    on_grid: bool = False,
 ) -> LoaderSetup:
     """Decide everything that can be decided without communication.
 
@@ -84,6 +90,7 @@ def resolve_arguments(
         num_ranks: How many there are.
         has_spare: Whether something else than the loop's cores can fetch large batches: there are
             more cores, or batches go to a GPU.
+        on_grid: Whether several ranks of the job have this rank's part of every batch.
 
     Raises:
         ConfigError: an argument is wrong, or does not go together with the data.
@@ -113,6 +120,12 @@ def resolve_arguments(
                 "are one gather each, which a thread does; use prefetch"
             )
         if isinstance(source, Scattered):
+            if on_grid:
+                raise ConfigError(
+                    "scattered shares are one for each rank, and on this grid several ranks need "
+                    "the same samples; give every rank the whole data set (hpctrain.share keeps it "
+                    "once on each node)"
+                )
             if seat.weights is not None:
                 raise ConfigError("weights need random access; scattered shares are equal")
             feed = ScatteredFeed(source, order, batching, seat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from hpctrain.data.stream import Split
 from hpctrain.data.transfer import Sent, Transfer, read_ahead
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.world import World, agree, observed
+
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
 
 __all__ = ["Loader", "LoaderProgress", "read_state", "trouble_with"]
 
@@ -53,7 +56,7 @@ class LoaderProgress:
     fingerprint: int
     """Of the epoch's order."""
     num_ranks: int
-    """Of the run that wrote this; relevant only for `local` and `split`."""
+    """Over which the run that wrote this divided batches; relevant only for `local` and `split`."""
 
     def to_state(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
@@ -158,6 +161,8 @@ class Loader:
         lengths: One number for each sample: an epoch has every sample once, in global batches of
             similar lengths that come in a random order.
         bucket_batches: Batches whose samples are sorted by length together; None: 100.
+        grid: Where ranks share the model: batches are divided over its data dimension, and ranks of
+            one data coordinate get the same samples. `weights` are then of its coordinates.
 
     Raises:
         ConfigError: on all ranks, when an argument is wrong on any, or differs.
@@ -184,6 +189,7 @@ class Loader:
         num_draws: int | None = None,
         lengths: Any = None,
         bucket_batches: int | None = None,
+        grid: Grid | None = None,
     ) -> None:
         given = LoaderArguments(
             global_batch=global_batch,
@@ -202,8 +208,13 @@ class Loader:
             bucket_batches=bucket_batches,
         )
         self.world = world
+        self._rank = world.rank if grid is None else grid.coordinate.data
+        self._num_ranks = world.size if grid is None else grid.data
         self._transfer = Transfer(torch.device(world.device if device is None else device))
         self._setup = self._resolve_together(data, given)
+        # Streams that are split already are counted once for each data coordinate.
+        apart = grid is not None and self._setup.order == "split"
+        self._comm = grid.comm("data") if grid is not None and apart else world.comm
         self._shares = getattr(data, "order", None)
         """The order in which scattered data were distributed to the ranks."""
         scattered_seed = getattr(self._shares, "seed", None)
@@ -235,9 +246,10 @@ class Loader:
             setup = resolve_arguments(
                 data,
                 given,
-                rank=self.world.rank,
-                num_ranks=self.world.size,
+                rank=self._rank,
+                num_ranks=self._num_ranks,
                 has_spare=self.world.num_spare_cores > 0 or not self._transfer.is_idle,
+                on_grid=self._num_ranks < self.world.size,
             )
         except ConfigError as error:
             trouble = str(error)
@@ -346,7 +358,7 @@ class Loader:
         self._begun = True
         self._loops += 1
         where = Where(seed=self._seed, epoch=self._epoch, start=self._consumed)
-        self._setup.feed.prepare(where, self.world.comm)
+        self._setup.feed.prepare(where, self._comm)
         return self._loop(where, self._loops)
 
     def _loop(self, where: Where, number: int) -> Iterator[Batch]:
@@ -361,7 +373,7 @@ class Loader:
                 self.world.shares.note(
                     num_samples=part.num_samples,
                     global_samples=part.global_samples,
-                    size=self.world.size,
+                    size=self._num_ranks,
                 )
             yield batch
         if torch.is_grad_enabled():
@@ -432,7 +444,7 @@ class Loader:
             order=order,
             num_samples=num,
             fingerprint=fingerprint,
-            num_ranks=self.world.size,
+            num_ranks=self._num_ranks,
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -37,6 +37,9 @@ class Grid:
     the model; along `tensor` they share each layer. A context manager; the world's end closes it,
     too.
 
+    From now on the world's per-rank random streams are keyed by the data coordinate: ranks that
+    train on the same samples draw the same numbers.
+
     Args:
         world: The ranks.
         data: Ranks along the data dimension; None: what the others leave.
@@ -77,6 +80,7 @@ class Grid:
             mesh_dim_names=DIMENSIONS,
         )
         self._say_where()
+        world.streams.move(self.coordinate.data, self.coordinate.pipeline)
         world.at_exit(self.close)
 
     @property
@@ -98,6 +102,12 @@ class Grid:
     def backend(self) -> str:
         """What carries its process groups: `hpctrain` (MPI) or `nccl`."""
         return self._default.backend
+
+    @property
+    def speakers(self) -> tuple[int, ...]:
+        """A rank for each data coordinate, which has what its model gives: of the last stage."""
+        last = self.pipeline - 1
+        return tuple(self.placement.rank(Coordinate(d, last, 0)) for d in range(self.data))
 
     def ranks(self, *dims: str) -> tuple[int, ...]:
         """The ranks of this rank's group along dimensions, itself too, ordered by coordinate."""
@@ -163,6 +173,7 @@ class Grid:
         if self._closed:
             return
         self._closed = True
+        self.world.streams.move(self.world.rank)
         for engine in self._engines.values():
             engine.close(cure="its grid was closed")
         if self._connection is not None:

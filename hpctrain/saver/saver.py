@@ -187,8 +187,8 @@ class Saver:
         """Collective: take over the newest valid checkpoint that fits; None where there is none.
 
         Model, optimizer, loss scale, loader, further parts, and with the same number of ranks the
-        random generators and buffers of every rank; with another number, every rank gets a random
-        stream that no rank has drawn from before.
+        random generators and buffers of every rank; with another number, or on another grid, every
+        rank gets a random stream that no rank has drawn from before.
 
         Raises:
             CheckpointError: on all ranks; checkpoints are there, and none of them can be used.
@@ -236,13 +236,21 @@ class Saver:
         whole = trouble and f"{loaded.path} is not a checkpoint of this run: {trouble}"
         agree(self.world.comm, whole, error=CheckpointError)
         self._step = self._saved_step = loaded.step
-        if own is not None:
+        if own is not None and self._is_same_place(own):
             restore_randomness(own["random"], self.world.device)
         else:
             position = self._parts.num_samples
             self.world.streams.bind_own(loaded.step if position is None else position)
         self._at = time.monotonic()
         self._governor.saved(self._at)
+
+    def _is_same_place(self, own: Mapping[str, Any]) -> bool:
+        """Collective: whether every rank draws from the stream that it drew from, as on one grid.
+
+        On another grid other ranks must draw the same numbers.
+        """
+        was = tuple(own.get("place", (self.world.rank, 0)))
+        return all(self.world.comm.allgather(was == self.world.streams.place))
 
     def resume(self, num_epochs: int = 1) -> Batches:
         """Collective: the batches that are left of `num_epochs` epochs, in this job.
@@ -433,6 +441,7 @@ class Saver:
         roll_call(self.world.comm, "saving a run")  # parts may wait longer than the saver
         common, own = self._parts.capture(self.world)
         own["random"] = capture_randomness(self.world.device)
+        own["place"] = list(self.world.streams.place)
         self._store.save(
             common,
             step=self._step,

@@ -5,6 +5,9 @@ Every stream is keyed by (seed, stream name, indices) and nothing else:
 - `init` has no index: all ranks build the same model.
 - per-rank streams (dropout, augmentation) are keyed by the rank, never by the number of ranks:
   rank 2 draws the same numbers in a job of 3 as in a job of 300.
+- ranks of a grid that train on the same samples share their streams: they are keyed by the data
+  coordinate instead of the rank. Stages of a pipeline behind the first have streams of their own,
+  since they hold other layers.
 - a job resumed on another number of ranks adds its position (samples consumed), so that every rank
   of the new job has a defined stream that no rank of the old one has used.
 """
@@ -38,11 +41,25 @@ class Streams:
             raise ConfigError(f"seed={seed} is out of range; choose 0 <= seed < 2**63")
         self.seed = seed
         self.rank = rank
+        """What per-rank streams are keyed by: the rank, or a grid's data coordinate."""
+        self.stage = 0
+        """The stage of a pipeline that draws from them."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """By what this rank's streams differ from other ranks'."""
+        return self.rank, self.stage
+
+    def move(self, rank: int, stage: int = 0) -> None:
+        """Key per-rank streams by a place in a grid from now on."""
+        self.rank, self.stage = rank, stage
 
     def seed_for(self, stream: str, *indices: int, per_rank: bool = True) -> int:
         """The seed of a named stream: this rank's, or with `per_rank=False` that of all ranks."""
-        own = (self.rank,) if per_rank else ()
-        return derive_seed(self.seed, stream, *own, *indices)
+        if not per_rank:
+            return derive_seed(self.seed, stream, *indices)
+        name = f"{stream} of stage {self.stage}" if self.stage else stream
+        return derive_seed(self.seed, name, self.rank, *indices)
 
     def numpy(self, stream: str, *indices: int, per_rank: bool = True) -> np.random.Generator:
         """A numpy generator on a named stream."""

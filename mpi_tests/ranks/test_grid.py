@@ -145,7 +145,8 @@ def test_a_mesh_of_two_dimensions_is_equal_to_one_process(make_grid, world):
 
 
 def test_everything_follows_the_coordinate(make_grid, world):
-    for shape in factorings(world.size):
+    shapes = factorings(world.size)
+    for shape in {shapes[0], shapes[len(shapes) // 2], shapes[-1]}:
         with make_grid(data=shape.data, pipeline=shape.pipeline, tensor=shape.tensor) as grid:
             check_grid(grid, world)
 
