@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-CONTROL_WORDS = 15
+CONTROL_WORDS = 17
 """Sample counts, the number of the step, what a rank found: `hpctrain.replica.control_words`.
 The last one says that a backward pass was interrupted."""
 
