@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.grid import Grid
     from hpctrain.replica import Replica, distribute
     from hpctrain.saver import Saver
+    from hpctrain.splitting import split
     from hpctrain.train import Trainer
     from hpctrain.world import World, agree
 
@@ -51,6 +52,7 @@ __all__ = [
     "reshuffle",
     "scatter",
     "share",
+    "split",
     "stage",
 ]
 
@@ -64,6 +66,7 @@ __getattr__ = lazy(
         ".grid": ("Grid",),
         ".replica": ("Replica", "distribute"),
         ".saver": ("Saver",),
+        ".splitting": ("split",),
         ".train": ("Trainer",),
         ".world": ("World", "agree"),
     },

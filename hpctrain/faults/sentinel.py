@@ -211,6 +211,7 @@ def watched_names(model: nn.Module, exclude: Sequence[str] = ()) -> tuple[str, .
         name
         for name, tensor in _tensors(model)
         if name not in own
+        and not hasattr(tensor, "to_local")  # a shard: no other rank has it
         and tensor.layout is torch.strided
         and tensor.device.type != "meta"
         and not any(fnmatchcase(name, pattern) for pattern in exclude)
@@ -252,7 +253,8 @@ class Sentinel:
 
     Args:
         world: The ranks. One rank alone compares nothing.
-        model: Whose weights should be the same on all ranks; or tensors by name, and pieces of
+        model: Whose weights should be the same on all ranks; shards of a model that `split` has
+            divided are left out; or tensors by name, and pieces of
             them where the state is sharded: blocks that several ranks hold are compared.
         every: Steps between comparisons.
         exclude: Names that may differ, as patterns of a shell.
@@ -306,9 +308,13 @@ class Sentinel:
             return f"every={self.every!r} must be a whole number of steps, at least 1"
         if isinstance(exclude, str):
             return f"exclude={exclude!r} is one text; give a list of patterns"
-        if isinstance(self._model, nn.Module) and not self.names:
+        if isinstance(self._model, nn.Module) and not self.names and not self._is_sharded():
             return f"nothing is left to compare: the model has no weights but {list(exclude)}"
         return None
+
+    def _is_sharded(self) -> bool:
+        """Whether ranks hold different shards, so that there may be nothing to compare."""
+        return any(hasattr(tensor, "to_local") for _, tensor in _tensors(self._model))
 
     def step(self, number: int | None = None) -> bool:
         """Collective: after each update of the weights; True where they were compared.
@@ -332,7 +338,7 @@ class Sentinel:
             DriftError: on all ranks; with the parameter, the ranks and the step.
         """
         self._num_steps = step
-        if self._comm is None:
+        if self._comm is None or not self.names:
             return
         mine = np.array(digest_all(self._tensors()), dtype=np.int64)
         self._watch.enter("comparison of weights")

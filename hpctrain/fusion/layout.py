@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-CONTROL_WORDS = 15
+CONTROL_WORDS = 17
 """Sample counts, step number, findings of a rank: `hpctrain.replica.control_words`. The last one
 marks an interrupted backward pass."""
 

@@ -195,10 +195,9 @@ class ScaleAndClip:
         """Whether the gradients of this step are to be looked at before they are summed."""
         return self.scaler is not None and self.scaler.is_last_chance
 
-    def examine(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    def examine(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Before an exchange: note this rank's first gradient that is not finite."""
-        for name, parameter in zip(names, parameters, strict=True):
-            gradient = parameter.grad
+        for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None and self._finding is None:
                 num_bad = gradient.numel() - int(torch.isfinite(gradient).sum().item())
                 if num_bad:

@@ -11,6 +11,7 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.replica.distributing import distribute, optimizer_facts
+    from hpctrain.replica.equal_ranks import broadcast_tensors, check_equal, check_structure
     from hpctrain.replica.horovod_settings import HorovodTraining
     from hpctrain.replica.policy import (
         Choice,
@@ -32,6 +33,9 @@ __all__ = [
     "Replica",
     "ReplicaFacts",
     "Step",
+    "broadcast_tensors",
+    "check_equal",
+    "check_structure",
     "choose",
     "choose_update",
     "distribute",
@@ -47,6 +51,7 @@ __getattr__ = lazy(
             "optimizer_facts",
         ),
         ".horovod_settings": ("HorovodTraining",),
+        ".equal_ranks": ("broadcast_tensors", "check_equal", "check_structure"),
         ".policy": (
             "Choice",
             "ChosenUpdate",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,9 +29,13 @@ from hpctrain.replica.policy import Options
 from hpctrain.wire import wire_names
 from hpctrain.world import World, agree
 
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
+
 __all__ = [
     "DistributeArguments",
     "agree_on_arguments",
+    "check_empty_loss",
     "check_loss",
     "check_trained",
     "check_world",
@@ -63,6 +68,8 @@ class DistributeArguments:
     clip_value: float | None
     nonfinite: str
     averages_statistics: bool
+    grid: Grid | None = None
+    micro_batches: int | None = None
 
     @property
     def options(self) -> Options:
@@ -246,6 +253,20 @@ def check_loss(loss: object) -> None:
         raise ConfigError(
             f"the loss has shape {tuple(loss.shape)}; reduce it to one number, a mean over the "
             "samples"
+        )
+
+
+def check_empty_loss(loss: object) -> None:
+    """Refuse a loss that no model was run for, where every rank must run it. Pure.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
+        raise ConfigError(
+            "num_samples=0 with a sharded model: the other ranks gather its parameters in their "
+            "passes, and this one must as well; run the model on a batch of no rows (or any rows) "
+            "and give the loss of that: it counts nothing"
         )
 
 

@@ -123,17 +123,20 @@ def check_finished(window: Window, *, is_open: bool = False) -> None:
         )
 
 
-def check_plain(window: Window, *, scales: bool, watched: bool) -> None:
+def check_plain(window: Window, *, scales: bool, watched: bool, refusal: str = "") -> None:
     """Refuse `loss.backward()` if it conflicts with the options of `distribute`.
 
     Args:
         window: Since the last step.
         scales: Whether losses are to be scaled.
         watched: Whether the pass begins with this call.
+        refusal: Why the mode cannot have it.
 
     Raises:
         ConfigError: with what to call instead.
     """
+    if refusal:
+        raise ConfigError(refusal)
     if scales:
         raise ConfigError(
             "precision='fp16' scales the loss in replica.backward(loss); call that instead of "

@@ -23,6 +23,8 @@ _COMPARED = (bool, int, float, complex, str, tuple, type(None), np.generic)
 """Kinds of options that are compared; lists are not."""
 _SEQUENCE_PERIOD = 16
 """Modulus of compared numbers: sums of squares stay exact in float32 for 70,000 ranks."""
+_GATHERS_PERIOD = 1 << 18
+"""Of digests that travel in float64: sums of squares stay exact for 130,000 ranks."""
 
 
 class ControlWords(NamedTuple):
@@ -53,6 +55,9 @@ class ControlWords(NamedTuple):
     loads_squared: float = 0.0
     new_weights: float = 0.0
     """1 for a rank whose model has loaded a state since its last exchange."""
+    gathers: float = 0.0
+    """A digest of what a sharded model has gathered and reduced, in its order; else 0."""
+    gathers_squared: float = 0.0
     interrupted: float = 0.0
     """1 for a rank whose backward pass raised after some gradients were sent; the last word, which
     an abandoned arena sets itself."""
@@ -75,10 +80,12 @@ def own_words(
     finding: str | None,
     loads: int = 0,
     new_weights: bool = False,
+    gathers: int = 0,
 ) -> ControlWords:
     """This rank's words."""
     loaded = float(loads % _SEQUENCE_PERIOD) if present else 0.0
     number = float(sequence % _SEQUENCE_PERIOD) if present else 0.0
+    gathered = float(gathers % _GATHERS_PERIOD) if present else 0.0
     digest = float(options % _SEQUENCE_PERIOD) if present else 0.0
     return ControlWords(
         weight=weight,
@@ -95,6 +102,8 @@ def own_words(
         loads=loaded,
         loads_squared=loaded * loaded,
         new_weights=float(new_weights),
+        gathers=gathered,
+        gathers_squared=gathered * gathered,
     )
 
 
@@ -138,7 +147,8 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
     Raises:
         ConfigError: sample counts on some ranks only, a state that was loaded on some ranks only,
             or different options.
-        CollectiveError: the ranks are not in the same step, or a rank has sent half a pass.
+        CollectiveError: the ranks are not in the same step, have gathered different units of a
+            sharded model, or a rank has sent half a pass.
     """
     if sums.interrupted:
         raise CollectiveError(
@@ -163,6 +173,18 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
             "batch, or called backward or step, and others did not, so their steps do not match; "
             "do each of these equally often on every rank (a `continue` or an `if` that only "
             "some ranks take is the usual cause)"
+        )
+    same = (
+        sums.gathers == mine.gathers * ranks
+        and sums.gathers_squared == mine.gathers_squared * ranks
+    )
+    if mine.present and not same:
+        raise CollectiveError(
+            "the ranks have gathered different units of the sharded model, or in another order, so "
+            "that they have computed with each other's parameters: a module was called, or its "
+            "output used in the loss, on some ranks and not on others. The weights were not "
+            "changed; run the same modules on every rank (multiply by zero what a rank does not "
+            "need), or train it without shard="
         )
     same = sums.loads == mine.loads * ranks and sums.loads_squared == mine.loads_squared * ranks
     if mine.present and not same:

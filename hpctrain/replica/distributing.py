@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,7 @@ from hpctrain.replica.equal_ranks import make_equal, make_equal_state
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode, NodeMode
 from hpctrain.replica.naming import named_parameters
+from hpctrain.replica.on_grid import build_sharded, find_grid_mistake
 from hpctrain.replica.plain_loops import has_replica
 from hpctrain.replica.policy import (
     Choice,
@@ -39,10 +41,14 @@ from hpctrain.replica.policy import (
 from hpctrain.replica.replica import Replica
 from hpctrain.replica.sweep import SweepTimer
 from hpctrain.replica.wire_state import WireUse, describe_wire
+from hpctrain.sharding import sharding_of
 from hpctrain.sweep_request import sweep_of
 from hpctrain.update import ShardedUpdate, shards_by
 from hpctrain.wire import make_wire
 from hpctrain.world import World, keep_freed_memory, takes_timeout
+
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
 
 __all__ = ["distribute", "gather_facts", "optimizer_facts"]
 
@@ -68,6 +74,8 @@ def distribute(
     clip_value: float | None = None,
     nonfinite: str = "stop",
     averages_statistics: bool = False,
+    grid: Grid | None = None,
+    micro_batches: int | None = None,
 ) -> Replica:
     """Collective: train a model on all ranks as one; every rank passes the same arguments.
 
@@ -107,6 +115,8 @@ def distribute(
             own rule: such steps are skipped.
         averages_statistics: Whether the caller averages the running statistics of BatchNorm itself
             before they are used (`average_batchnorm`), and need not be told to.
+        grid: The grid that the model was divided on by `split`; its engine is used.
+        micro_batches: Of a pipeline.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
@@ -129,11 +139,20 @@ def distribute(
         clip_value=clip_value,
         nonfinite=nonfinite,
         averages_statistics=averages_statistics,
+        grid=grid,
+        micro_batches=micro_batches,
     )
     sweep = sweep_of(world)
-    if sweep is not None and sweep.asked.engine is not None and engine == AUTO:
+    if sweep is not None and sweep.asked.engine is not None and engine == AUTO and grid is None:
         engine = sweep.asked.engine
-    engine = agree_on_arguments(world, model, trained, engine, given, find_more=_find_owner)
+
+    def find_more(one: torch.optim.Optimizer) -> str | None:
+        return _find_owner(one) or find_grid_mistake(model, one, engine, given)
+
+    engine = agree_on_arguments(world, model, trained, engine, given, find_more=find_more)
+    if grid is not None:
+        connection = Connection(engine=grid.engine("data"), reason="of the grid")
+        return _build(world, model, trained, connection, given, release=_keep)
     if isinstance(engine, str):
         options = horovod.options if horovod is not None else None
         connection = connect(world, engine, timeout_s=timeout_s, options=options)
@@ -223,9 +242,15 @@ class _Layout:
     def __call__(self, broadcast: bool) -> Mode:
         """Collective: make weights equal (or check that they are), choose a mode and build it."""
         given = self.given
+        sharding = sharding_of(self.model)
+        if sharding is not None:
+            sharding.reshard()  # parameters have their names while they are shards
         check_trained(
             self.model, self.optimizer, precision=given.precision, clip_value=given.clip_value
         )
+        if sharding is not None:
+            names, parameters = named_parameters(self.model, self.optimizer)
+            return build_sharded(self.engine, sharding, self.optimizer, names, parameters)
         with self.numerics.full():
             make_equal(self.world, self.engine, self.model, self.optimizer, broadcast=broadcast)
         self.numerics.adopt()

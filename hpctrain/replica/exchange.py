@@ -212,6 +212,7 @@ class Exchange:
             finding=self.finite.finding,
             loads=self.num_loads,
             new_weights=self.has_new_weights,
+            gathers=self.mode.gather_digest(),
         )
 
     def _num_batches(self) -> int:
@@ -234,7 +235,7 @@ class Exchange:
     def _run(self, present: bool) -> Arrived:
         window, mode = self.window, self.mode
         if self.examines:
-            self.scale_and_clip.examine(self._names, mode.parameters)
+            self.scale_and_clip.examine(self._names, mode.local_gradients())
         words = self._words(
             window.weight,
             window.calls,
@@ -319,7 +320,7 @@ class Exchange:
         if not 0 < num_loaded < totals.present or self.is_joining:
             return
         what = f"after model.load_state_dict() on {num_loaded:.0f} of {totals.present:.0f} ranks"
-        if self.world.size != self.engine.size:  # not all of them are here to compare
+        if self.world.size != self.engine.size or self.mode.holds_shards:  # nothing to compare
             raise ConfigError(f"{what}: weights differ; load the same state on every rank")
         check_equal(self.world, self._names, self.mode.parameters, what)
 

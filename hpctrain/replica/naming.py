@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from hpctrain.errors import ConfigError
+from hpctrain.sharding import load_shards, sharding_of
 from hpctrain.tensor_names import fit_keys, plain_name
 
 __all__ = ["identity", "load_model", "named_parameters"]
@@ -29,7 +30,11 @@ def load_model(
 
     Raises:
         RuntimeError: torch's own, when it is the state of another model.
+        ConfigError: the same, where the model is sharded.
     """
+    if sharding_of(model) is not None:
+        load_shards(model, state)
+        return
     fitted = fit_keys(state, model.state_dict())
     kept = {name for name in fitted if plain_name(name) in but}
     complete = fitted.keys() == model.state_dict().keys()

@@ -252,6 +252,7 @@ class PlainLoop:
             window,
             scales=scale_and_clip.scaler is not None,
             watched=not self._passes.is_open,
+            refusal=exchange.mode.plain_refusal,
         )
         self._precision.recover()
         self._end_failed_step()

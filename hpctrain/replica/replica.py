@@ -15,7 +15,7 @@ from hpctrain.engines import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.optim import label_of
 from hpctrain.precision import Precision
-from hpctrain.replica.arguments import check_loss
+from hpctrain.replica.arguments import check_empty_loss, check_loss
 from hpctrain.replica.checks import (
     check_closure,
     check_finished,
@@ -34,6 +34,7 @@ from hpctrain.replica.naming import load_model
 from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_stepped
 from hpctrain.replica.window import Step, Turn
 from hpctrain.replica.wire_state import trouble_with_wire_state
+from hpctrain.sharding import fit_optimizer_state, sharding_of
 from hpctrain.tensor_names import plain_keys
 from hpctrain.world import Observer, World, keep_freed_memory, phase
 
@@ -160,7 +161,8 @@ class Replica:
             loss: A scalar: the mean over this rank's samples.
             num_samples: How many samples that mean is over. Given on every rank, unequal batches
                 count by their sizes; left out, every rank counts the same. 0 takes part with
-                nothing: `loss` is then not looked at.
+                nothing: `loss` is then not looked at. With a sharded model it must have come from
+                a forward pass of an empty batch: every rank takes part in gathering.
             retain_graph: As in torch.
             create_graph: As in torch; exchanged gradients have no graph.
 
@@ -195,6 +197,8 @@ class Replica:
         self._scale_and_clip.admit(exchanged=window.exchanged)
         if weight > 0:
             check_loss(loss)
+        elif exchange.mode.needs_every_pass:
+            check_empty_loss(loss)
         exchange.check_gradients()
         if window.exchanged:
             exchange.set_aside()
@@ -212,7 +216,7 @@ class Replica:
         if closing:
             so_far = 0.0 if fresh else window.weight
             exchange.arm(so_far + weight, calls, counted=num_samples is not None)
-        if weight > 0:
+        if weight > 0 or exchange.mode.needs_every_pass:
             self._differentiate(loss, weight, retain_graph, create_graph)
         exchange.mode.watch.end()
         window.add(weight, weighted=num_samples is not None)
@@ -225,7 +229,7 @@ class Replica:
         share = weight / (self._exchange.scale or 1.0)
         seed = self._scale_and_clip.seed(loss, share)
         try:
-            with own_pass():
+            with own_pass(), self._exchange.mode.around_pass(weight):
                 torch.autograd.backward(
                     loss, seed, retain_graph=retain_graph, create_graph=create_graph
                 )
@@ -450,12 +454,15 @@ class Replica:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` gave, on any number of ranks; the same on every rank.
 
-        An optimizer's state of one process does as well: the weights then stay.
+        An optimizer's state of one process does as well: the weights then stay. Into a sharded
+        model go shards, whole tensors, or this rank's pieces of them.
 
         Raises:
             ConfigError: it is something else, such as a model's state.
         """
         check_state(state)
+        if self.is_sharded:
+            state = fit_optimizer_state(self.optimizer, state)
         self._precision.load_state_dict({k: v for k, v in state.items() if k != "model"})
         if "model" in state:
             masters = state.get("masters", {}) if self._precision.masters is not None else {}
@@ -465,6 +472,11 @@ class Replica:
     def is_mid_step(self) -> bool:
         """Whether gradients of an unfinished step are waiting: no place for a checkpoint."""
         return self._window.calls > 0 and not self._window.stepped
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank holds all weights: `split` has sharded them."""
+        return sharding_of(self.model) is not None
 
     @property
     def is_joining(self) -> bool:

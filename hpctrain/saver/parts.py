@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +25,7 @@ from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.optim import label_of
 from hpctrain.replica import Replica
+from hpctrain.sharding import as_pieces, load_shards, piece_of_state
 from hpctrain.tensor_names import are_plain, fit_keys, plain_keys
 from hpctrain.world import World
 
@@ -128,12 +130,14 @@ class Parts:
     @property
     def like(self) -> dict[str, Any]:
         """Which tensors a checkpoint must have, and which pieces this rank needs of them."""
-        models = {
-            _key(name, "model"): plain_keys(one.model.state_dict())
+        models = {_key(name, "model"): _model_state(one) for name, one in self.replicas.items()}
+        states = {
+            _key(name, "optimizer"): partial(piece_of_state, one.optimizer)
             for name, one in self.replicas.items()
+            if one.is_sharded
         }
         sharded = {n: part.piece_of for n, part in self.others.items() if isinstance(part, Sharded)}
-        return models | sharded
+        return models | states | sharded
 
     @property
     def watchdog(self) -> Any:
@@ -159,7 +163,7 @@ class Parts:
         own: dict[str, Any] = {}
         differing: set[str] = set()
         for name, replica in self.replicas.items():
-            model = plain_keys(replica.model.state_dict())
+            model = _model_state(replica)
             named = plain_keys(dict(replica.model.named_buffers()))
             buffers = {key: model[key] for key in named if isinstance(model.get(key), Tensor)}
             own[_key(name, "model")] = mine = _find_own(world, buffers)
@@ -168,7 +172,9 @@ class Parts:
             common[_key(name, "model")] = model
             optimizer = replica.state_dict()
             del optimizer["model"]  # it is above, with rank 0's statistics
-            common[_key(name, "optimizer")] = optimizer
+            common[_key(name, "optimizer")] = (
+                as_pieces(optimizer) if replica.is_sharded else optimizer
+            )
             kind = label_of(replica.optimizer)
             counters = replica.counters() | {"optimizer": kind}
             told, mine = replica.wire_state()
@@ -215,7 +221,10 @@ class Parts:
     def restore(self, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Collective: take over a state that `capture` gave, on any number of ranks."""
         for name, replica in self.replicas.items():
-            _load_model(replica.model, common[_key(name, "model")])
+            if replica.is_sharded:
+                load_shards(replica.model, common[_key(name, "model")])
+            else:
+                _load_model(replica.model, common[_key(name, "model")])
             replica.load_state_dict(common[_key(name, "optimizer")])
             counters = common[_key(name, "counters")]
             replica.load_counters(counters)
@@ -236,6 +245,13 @@ class Parts:
 
 def _key(name: str, what: str) -> str:
     return f"{name}.{what}" if name else what
+
+
+def _model_state(replica: Replica) -> dict[str, Any]:
+    """A model's tensors by their plain names; of sharded ones this rank's pieces."""
+    state = plain_keys(replica.model.state_dict(keep_vars=replica.is_sharded))
+    pieces: dict[str, Any] = as_pieces(state) if replica.is_sharded else state
+    return pieces
 
 
 def _load_model(model: Module, saved: Mapping[str, Any]) -> None:

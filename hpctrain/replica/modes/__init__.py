@@ -7,5 +7,14 @@ from hpctrain.replica.modes.arena import ArenaMode
 from hpctrain.replica.modes.base import Mode, unfrozen
 from hpctrain.replica.modes.horovod import HorovodMode
 from hpctrain.replica.modes.node import NodeMode
+from hpctrain.replica.modes.sharded import ShardedMode
 
-__all__ = ["AloneMode", "ArenaMode", "HorovodMode", "Mode", "NodeMode", "unfrozen"]
+__all__ = [
+    "AloneMode",
+    "ArenaMode",
+    "HorovodMode",
+    "Mode",
+    "NodeMode",
+    "ShardedMode",
+    "unfrozen",
+]

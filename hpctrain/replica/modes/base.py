@@ -111,6 +111,12 @@ class Mode(Gradients, ABC):
     watch: BackwardWatch
     weighs_samples = True
     """Whether ranks are weighted by their samples; Adasum has no weights."""
+    needs_every_pass = False
+    """Whether a rank without samples must run backward as well: its passes communicate."""
+    holds_shards = False
+    """Whether ranks hold different parts of the weights, which cannot be compared."""
+    plain_refusal = ""
+    """Why `loss.backward()` cannot be used, and what to call instead; empty: it can."""
     chosen = ""
     """What the policy chose, and why."""
     wire: WireUse | None = None
@@ -132,6 +138,18 @@ class Mode(Gradients, ABC):
     @abstractmethod
     def begin(self, *, fresh: bool) -> None:
         """Before a backward pass; `fresh` begins from zero."""
+
+    def around_pass(self, weight: float) -> AbstractContextManager[None]:
+        """A backward pass of ours runs inside.
+
+        Args:
+            weight: Of this rank's samples in it.
+        """
+        return nullcontext()
+
+    def gather_digest(self) -> int:
+        """What was gathered since the last exchange, as a number that all ranks must share."""
+        return 0
 
     @abstractmethod
     def take_all(self) -> None:
@@ -175,6 +193,10 @@ class Mode(Gradients, ABC):
     def has_none(self) -> bool:
         """Whether no parameter has a gradient."""
         return all(p.grad is None for p in self.parameters)
+
+    def local_gradients(self) -> list[Tensor | None]:
+        """What of the gradients is on this rank."""
+        return [p.grad for p in self.parameters]
 
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""

@@ -1,0 +1,205 @@
+"""Gradients of a sharded model: torch sends each rank its shard while backward runs.
+
+What is left for the exchange is one small message: the control words, and which parameters some
+rank has used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from hpctrain.engines import Op
+from hpctrain.errors import ConfigError
+from hpctrain.fusion import CONTROL_WORDS, Arrived, Usage
+from hpctrain.log import format_bytes
+from hpctrain.optim import members_of
+from hpctrain.precision import multiply, sum_of_squares
+from hpctrain.replica.control_words import ControlWords
+from hpctrain.replica.modes.base import TorchGradientsMode
+from hpctrain.sharding import local_tensor
+
+if TYPE_CHECKING:
+    from hpctrain.engines import Engine
+    from hpctrain.sharding import Sharding
+
+__all__ = ["ShardedMode"]
+
+
+class ShardedMode(TorchGradientsMode):
+    """How a replica treats gradients that arrive in shards.
+
+    Args:
+        engine: Over the ranks of the data dimension.
+        names: Of the parameters; the same on every rank.
+        parameters: Shards, which the optimizer updates.
+        sharding: What torch does.
+        optimizer: Before its steps gathered weights are freed.
+    """
+
+    needs_every_pass = True
+    holds_shards = True
+    plain_refusal = (
+        "loss.backward() with a sharded model: its gradients leave while backward runs, before "
+        "anybody could weigh them by samples; call replica.backward(loss, num_samples=...) or "
+        "replica.learn(loss_fn, x, y)"
+    )
+
+    def __init__(
+        self,
+        engine: Engine,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        sharding: Sharding,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        super().__init__(names, parameters)
+        self.engine = engine
+        self.sharding = sharding
+        self._watch(Usage(self.names, self.parameters))
+        self._num_messages = sharding.num_messages
+        self._is_interrupted = False
+        self._hooks = [
+            member.register_step_pre_hook(lambda *_: sharding.reshard())
+            for member in members_of(optimizer)
+        ]
+
+    # Around a backward pass
+
+    def begin(self, *, fresh: bool) -> None:
+        """Before a backward pass: where a new window begins, there are no gradients."""
+        super().begin(fresh=fresh)
+        if fresh:
+            self.sharding.forget()
+
+    @contextmanager
+    def around_pass(self, weight: float) -> Iterator[None]:
+        """A backward pass; a rank without samples sends zeros in it."""
+        self._is_interrupted = True
+        with nullcontext() if weight > 0 else self.sharding.silence():
+            yield
+        self._is_interrupted = False
+
+    def zero(self) -> bool:
+        """Forget all gradients; units that an exception has left half-way begin anew."""
+        if self._is_interrupted:
+            self.sharding.recover()
+            self._is_interrupted = False
+        self.sharding.forget()
+        return super().zero()
+
+    def gather_digest(self) -> int:
+        """What was gathered and reduced since the last exchange."""
+        return self.sharding.digest
+
+    # Exchange
+
+    def exchange(self, control: ControlWords) -> Arrived:
+        """Collective: sum the control words, and find what some rank has used."""
+        self.watch.forget()
+        sharding = self.sharding
+        if sharding.whole_gradients:
+            sharding.reduce_whole()
+            self.watch.forget()
+        sharding.end_window()
+        used = sharding.used()
+        marks = [float(id(p) in used) for p in self.parameters]
+        totals = torch.tensor([*control, *marks], dtype=torch.float64, device=self.engine.device)
+        if self.engine.size > 1:
+            self.engine.allreduce_(totals, Op.SUM, what="weights and use of gradients")
+        flags = (tuple(range(len(self.parameters))), totals[CONTROL_WORDS:])
+        return Arrived(
+            control=totals[:CONTROL_WORDS],
+            flags=(flags,),
+            all_used_here=len(used) == len(self.parameters),
+        )
+
+    def each_alone(self) -> NoReturn:
+        """Refused: a rank that has left would not gather with the others.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "replica.join() with a sharded model: all ranks must gather its parameters together; "
+            "give every rank the same number of batches (a Loader does), with num_samples=0 for "
+            "an empty one"
+        )
+
+    # Gradients: every rank treats its shards
+
+    def local_gradients(self) -> list[Tensor | None]:
+        """This rank's shards."""
+        return [None if p.grad is None else local_tensor(p.grad) for p in self.parameters]
+
+    def _split_shards(self, excluded: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
+        kept, left = self._split(excluded)
+        return [local_tensor(g) for g in kept], [local_tensor(g) for g in left]
+
+    def rest_of(self, divisor: float | Tensor) -> float | Tensor:
+        """What is left of a divisor: torch has averaged over the ranks."""
+        return divisor / self.engine.size
+
+    def average(self, divisor: float | Tensor) -> None:
+        """Turn what came into averages."""
+        rest = self.rest_of(divisor)
+        gradients, _ = self._split_shards(frozenset())
+        if gradients and (isinstance(rest, Tensor) or rest != 1.0):
+            torch._foreach_div_(gradients, rest)
+
+    def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
+        """Collective: sums of squares over all shards, without the excluded, and of these."""
+        kept, left = self._split_shards(excluded)
+        device = self.engine.device
+        sums = torch.stack([sum_of_squares(kept, device), sum_of_squares(left, device)])
+        if self.engine.size > 1:
+            self.engine.allreduce_(sums, Op.SUM, what="the norm of sharded gradients")
+        return sums[0], sums[1]
+
+    def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
+        """Multiply, the excluded parameters by a factor of their own."""
+        kept, left = self._split_shards(excluded)
+        multiply(kept, factor)
+        multiply(left, excluded_factor)
+
+    def clamp(self, limit: float, excluded: frozenset[int]) -> None:
+        """Limit each element's size, but for the excluded parameters."""
+        for gradient in self._split_shards(excluded)[0]:
+            gradient.clamp_(-limit, limit)
+
+    # Reports
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Rows that say what was chosen."""
+        sharding = self.sharding
+        shards, largest, everything = sharding.num_bytes()
+        if sharding.kind == "parameters":
+            gathered = f"and at most {format_bytes(largest)} of a unit at a time, gathered"
+        else:
+            gathered = f"and {format_bytes(everything)} gathered from forward to backward"
+        kept = "whole between backward passes" if sharding.whole_gradients else "in shards"
+        held = everything if sharding.whole_gradients else shards
+        return [
+            ("sharded", f"{sharding.kind}, over {self.engine.size} ranks, by torch's fully_shard"),
+            ("units", f"{len(sharding.names)} and the root"),
+            ("weights", f"{format_bytes(shards)} of {format_bytes(everything)} a rank, {gathered}"),
+            ("gradients", f"{kept}: {format_bytes(held)} a rank"),
+        ]
+
+    def counts(self) -> dict[str, int]:
+        """Gathers and reductions so far, and the bytes of one gather and one reduction of all."""
+        return {
+            "messages": self.sharding.num_messages - self._num_messages,
+            "hooks": 0,
+            "bytes": 2 * self.sharding.num_bytes()[2],
+        }
+
+    def close(self) -> None:
+        """Take the hooks away; the model stays sharded."""
+        self.usage.close()
+        for hook in self._hooks:
+            hook.remove()

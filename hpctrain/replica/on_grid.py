@@ -1,0 +1,133 @@
+"""Training on a grid: what `distribute` is given with `grid=`, and the mode of a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpctrain.errors import ConfigError
+from hpctrain.optim import members_of
+from hpctrain.replica.modes import ShardedMode
+from hpctrain.sharding import sharding_of
+from hpctrain.update import shards_by
+
+if TYPE_CHECKING:
+    from hpctrain.engines import Engine
+    from hpctrain.replica.arguments import DistributeArguments
+    from hpctrain.sharding import Sharding
+
+__all__ = ["build_sharded", "find_grid_mistake"]
+
+_ELEMENTWISE = (
+    "shards of a parameter are updated apart, and that needs an optimizer that treats every "
+    "element alone, such as AdamW"
+)
+
+
+def find_grid_mistake(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    engine: object,
+    given: DistributeArguments,
+) -> str | None:
+    """What is wrong with arguments for a grid or a divided model, or None. Pure."""
+    grid, sharding = given.grid, sharding_of(model)
+    if grid is None:
+        if sharding is not None:
+            return (
+                "distribute: this model was divided by split(grid, model); give the grid as well: "
+                "distribute(world, model, optimizer, grid=grid)"
+            )
+        if given.micro_batches is not None:
+            return f"distribute: micro_batches={given.micro_batches} needs grid= with a pipeline"
+        return None
+    if not isinstance(engine, str) or engine != "auto":
+        return "distribute: engine= and grid= were both given; a grid brings its own engine"
+    if grid.pipeline > 1 or grid.tensor > 1:
+        return (
+            f"distribute: the grid has pipeline={grid.pipeline} and tensor={grid.tensor}, and the "
+            "model is divided along neither; use Grid(world)"
+        )
+    if given.micro_batches is not None:
+        return (
+            f"distribute: micro_batches={given.micro_batches}, and the grid has no pipeline; leave "
+            "it out, or use accumulate"
+        )
+    if sharding is None:
+        return None
+    return _find_option(given) or _find_odd_optimizer(sharding, optimizer)
+
+
+def _find_option(given: DistributeArguments) -> str | None:
+    """An option that a sharded model has no use for."""
+    for name, value, default in (
+        ("overlap", given.overlap, None),
+        ("bucket_bytes", given.bucket_bytes, None),
+        ("update", given.update, "auto"),
+        ("share_parameters", given.share_parameters, False),
+        ("horovod", given.horovod, None),
+        ("wire", given.wire, "none"),
+    ):
+        if value != default:
+            return (
+                f"distribute: {name}={value!r} with a model that split() has sharded: torch sends "
+                "its gradients, and each rank updates its shards; leave it out"
+            )
+    if given.precision == "bf16-pure":
+        return (
+            "distribute: precision='bf16-pure' keeps masters of whole weights, and this model is "
+            "sharded; use precision='bf16'"
+        )
+    return None
+
+
+def _find_odd_optimizer(sharding: Sharding, optimizer: torch.optim.Optimizer) -> str | None:
+    """An optimizer that cannot be over shards, or is not."""
+    for member in members_of(optimizer):
+        by, why = shards_by(member)
+        if by != "element":
+            return f"distribute: {why}; {_ELEMENTWISE}"
+        if any(member.state.values()):
+            return (
+                f"distribute: this {type(member).__name__} has a state already, which may be that "
+                "of a whole model; load it by replica.load_state_dict(state) after distribute"
+            )
+    return _find_odd_shard(sharding, optimizer)
+
+
+def _find_odd_shard(sharding: Sharding, optimizer: torch.optim.Optimizer) -> str | None:
+    """A parameter of an optimizer that is none of the sharded model's."""
+    shards = sharding.shards()
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in shards:
+                return (
+                    f"distribute: parameter {place} of group {number} of the optimizer, of shape "
+                    f"{tuple(parameter.shape)}, is none of the sharded model's: the optimizer was "
+                    "made before split(), or the parameter came later or belongs to another "
+                    "module; call split(grid, model) when the model is complete, and make the "
+                    "optimizer over model.parameters() afterwards"
+                )
+    return None
+
+
+def build_sharded(
+    engine: Engine,
+    sharding: Sharding,
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+) -> ShardedMode:
+    """The mode of a model that `split` has sharded.
+
+    Raises:
+        ConfigError: the optimizer has come by parameters that are not shards.
+    """
+    trouble = _find_odd_shard(sharding, optimizer)
+    if trouble is not None:
+        raise ConfigError(trouble)
+    mode = ShardedMode(engine, names, parameters, sharding, optimizer)
+    mode.chosen = f"sharded: split() was asked for shard={sharding.kind!r}"
+    return mode

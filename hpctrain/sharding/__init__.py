@@ -1,0 +1,41 @@
+"""Floor 3: models whose parameters, gradients or state lie in shards over the ranks of a grid."""
+
+from __future__ import annotations
+
+from hpctrain.sharding.fsdp import (
+    SHARDED,
+    Sharding,
+    ShardKind,
+    module_facts,
+    shard_model,
+    sharding_of,
+    trouble_with_model,
+)
+from hpctrain.sharding.shards import (
+    as_pieces,
+    fit_optimizer_state,
+    is_sharded,
+    load_shards,
+    local_tensor,
+    piece_of_state,
+)
+from hpctrain.sharding.units import ModuleFacts, choose_units, match_units
+
+__all__ = [
+    "SHARDED",
+    "ModuleFacts",
+    "ShardKind",
+    "Sharding",
+    "as_pieces",
+    "choose_units",
+    "fit_optimizer_state",
+    "is_sharded",
+    "load_shards",
+    "local_tensor",
+    "match_units",
+    "module_facts",
+    "piece_of_state",
+    "shard_model",
+    "sharding_of",
+    "trouble_with_model",
+]

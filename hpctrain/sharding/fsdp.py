@@ -1,0 +1,358 @@
+"""A model whose parameters lie in shards over the data dimension, by torch's FSDP2.
+
+torch gathers a unit's parameters before it runs, frees them after it, and sends each rank its shard
+of the gradients. What is added here, so that the result is that of one process or is refused:
+
+- Which parameters a rank has used is noted; those that it has not count as zeros, so that every
+  rank sends messages of the same size. A rank without samples sends zeros as well.
+- Every gather and every reduction goes into a digest. Ranks that take different branches would mix
+  each other's parameters where sizes are the same, and torch does not see it.
+- After an update no unit keeps weights that were gathered before it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import ConfigError
+from hpctrain.sharding.units import ModuleFacts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "SHARDED",
+    "ShardKind",
+    "Sharding",
+    "module_facts",
+    "shard_model",
+    "sharding_of",
+    "trouble_with_model",
+]
+
+ShardKind = Literal["gradients", "parameters"]
+SHARDED: tuple[ShardKind, ...] = ("gradients", "parameters")
+
+_ATTRIBUTE = "_hpctrain_sharding"
+_OLDEST = "2.6"
+_GATHER, _REDUCE = 0, 1
+
+
+def module_facts(model: nn.Module) -> tuple[list[ModuleFacts], dict[int, int]]:
+    """A model's tree as the choice of units sees it, and the elements of each parameter."""
+    numbers: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    facts = []
+    for name, module in model.named_modules():
+        own = []
+        for parameter in module.parameters(recurse=False):
+            number = numbers.setdefault(id(parameter), len(numbers))
+            sizes[number] = parameter.numel()
+            own.append(number)
+        facts.append(
+            ModuleFacts(
+                name=name,
+                kind=type(module).__name__,
+                is_container=isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict),
+                is_callable=type(module).forward is not nn.Module.forward,
+                parameters=frozenset(own),
+            )
+        )
+    return facts, sizes
+
+
+@dataclass(eq=False, slots=True)
+class _Unit:
+    """One of torch's parameter groups, and the calls of it that are seen."""
+
+    name: str
+    group: Any
+    used: set[int] = field(default_factory=set)
+    """Parameters that a backward pass has used here since the last exchange, by id of the shard."""
+    has_run: bool = False
+    """Whether it was run on this rank since the last exchange, to be differentiated."""
+
+
+class Sharding:
+    """A sharded model, as `shard_model` made it.
+
+    Args:
+        model: torch has sharded it.
+        mesh: Over which ranks.
+        kind: `gradients` or `parameters`.
+        units: Names of its units.
+        whole_gradients: Whether gradients stay whole until the exchange.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        kind: ShardKind,
+        units: Sequence[str],
+        *,
+        whole_gradients: bool,
+    ) -> None:
+        self.mesh = mesh
+        self.kind = kind
+        self.names = tuple(units)
+        self.whole_gradients = whole_gradients
+        self.is_silent = False
+        """Whether this rank has no samples in the backward pass that runs: it sends zeros."""
+        self.num_messages = 0
+        self._model = model
+        self._digest = 0
+        self._units = [self._watch(name, group) for name, group in _groups_of(model, units)]
+        if whole_gradients:
+            _fsdp(model).set_requires_gradient_sync(False)
+
+    # What torch does, seen and made the same on all ranks
+
+    def _watch(self, name: str, group: Any) -> _Unit:
+        """Put this object between torch and the two calls that communicate."""
+        unit = _Unit(name, group)
+        unshard, pre_forward = group.unshard, group.pre_forward
+        pre_backward, post_backward = group.pre_backward, group.post_backward
+
+        def gather(async_op: bool = False) -> None:
+            was_there = group._all_gather_result is not None or group.is_unsharded
+            unshard(async_op)
+            if not was_there and group._all_gather_result is not None:
+                self._note(unit, _GATHER)
+
+        def forward(*given: Any) -> Any:
+            unit.has_run |= torch.is_grad_enabled()
+            return pre_forward(*given)
+
+        def backward(*given: Any) -> None:
+            unit.has_run = True
+            pre_backward(*given)
+
+        def reduce(*given: Any) -> None:
+            if unit.has_run:
+                self._complete(unit)
+            post_backward(*given)
+
+        group.unshard, group.pre_forward = gather, forward
+        group.pre_backward, group.post_backward = backward, reduce
+        return unit
+
+    def _note(self, unit: _Unit, what: int) -> None:
+        self.num_messages += 1
+        self._digest = zlib.crc32(f"{what} {unit.name}".encode(), self._digest)
+
+    def _complete(self, unit: _Unit) -> None:
+        """Before a unit's gradients leave: note what was used, and fill in zeros for the rest."""
+        for one in unit.group.fsdp_params:
+            whole = getattr(one, "_unsharded_param", None)
+            if whole is None:
+                continue
+            has_some = whole.grad is not None or one.unsharded_accumulated_grad is not None
+            if has_some and self.is_silent:
+                if whole.grad is not None:
+                    whole.grad.zero_()  # a mean over no samples is NaN
+            elif has_some:
+                unit.used.add(id(one.sharded_param))
+            elif unit.group.reduce_grads and one.sharded_param.requires_grad:
+                whole.grad = torch.zeros_like(whole, requires_grad=False)
+        if unit.group.reduce_grads:
+            self._note(unit, _REDUCE)
+
+    # Around a step
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """A backward pass in which this rank has no samples: it sends zeros, and keeps nothing."""
+        kept = self._take_whole()
+        self.is_silent = True
+        try:
+            yield
+        finally:
+            self.is_silent = False
+            self._take_whole()
+            for one, gradient, accumulated in kept:
+                one._unsharded_param.grad = gradient
+                one.unsharded_accumulated_grad = accumulated
+
+    def _take_whole(self) -> list[tuple[Any, Tensor | None, Tensor | None]]:
+        """Take whole gradients off the parameters."""
+        taken = []
+        for one in (one for unit in self._units for one in unit.group.fsdp_params):
+            whole = getattr(one, "_unsharded_param", None)
+            if whole is not None:
+                taken.append((one, whole.grad, one.unsharded_accumulated_grad))
+                whole.grad = one.unsharded_accumulated_grad = None
+        return taken
+
+    def reduce_whole(self) -> None:
+        """Collective: send each rank its shard of gradients that were kept whole."""
+        root = _fsdp(self._model)
+        root.set_requires_gradient_sync(True)
+        try:
+            root._get_fsdp_state()._root_post_backward_final_callback()
+        finally:
+            root.set_requires_gradient_sync(False)
+
+    @property
+    def digest(self) -> int:
+        """What was gathered and reduced since the last exchange, in its order, as a number."""
+        return self._digest
+
+    def end_window(self) -> None:
+        """An exchange has come to its end."""
+        self._digest = 0
+        for unit in self._units:
+            unit.has_run = False
+
+    def used(self) -> set[int]:
+        """Parameters that this rank's backward passes have used, by id of the shard."""
+        return {one for unit in self._units for one in unit.used}
+
+    def forget(self) -> None:
+        """Drop whole gradients and what was noted of them."""
+        self._take_whole()
+        for unit in self._units:
+            unit.used.clear()
+
+    def recover(self) -> None:
+        """After an exception in a pass: the units begin anew.
+
+        Raises:
+            ConfigError: this torch cannot.
+        """
+        state = _fsdp(self._model)._get_fsdp_state()
+        if not hasattr(state, "_reset_iter_state"):
+            raise ConfigError(
+                f"a backward pass of a sharded model was interrupted, and torch "
+                f"{torch.__version__} cannot take up training again after that (2.13 can); "
+                "resume from a checkpoint"
+            )
+        state._reset_iter_state()
+        self.end_window()
+
+    def reshard(self) -> None:
+        """Free gathered weights everywhere: they are about to change."""
+        for unit in self._units:
+            if unit.group.is_unsharded:
+                unit.group._to_sharded()
+
+    # What there is
+
+    def shards(self) -> dict[int, str]:
+        """The name of the unit of each sharded parameter, by id of the parameter."""
+        return {
+            id(one.sharded_param): unit.name
+            for unit in self._units
+            for one in unit.group.fsdp_params
+        }
+
+    def num_bytes(self) -> tuple[int, int, int]:
+        """Of parameters: this rank's shards, the largest unit gathered, and everything."""
+        units = [
+            [one.sharded_param for one in unit.group.fsdp_params if one.sharded_param.numel()]
+            for unit in self._units
+        ]
+        whole = [sum(p.numel() * p.element_size() for p in unit) for unit in units]
+        local = sum(
+            cast(Any, p).to_local().numel() * p.element_size() for unit in units for p in unit
+        )
+        return local, max(whole, default=0), sum(whole)
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    kind: ShardKind,
+    units: Sequence[str],
+    *,
+    whole_gradients: bool = False,
+) -> Sharding:
+    """Collective: cut the parameters of a model into shards over a mesh, in place.
+
+    Args:
+        model: Whole, with the same parameters on all ranks.
+        mesh: One dimension.
+        kind: `parameters`: units are freed after their forward pass and gathered again in the
+            backward pass; `gradients`: they stay until the backward pass has used them.
+        units: Names of modules that are gathered each for itself, outer before inner.
+        whole_gradients: Keep gradients whole between the backward passes of a step, so that they
+            are reduced once a step.
+
+    Raises:
+        ConfigError: this torch has no such sharding.
+    """
+    fully_shard = _fully_shard()
+    options: dict[str, Any] = {"mesh": mesh}
+    if kind == "gradients":
+        options["reshard_after_forward"] = False
+    modules = dict(model.named_modules())
+    for name in reversed(units):
+        fully_shard(modules[name], **options)
+    fully_shard(model, **options)
+    sharding = Sharding(model, mesh, kind, units, whole_gradients=whole_gradients)
+    model.__dict__[_ATTRIBUTE] = sharding
+    return sharding
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """How a model was sharded; None: it was not."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, Sharding) else None
+
+
+def trouble_with_model(model: nn.Module, units: Sequence[str]) -> str | None:
+    """Why a model cannot be cut into shards, by name; None: it can. Pure."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            return f"{name} is a single number, which torch cannot shard; give it the shape (1,)"
+        if parameter.is_complex():
+            return f"{name} is complex, and shards are of real numbers; store it as two real ones"
+        if parameter.layout is not torch.strided:
+            return f"{name} has the layout {parameter.layout}; make it dense"
+    modules = dict(model.named_modules())
+    taken: set[int] = set()
+    for name in [*reversed(units), ""]:
+        mine = [p for p in modules[name].parameters() if id(p) not in taken]
+        taken.update(map(id, mine))
+        kinds = {p.dtype for p in mine if p.requires_grad}
+        if len(kinds) > 1:
+            shown = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+            return (
+                f"{name or 'the root'} has parameters of several dtypes ({shown}) in one unit; "
+                "convert them, or put those of one dtype into units of their own (units=)"
+            )
+    return None
+
+
+def _fully_shard() -> Callable[..., Any]:
+    try:
+        from torch.distributed.fsdp import fully_shard  # here: loading it takes seconds
+    except ImportError:
+        raise ConfigError(
+            f"sharded models need torch >= {_OLDEST} with torch.distributed.fsdp.fully_shard, and "
+            f"this is torch {torch.__version__}; leave shard= out, or use a newer torch"
+        ) from None
+    return cast("Callable[..., Any]", fully_shard)
+
+
+def _fsdp(model: nn.Module) -> Any:
+    """A model that torch has sharded: it has further methods then."""
+    return model
+
+
+def _groups_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Torch's parameter groups by the name of their module; a module may have none left."""
+    modules = dict(model.named_modules())
+    for name in ["", *units]:
+        state = _fsdp(modules[name])._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.10 has one at most
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        yield from ((name, group) for group in groups)

@@ -1,0 +1,181 @@
+"""Shards of tensors: as pieces for a checkpoint, and back from pieces or whole tensors.
+
+torch's DTensor knows its mesh and its placement; a checkpoint knows blocks. What is loaded may be a
+DTensor that lies the same way, the whole tensor, or just this rank's piece of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import ConfigError
+from hpctrain.pieces import Piece, Region
+from hpctrain.tensor_names import fit_keys
+
+__all__ = [
+    "as_pieces",
+    "fit_optimizer_state",
+    "is_sharded",
+    "load_shards",
+    "local_tensor",
+    "piece_of_state",
+]
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether this rank holds a part of a tensor: a DTensor, whose class is slow to load."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "to_local")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a sharded tensor; a whole one is all here."""
+    return cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def region_of(tensor: Tensor) -> Region:
+    """Which block of the whole this rank holds; may be empty."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shard: Any = tensor
+    shape, offset = compute_local_shape_and_global_offset(
+        shard.shape, shard.device_mesh, shard.placements
+    )
+    # An empty block begins where the tensor ends, whatever torch says of it.
+    begins = tuple(min(at, n) for at, n in zip(offset, shard.shape, strict=True))
+    return Region(begins, tuple(shape))
+
+
+def as_pieces(tree: Any) -> Any:
+    """A state tree with a `Piece` for each sharded tensor; one tensor in two places is one piece.
+
+    Tied weights are told by identity: give `model.state_dict(keep_vars=True)`.
+    """
+    return _as_pieces(tree, {})
+
+
+def _as_pieces(tree: Any, known: dict[int, Piece]) -> Any:
+    if is_sharded(tree):
+        if id(tree) not in known:
+            region = region_of(tree)
+            local = local_tensor(tree.detach()).reshape(region.shape)
+            known[id(tree)] = Piece(local, region.offset, tuple(tree.shape))
+        return known[id(tree)]
+    if isinstance(tree, nn.Parameter):
+        return tree.detach()
+    if type(tree) is dict:
+        return {key: _as_pieces(value, known) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_as_pieces(value, known) for value in tree)
+    return tree
+
+
+def piece_of_state(
+    optimizer: torch.optim.Optimizer, place: str, shape: tuple[int, ...]
+) -> Region | None:
+    """Which part of a saved tensor of an optimizer's state this rank wants; None: all of it.
+
+    Args:
+        optimizer: Over shards.
+        place: In its state, such as `state/0/exp_avg`.
+        shape: Of the whole tensor.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    first, _, rest = place.partition("/")
+    number = rest.partition("/")[0]
+    if first != "state" or not number.isdecimal() or int(number) >= len(parameters):
+        return None
+    parameter = parameters[int(number)]
+    fits = is_sharded(parameter) and tuple(parameter.shape) == tuple(shape)
+    return region_of(parameter) if fits else None
+
+
+@torch.no_grad()
+def load_shards(model: nn.Module, state: Mapping[str, Tensor | Piece]) -> None:
+    """Load a model's state into its shards, from whole tensors, shards or this rank's pieces.
+
+    Raises:
+        ConfigError: names or shapes are those of another model.
+    """
+    own = model.state_dict()
+    given = fit_keys(state, own)
+    missing = [name for name in own if name not in given]
+    strange = [name for name in given if name not in own]
+    if missing or strange:
+        raise ConfigError(
+            f"this is the state of another model: it has no {', '.join(missing[:3]) or 'less'}, "
+            f"and has {', '.join(strange[:3]) or 'no more'}"
+        )
+    for name, tensor in own.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(f"{name} is a {type(tensor).__name__}, not a tensor")
+        local_tensor(tensor).copy_(_block(tensor, given[name], name))
+
+
+def fit_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An optimizer's state for shards: what is as large as a parameter lies as the parameter does.
+
+    Args:
+        optimizer: Over shards.
+        state: As torch has it, of whole tensors, of shards, or of this rank's pieces.
+
+    Raises:
+        ConfigError: a tensor has another shape than its parameter.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    fitted = {}
+    for number, values in state["state"].items():
+        known = isinstance(number, int) and number < len(parameters)
+        parameter = parameters[number] if known else None
+        if parameter is None or not is_sharded(parameter):
+            fitted[number] = values
+            continue
+        fitted[number] = {
+            key: _like(parameter, value, f"state {number} {key}") for key, value in values.items()
+        }
+    return {**state, "state": fitted}
+
+
+def _like(parameter: Tensor, value: Any, name: str) -> Any:
+    """A value of an optimizer's state as a shard, where it has an element for each element."""
+    is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
+    if is_sharded(value) or not (is_whole or isinstance(value, Piece)):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    shard: Any = parameter
+    local = _block(parameter, value, name).to(parameter.device, copy=True)
+    return DTensor.from_local(
+        local,
+        shard.device_mesh,
+        shard.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _block(target: Tensor, value: Tensor | Piece, name: str) -> Tensor:
+    """This rank's block of what came."""
+    region = region_of(target) if is_sharded(target) else Region.whole(target.shape)
+    if isinstance(value, Piece):
+        fits = (
+            tuple(value.shape) == tuple(target.shape) and tuple(value.tensor.shape) == region.shape
+        )
+        if fits and (value.offset == region.offset or not region.num_elements):
+            return value.tensor
+    elif value.shape == target.shape:
+        local = local_tensor(value)
+        if is_sharded(value) and region_of(value) == region:
+            return local
+        if not is_sharded(value):
+            return local[region.slices_in(Region.whole(target.shape))]
+    raise ConfigError(
+        f"{name} is of shape {tuple(value.shape)} in the state, and here it is "
+        f"{tuple(target.shape)}, of which this rank holds {region}; load a state of the same model"
+    )

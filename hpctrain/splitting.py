@@ -1,0 +1,140 @@
+"""`hpc.split`: divide a model among the ranks of a grid, before its optimizer is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpctrain.errors import ConfigError
+from hpctrain.grid import DIMENSIONS, Grid
+from hpctrain.replica import broadcast_tensors, check_equal, check_structure
+from hpctrain.sharding import (
+    SHARDED,
+    choose_units,
+    match_units,
+    module_facts,
+    shard_model,
+    sharding_of,
+    trouble_with_model,
+)
+from hpctrain.world import agree
+
+if TYPE_CHECKING:
+    from hpctrain.world import World
+
+__all__ = ["split"]
+
+_ORDER = "call split(grid, model, shard=...)"
+
+
+def split(
+    grid: Grid,
+    model: torch.nn.Module,
+    *,
+    shard: str | None = None,
+    units: Sequence[str] | None = None,
+    whole_gradients: bool = False,
+    stages: object = None,
+    tensor: Mapping[str, str] | None = None,
+) -> torch.nn.Module:
+    """Collective: divide a model among the ranks of a grid; every rank passes the same arguments.
+
+    Weights become rank 0's first. Make the optimizer afterwards, over the parameters that the model
+    has then, and give the grid to `distribute`.
+
+    Args:
+        grid: The ranks.
+        model: Whole and built alike on every rank, on `world.device`.
+        shard: What lies in shards over the data dimension. `parameters`: weights, gradients and the
+            optimizer's state; a unit's weights are gathered just before it runs and freed
+            afterwards. `gradients`: gathered weights stay from forward to backward. None: nothing,
+            every rank has all of it.
+        units: Patterns of module names, such as `layers.*`, that are gathered each for itself;
+            None: the repeated blocks of the model.
+        whole_gradients: Keep gradients whole between the backward calls of a step, and reduce them
+            once: less traffic with `accumulate`, and the memory of all gradients on every rank.
+        stages: Of a pipeline.
+        tensor: Layers that are divided over the tensor dimension, by name.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        ConfigError: on all ranks; an argument is wrong, or the model cannot be divided so.
+    """
+    if not isinstance(grid, Grid):
+        raise ConfigError(
+            f"split: the first argument is a {type(grid).__name__}, and must be the grid that "
+            f"hpctrain.Grid(world) made; {_ORDER}"
+        )
+    world = grid.world
+    given = {"shard": shard, "units": units, "whole_gradients": whole_gradients}
+    mistake = _find_mistake(model, shard, units, stages, tensor)
+    agree(world.comm, mistake, error=ConfigError)
+    _check_same(world, {name: repr(value) for name, value in given.items()})
+    if shard is None:
+        return model
+    facts, sizes = module_facts(model)
+    names = choose_units(facts, sizes) if units is None else match_units(facts, units)
+    agree(world.comm, trouble_with_model(model, names), error=ConfigError)
+    _make_equal(grid, model)
+    kind = next(one for one in SHARDED if one == shard)
+    shard_model(model, grid.mesh("data"), kind, names, whole_gradients=whole_gradients)
+    return model
+
+
+def _find_mistake(
+    model: object,
+    shard: object,
+    units: object,
+    stages: object,
+    tensor: object,
+) -> str | None:
+    """What is wrong with this rank's arguments, or None. Pure."""
+    if not isinstance(model, torch.nn.Module):
+        return f"split: the model is a {type(model).__name__}, and must be a torch.nn.Module"
+    if sharding_of(model) is not None:
+        return "split: this model is divided already; build a new one to divide it in another way"
+    if stages is not None:
+        return f"split: stages={stages!r}: pipelines are not in this version; leave it out"
+    if tensor is not None:
+        return f"split: tensor={tensor!r}: tensor parallel is not in this version; leave it out"
+    if shard == "state":
+        return (
+            "split: shard='state' is not in this version; choose 'gradients' or 'parameters', or "
+            "distribute(update='sharded') on CPU nodes, which holds the state once a node"
+        )
+    if shard is not None and shard not in SHARDED:
+        return f"split: shard={shard!r} is unknown; choose {', '.join(map(repr, SHARDED))} or None"
+    if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
+        return f"split: units={units!r} must be a list of patterns, such as ['layers.*']"
+    on_meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if on_meta is not None:
+        return (
+            f"split: {on_meta} is on the meta device and has no values; build the model on "
+            "world.device"
+        )
+    return None
+
+
+def _check_same(world: World, given: dict[str, str]) -> None:
+    """Collective: refuse arguments that differ between ranks."""
+    everyone: list[dict[str, str]] = world.comm.allgather(given)
+    for name, first in everyone[0].items():
+        for rank, one in enumerate(everyone):
+            if one[name] != first:
+                raise ConfigError(
+                    f"split: {name} is {first} on rank 0 and {one[name]} on rank {rank}; give the "
+                    "same on every rank"
+                )
+
+
+def _make_equal(grid: Grid, model: torch.nn.Module) -> None:
+    """Collective: rank 0's weights on all ranks, while each still has all of them."""
+    world = grid.world
+    names, tensors = zip(*model.named_parameters(), strict=True)
+    check_structure(world, names, tensors)
+    broadcast_tensors(grid.engine(*DIMENSIONS), names, tensors)
+    check_equal(world, names, tensors, "before a model is divided")
