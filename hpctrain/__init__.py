@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
-    from hpctrain import data, errors, inference, metrics, optim, precision
+    from hpctrain import data, errors, inference, metrics, nn, optim, precision
     from hpctrain.checkpoint import Keep, Store
     from hpctrain.connection import connect, init
     from hpctrain.data import Loader, Shard, files, gather, reshuffle, scatter, share, stage
@@ -47,6 +47,7 @@ __all__ = [
     "inference",
     "init",
     "metrics",
+    "nn",
     "optim",
     "precision",
     "reshuffle",
@@ -70,7 +71,7 @@ __getattr__ = lazy(
         ".train": ("Trainer",),
         ".world": ("World", "agree"),
     },
-    modules=("data", "errors", "inference", "metrics", "optim", "precision"),
+    modules=("data", "errors", "inference", "metrics", "nn", "optim", "precision"),
     moved={
         ".connection": ("Connection",),
         ".errors": (

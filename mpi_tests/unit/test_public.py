@@ -15,8 +15,8 @@ from hpctrain.cli import VERBS, main
 
 NAMES = """
 Grid Keep Loader Replica Saver Sentinel Shard Store Trainer World __version__ agree connect data
-distribute errors files gather inference init metrics optim precision reshuffle scatter share split
-stage
+distribute errors files gather inference init metrics nn optim precision reshuffle scatter share
+split stage
 """
 MOVED = """
 connection.Connection errors.CheckpointError errors.CollectiveError errors.ConfigError
