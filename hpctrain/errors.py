@@ -38,7 +38,7 @@ class CollectiveError(HpcTrainError):
 
 
 class TimedOutError(CollectiveError):
-    """A rank did not come in time; the message names it. The job ends with exit code 124."""
+    """A rank did not arrive in time; the message names it. The job ends with exit code 124."""
 
 
 class InstallError(HpcTrainError):

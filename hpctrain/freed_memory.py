@@ -39,7 +39,7 @@ def launch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_choice(environ: Mapping[str, str]) -> str | None:
-    """How the user has chosen to treat free memory, in words; None: not at all. Pure."""
+    """The user's own setting for free memory, in words; None: there is none. Pure."""
     if not wants_it_kept(environ):
         return f"{VARIABLE}=0"
     preloaded = environ.get("LD_PRELOAD", "")

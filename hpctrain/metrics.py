@@ -100,7 +100,7 @@ class Mean(Sum):
         """Add values of samples.
 
         Args:
-            values: One value a sample; or, with `num_samples`, the mean over so many samples.
+            values: One value per sample; or, with `num_samples`, the mean over that many samples.
             num_samples: How many samples the mean is of.
         """
         if num_samples is None:

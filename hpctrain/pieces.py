@@ -108,7 +108,7 @@ class Piece:
             start += region.num_elements
 
     def mistake(self) -> str | None:
-        """What is wrong with it, in words, or None."""
+        """What is wrong with it, or None."""
         here, whole = tuple(self.tensor.shape), tuple(self.shape)
         if isinstance(self.offset, int):
             total = math.prod(whole)
@@ -157,7 +157,7 @@ def regions_of_run(shape: Sequence[int], start: int, stop: int) -> list[Region]:
 
 
 def trouble_with_cover(shape: Sequence[int], holders: Mapping[Region, Sequence[int]]) -> str | None:
-    """Why blocks do not make up a tensor, each element once, in words; None: they do.
+    """Why blocks do not make up a tensor, each element once; None: they do.
 
     Args:
         shape: Of the tensor.

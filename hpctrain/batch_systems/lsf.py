@@ -128,7 +128,7 @@ class Lsf(BatchSystem):
         return [_state(record) for record in records if "STAT" in record]
 
     def log_name(self, name: str, job: str, task: int | None) -> str:
-        """As the directive `-o` has it; LSF counts tasks from 1."""
+        """As in the directive `-o`; LSF counts tasks from 1."""
         return (
             f"{name}-{job}.out" if task is None else f"{name}-{job}_{task + self.first_index}.out"
         )

@@ -65,7 +65,7 @@ def _plugins() -> tuple[BatchSystem, ...]:
 
 
 def _each() -> Iterator[BatchSystem]:
-    """All systems; plug-ins are not loaded before the others have been looked at."""
+    """All systems; plug-ins are loaded only after the others were tried."""
     yield from _OWN
     yield from _plugins()
 
@@ -76,7 +76,7 @@ def all_systems() -> tuple[BatchSystem, ...]:
 
 
 def find_system(name: str) -> BatchSystem:
-    """Look a batch system up by its name, such as a site's template has it.
+    """Look up a batch system by its name, as in a site's template.
 
     Raises:
         ConfigError: there is none of that name.
@@ -89,7 +89,7 @@ def find_system(name: str) -> BatchSystem:
 
 
 def find_system_titled(title: str | None) -> BatchSystem | None:
-    """Look a batch system up by its title, such as `Launch.batch_system` has it."""
+    """Look up a batch system by its title, as in `Launch.batch_system`."""
     return next((each for each in _each() if each.title == title), None) if title else None
 
 

@@ -257,7 +257,7 @@ class Slurm(BatchSystem):
         return found, "" if found else f"sacct has no record of job {job} starting"
 
     def log_name(self, name: str, job: str, task: int | None) -> str:
-        """As the directive `--output` has it."""
+        """As in the directive `--output`."""
         return f"{name}-{job}.out" if task is None else f"{name}-{job}_{task}.out"
 
     def split_task(self, job: str) -> tuple[str, int | None]:

@@ -108,7 +108,7 @@ class Counted:
 
 
 def counts_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The counts of results, as they are kept beside the code; no times and no machine."""
+    """The counts of results, as kept in the repository; no times and no machine."""
     rows = [
         {"case": item["case"], "variant": item["variant"], "counts": dict(item["counts"])}
         for result in results

@@ -75,7 +75,7 @@ def _launches(sweep: Sweep, point: SweepPoint, measured: Launches) -> list[Measu
 
 
 def _trouble(sweep: Sweep, launches: Sequence[Measured]) -> str:
-    """Why a point is no good; empty when it is."""
+    """Why a point is not valid; empty if it is."""
     failed = [launch for launch in launches if launch.why]
     if failed:
         return failed[0].why

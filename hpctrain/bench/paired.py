@@ -116,7 +116,7 @@ class Kept:
 def choose_blocks(loads: Sequence[float], *, wanted: int, limit: float) -> Kept:
     """Choose the quiet blocks, and where they are too few, the least disturbed of the others.
 
-    The choice looks at the load alone, never at the times: leaving out slow blocks because they
+    The choice depends only on the load, never on the times: leaving out slow blocks because they
     are slow would be cheating.
     """
     if wanted < 1 or len(loads) < wanted:

@@ -177,7 +177,7 @@ def file_name(result: Mapping[str, Any]) -> str:
 
 
 def parse_file_name(name: str) -> tuple[str, str, str] | None:
-    """Benchmark, date, and machine with ranks, of a file's name; None when it is no result."""
+    """Benchmark, date, and machine with ranks, of a file's name; None if it is not a result."""
     match = _FILE.fullmatch(name)
     return (match["benchmark"], match["date"], match["machine"]) if match else None
 

@@ -24,7 +24,7 @@ class Measurable(Protocol):
         """Collective: get ready for a case, warm up, and tell what is known of it beforehand."""
 
     def run(self, repeats: int) -> None:
-        """Collective: do it so many times."""
+        """Collective: do it this many times."""
 
     def counts(self) -> dict[str, int]:
         """What has been counted so far, such as messages."""

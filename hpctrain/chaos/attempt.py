@@ -31,7 +31,7 @@ class Attempt:
     Args:
         words: What follows `hpctrain`.
         output: The file of its output.
-        injection: What is to go wrong inside.
+        injection: The fault to inject.
         search: Folders that Python looks for modules in first.
     """
 
@@ -75,7 +75,7 @@ class Attempt:
         return self.process.poll() is None
 
     def wait_until(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for something, at most until the launcher ends; whether it came to be."""
+        """Wait for something, at most until the launcher ends; whether it happened."""
         end = time.monotonic() + timeout_s
         while not (came := is_so()) and self.is_running and time.monotonic() < end:
             time.sleep(_POLL_S)

@@ -270,7 +270,7 @@ class Chain:
         return make(what=_INSIDE[scenario.kind])
 
     def _meddle(self, scenario: Scenario, attempt: Attempt, mark: Path) -> float | None:
-        """What is done from outside while it runs; when the disturbance came, None: never."""
+        """What is done from outside while it runs; when the disturbance happened, None: never."""
         if not attempt.wait_until(mark.exists, self._timeout_s) and not mark.exists():
             return None
         came = mark.stat().st_mtime

@@ -45,7 +45,7 @@ def same_on_all(world: World, numbers: Sequence[int], what: str, *, timeout_s: f
     All sleep in between, so that ranks that still copy have the cores.
 
     Raises:
-        TimedOutError: some ranks did not come in time; they are named.
+        TimedOutError: some ranks did not arrive in time; they are named.
     """
     mine = np.array([*numbers, *(-number for number in numbers)], np.int64)
     found = largest_of_all(world, mine, what, timeout_s=timeout_s)
@@ -57,7 +57,7 @@ def largest_of_all(world: World, mine: np.ndarray, what: str, *, timeout_s: floa
     """Collective: the largest of each number on all ranks.
 
     Raises:
-        TimedOutError: some ranks did not come in time; they are named.
+        TimedOutError: some ranks did not arrive in time; they are named.
     """
     if world.size == 1:
         return mine

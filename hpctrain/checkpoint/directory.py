@@ -91,7 +91,7 @@ class Entry:
 def list_checkpoints(directory: Path) -> list[Entry]:
     """All checkpoints of a directory, oldest first, damaged ones included.
 
-    Looks at manifests, files and their sizes, not at what is in them: `verify` does.
+    Checks manifests, files and their sizes, not their contents: `verify` does.
 
     Raises:
         CheckpointError: the directory is there and cannot be read.
@@ -115,7 +115,7 @@ def complete_in(directory: Path) -> list[Path]:
 
 
 def quick_check(path: Path) -> tuple[Manifest | None, str | None]:
-    """The manifest of a checkpoint, and what is wrong as far as names and sizes tell."""
+    """The manifest of a checkpoint, and what is wrong by names and sizes."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -137,7 +137,7 @@ def quick_check(path: Path) -> tuple[Manifest | None, str | None]:
 
 
 def verify(path: Path) -> list[str]:
-    """Read a whole checkpoint and compare all checksums; what is wrong, in words."""
+    """Read a whole checkpoint and compare all checksums; returns what is wrong."""
     manifest, trouble = quick_check(path)
     if manifest is None:
         return [str(trouble)]
@@ -236,7 +236,7 @@ def _best(valid: Sequence[Entry], keep: Keep) -> set[int]:
 
 
 def _one_every(valid: Sequence[Entry], keep: Keep) -> set[int]:
-    """The oldest, and each that comes so many hours after the one before it."""
+    """The oldest, and each that is this many hours after the previous one."""
     stay: set[int] = set()
     if keep.every_hours is None:
         return stay

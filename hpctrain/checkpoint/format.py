@@ -5,8 +5,8 @@ that went back to an earlier step resumes from there, and clocks of several node
 
 The manifest is one JSON file with the checksums of all others, and its own. Checksums are CRC-32 by
 zlib, block by block: it finds every flipped bit and every burst of up to 32 bits, every language
-has it, and it is the fastest that Python brings (docs/checkpoints.md). It is no protection against
-a forged checkpoint; nothing in one is ever executed.
+has it, and it is the fastest in Python's standard library (docs/checkpoints.md). It is no
+protection against a forged checkpoint; nothing in one is ever executed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def number_of(path: PurePath | str) -> int | None:
 
 
 def step_of(path: PurePath | str) -> int | None:
-    """The step of a complete checkpoint, from its name; None: it is no checkpoint."""
+    """The step of a complete checkpoint, from its name; None: it is not a checkpoint."""
     match = _CHECKPOINT.fullmatch(PurePath(path).name)
     return int(match[2]) if match else None
 
@@ -168,7 +168,7 @@ def parse_manifest(text: str, path: object) -> Manifest:
     """Read a manifest's text; `path` is for messages.
 
     Raises:
-        CheckpointError: it is no manifest, is damaged, or belongs to another version.
+        CheckpointError: it is not a manifest, is damaged, or belongs to another version.
     """
     body, found, tail = text.rpartition(_TAIL)
     if not found or tail != f'{zlib.crc32(body.encode()):08x}"\n}}\n':
@@ -293,7 +293,7 @@ def read_checked(folder: Path, file: FileSpec, block_bytes: int) -> Iterator[mem
 
 
 def check_file(folder: Path, file: FileSpec, block_bytes: int) -> str | None:
-    """Read a whole file; what is wrong with it, or None."""
+    """Read a whole file; returns what is wrong with it, or None."""
     try:
         for _ in read_checked(folder, file, block_bytes):
             pass

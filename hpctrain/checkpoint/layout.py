@@ -84,12 +84,12 @@ class TensorSlice:
 def choose_ranks(
     node_of: Sequence[int], num_bytes: int, per_node: int | None = None
 ) -> tuple[int, ...]:
-    """Which ranks write (or read) so many bytes; rank 0 is the first of them.
+    """Which ranks write (or read) this many bytes; rank 0 is the first of them.
 
     Args:
         node_of: The node of each rank.
         num_bytes: What there is to write.
-        per_node: So many on each node, if it has as many ranks; None: at most `MOST_PER_NODE`, at
+        per_node: This many on each node, if it has as many ranks; None: at most `MOST_PER_NODE`, at
             most `MOST_PARTS` in all, and no more than make parts of `LEAST_PART_BYTES`.
     """
     ranks_of: dict[int, list[int]] = {}

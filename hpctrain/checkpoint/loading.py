@@ -354,7 +354,7 @@ def _try(
     in_pieces: bool,
     timeout_s: float,
 ) -> tuple[Loaded | None, str | None]:
-    """Collective: read a checkpoint; what is wrong with it is the same on all ranks."""
+    """Collective: read a checkpoint; errors are the same on all ranks."""
     folder, manifest, tree = offer
     same = manifest.num_ranks == world.size
     own_rank = world.rank if same else None

@@ -338,7 +338,7 @@ def _read_alone(
     assembly: Assembly,
     timeout_s: float,
 ) -> str | None:
-    """Collective: each rank reads its own blocks; what is wrong is the same on all ranks."""
+    """Collective: each rank reads its own blocks; errors are the same on all ranks."""
     trouble = None
     with world.watching.patience(timeout_s):  # the disk may be slow
         ahead = reader.start(blocks[0]) if blocks else None

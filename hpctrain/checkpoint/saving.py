@@ -370,7 +370,7 @@ class Moves:
         """Collective: send and receive. Both sides go through the parts in one order.
 
         Raises:
-            TimedOutError: a message did not come in time.
+            TimedOutError: a message did not arrive in time.
         """
         requests = [
             world.comm.Irecv(message, source=source, tag=_PIECE_TAG)

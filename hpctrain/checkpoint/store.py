@@ -284,7 +284,7 @@ class Store:
 
     @staticmethod
     def verify(path: Path) -> Sequence[str]:
-        """Read a whole checkpoint and compare all checksums; what is wrong, in words."""
+        """Read a whole checkpoint and compare all checksums; returns what is wrong."""
         return verify(path)
 
     @staticmethod
@@ -358,7 +358,7 @@ class Store:
         return None
 
     def _make_threads(self) -> tuple[Background, Background]:
-        """For saves beside training, and for those that training waits for."""
+        """For background saves, and for those that training waits for."""
         here = [info for info in self._world.ranks if info.node_rank == self._world.node_rank]
         cpus = [cpu for info in here for cpu in parse_cpus(info.cpus)]
         return Background(cpus), Background(cpus, low_priority=False)

@@ -100,7 +100,7 @@ class CheckpointStore(Protocol):
 
     @staticmethod
     def verify(path: Path) -> Sequence[str]:
-        """Read a whole checkpoint; what is wrong with it, in words."""
+        """Read a whole checkpoint; returns what is wrong with it."""
         ...
 
     @staticmethod
@@ -134,7 +134,7 @@ def _others() -> Iterator[Any]:
 def list_checkpoints(directory: Path) -> list[Entry]:
     """All checkpoints of a directory, whichever store wrote them, oldest first.
 
-    Looks at manifests, files and their sizes, not at what is in them: `verify` does.
+    Checks manifests, files and their sizes, not their contents: `verify` does.
 
     Raises:
         CheckpointError: the directory is there and cannot be read.
@@ -146,7 +146,7 @@ def list_checkpoints(directory: Path) -> list[Entry]:
 
 
 def verify(path: Path) -> list[str]:
-    """Read a whole checkpoint and compare all checksums; what is wrong, in words."""
+    """Read a whole checkpoint and compare all checksums; returns what is wrong."""
     store = store_of(path)
     return own.verify(path) if store is None else cast("list[str]", store.verify(path))
 

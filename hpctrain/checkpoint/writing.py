@@ -1,7 +1,7 @@
 """The thread that writes while training runs, and how files become a checkpoint. No MPI.
 
 Threads must not communicate, so writers tell rank 0 through the file system: when a part is on
-disk, a small record of it appears beside it. Rank 0's thread waits for all records, writes the
+disk, a small record of it appears next to it. Rank 0's thread waits for all records, writes the
 manifest and renames the directory, which makes it a checkpoint. Ranks that wait for the end tell
 rank 0 their records by MPI as well: some file systems show new files of other nodes late.
 """
@@ -262,7 +262,7 @@ def finish(
         deadline: By the monotonic clock.
 
     Raises:
-        CheckpointError: a part did not come, or something could not be written.
+        CheckpointError: a part is missing, or something could not be written.
     """
     path = folder.parent / checkpoint_name(draft.number, draft.step)
     try:

@@ -82,7 +82,7 @@ def set_variables(words: Sequence[str]) -> list[str]:
     Where this process is a rank already, its script reads them there.
 
     Raises:
-        ConfigError: one is no variable, or has no value here.
+        ConfigError: one is not a variable, or has no value here.
     """
     from hpctrain.launch import parse_variable
 

@@ -92,7 +92,7 @@ def adopt(data: Any) -> Adopted:
 
 
 def _start_method(context: Any) -> str | None:
-    """How it would start workers, where that is possible beside MPI; a fork is not."""
+    """How it would start workers, if that is possible with MPI; a fork is not."""
     method = None if context is None else context.get_start_method()
     if method == "fork":
         raise ConfigError(
@@ -221,7 +221,7 @@ def rows_of(data: Any, seed: int) -> Table | SourceRows:
     """Whatever a user may want to scatter, as rows.
 
     Raises:
-        ConfigError: it is no data set.
+        ConfigError: it is not a data set.
     """
     tensors = getattr(data, "tensors", None)
     if isinstance(tensors, tuple):  # torch's TensorDataset

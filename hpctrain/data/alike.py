@@ -50,7 +50,7 @@ def require_alike(
 
     Raises:
         ConfigError: on all ranks, with the setting, its values and the ranks.
-        CollectiveError: some ranks did not come.
+        CollectiveError: some ranks did not arrive.
     """
     roll_call(world.comm, call, timeout_s=timeout_s)
     told = world.comm.allgather(dict(settings))

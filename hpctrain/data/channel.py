@@ -97,7 +97,7 @@ def open_channel(
         root: Who sends.
         chunk_bytes: Memory for all slots together.
         row_bytes: The largest row; a slot holds at least one.
-        total_bytes: How much will be sent: a little is not worth shared memory.
+        total_bytes: How much will be sent: shared memory is not used for small amounts.
         message_bytes: The most bytes in one message.
         timeout_s: How long either end waits for the other.
     """

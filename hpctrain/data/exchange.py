@@ -88,7 +88,7 @@ def exchange(
         timeout_s: How long to wait for a rank that is stuck.
 
     Returns:
-        The rows that came, in the form of the data set.
+        The received rows, in the form of the data set.
     """
     shapes: np.ndarray | None = None
     limits: dict[str, Any] = {

@@ -253,7 +253,7 @@ class StreamFeed:
         """Collective: batches of one stream that every rank reads, as long as it is one.
 
         Streams with the same start may differ later, or in length. A rank that continued
-        alone would wait for the others in vain, so they compare before every batch.
+        alone would wait for the others forever, so they compare before every batch.
         """
         num_read = 0
         while True:

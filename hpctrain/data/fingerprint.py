@@ -32,7 +32,7 @@ def digest_sample(sample: Any, *, most_bytes: int | None = None) -> bytes:
     Args:
         sample: Tensors, arrays, numbers, text, bytes, images and dataclasses, alone or in tuples,
             lists, sets and dicts.
-        most_bytes: Of longer arrays, tensors and bytes only so many count, in 64 pieces that are
+        most_bytes: Of longer arrays, tensors and bytes only this many count, in 64 pieces that are
             spread over them evenly: for samples that are digested all the time. None: all.
     """
     found = _Digest(most_bytes)

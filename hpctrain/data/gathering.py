@@ -39,7 +39,7 @@ def gather(
             tuple of these; None where it has none.
         indices: The sample in the data set that each row belongs to.
         root: Who gets them; None gives them to all.
-        num_samples: How many samples the data set has; None takes as many as came.
+        num_samples: How many samples the data set has; None: as many as were received.
         chunk_bytes: Memory for the rows on their way.
         timeout_s: How long to wait for a rank that is missing or stuck.
             None: as long as the world waits for any rank.
@@ -49,7 +49,7 @@ def gather(
         sample i; None elsewhere, and where no rank has any.
 
     Raises:
-        ConfigError: on all ranks: a sample came twice, is missing (they are named) or does not
+        ConfigError: on all ranks: a sample is duplicated, missing (they are named) or does not
             exist; forms differ.
     """
     timeout_s = world.watching.limit_s(timeout_s)
@@ -88,11 +88,11 @@ def gather(
 
 
 def find_trouble(indices: npt.NDArray[np.int64], counts: list[int], total: int) -> str | None:
-    """See whether all samples came exactly once; in words, what is wrong. Pure.
+    """Check that all samples were received exactly once; returns what is wrong. Pure.
 
     Args:
         indices: Of all ranks, one rank's after the other's.
-        counts: How many came from each rank.
+        counts: How many were received from each rank.
         total: How many samples there are.
     """
     strange = indices[(indices < 0) | (indices >= total)]

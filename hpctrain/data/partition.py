@@ -223,17 +223,17 @@ class Batching:
     """Make the last two batches equal where the last would be less than half full."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no batch."""
+        """Refuse invalid batches."""
         if self.global_batch < 1:
             raise ConfigError(f"global_batch={self.global_batch} must be at least 1")
 
     @property
     def lookahead(self) -> int:
-        """With so many samples ahead the next batch is a full one, whatever follows."""
+        """With this many samples ahead the next batch is a full one, whatever follows."""
         return self.global_batch + (self.global_batch + 1) // 2
 
     def next_size(self, remaining: int) -> int:
-        """The size of the next batch when so many samples are left; 0 ends the epoch."""
+        """The size of the next batch when this many samples are left; 0 ends the epoch."""
         full = self.global_batch
         if remaining < full:
             return 0 if self.drop_last else remaining
@@ -274,7 +274,7 @@ _CHUNK = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """Who takes part of the batches: one rank of so many."""
+    """One rank's place: its number, the number of ranks, and their weights."""
 
     rank: int
     num_ranks: int

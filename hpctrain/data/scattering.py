@@ -177,7 +177,7 @@ def scatter(
 
     Raises:
         ConfigError: on all ranks, when the data or the arguments are wrong.
-        CollectiveError: a rank did not come, or the root could not read a sample.
+        CollectiveError: a rank did not arrive, or the root could not read a sample.
     """
     timeout_s = world.watching.limit_s(timeout_s)
     settings = {"root": root, "shuffle": shuffle, "seed": seed, "epoch": epoch}
@@ -236,7 +236,7 @@ def _examine(
     chunk_bytes: int,
     message_bytes: int,
 ) -> tuple[Table | SourceRows | None, str | None]:
-    """Look at this rank's arguments: the root's table, or what is wrong."""
+    """Check this rank's arguments: the root's table, or what is wrong."""
     if not 0 <= root < world.size:
         return None, f"scatter: root={root} is not a rank; choose 0 <= root < {world.size}"
     trouble = check_chunk(chunk_bytes)

@@ -103,8 +103,8 @@ def share(
         rows: Instead: several files whose rows follow each other, as `files` takes them.
         columns: Which arrays of a file; or the files that are the columns, as `files` takes them.
         root: Who has the arrays.
-        chunk_bytes: Memory beside the copy while it is made.
-        timeout_s: How long to wait for ranks that do not come.
+        chunk_bytes: Extra memory while the copy is made.
+        timeout_s: How long to wait for missing ranks.
             None: as long as the world waits for any rank.
 
     Returns:
@@ -191,7 +191,7 @@ def _examine(
         return *_look(world, data, files, root, chunk_bytes), {}
     except (ConfigError, DataError) as error:
         return None, None, {type(error): f"share: {error}"}
-    except Exception as error:  # what is no data may raise anything, and the other ranks wait
+    except Exception as error:  # invalid data may raise anything, and the other ranks wait
         return None, None, {ConfigError: f"share: {type(error).__name__}: {error}"}
 
 

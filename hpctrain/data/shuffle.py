@@ -7,7 +7,8 @@ undone and therefore repeats nothing. The pairs are hardly more than the samples
 them walks on along its cycle until it is back inside. `numpy` is numpy's own permutation, held in
 memory and faster to read. `stored` is the order of the data.
 
-A `Draw` is an epoch that is no plain shuffle: samples drawn by weight, batches of similar lengths.
+A `Draw` is an epoch that is not a plain shuffle: samples drawn by weight, batches of similar
+lengths.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Order:
     epoch: int
 
     def __post_init__(self) -> None:
-        """Refuse what is no order."""
+        """Refuse invalid orders."""
         if self.kind not in get_args(Kind):
             raise ConfigError(f"order {self.kind!r} is unknown; choose from {get_args(Kind)}")
         if not 0 <= self.num_samples <= _MOST_SAMPLES:

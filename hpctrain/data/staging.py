@@ -130,7 +130,7 @@ def _examine(source: Path) -> tuple[Listing, str | None]:
 
 
 def _copy(source: Path, listing: Listing, target: Path, *, tell: bool) -> str | None:
-    """One rank's part: make the copy, or find it; in words, what went wrong."""
+    """One rank's part: make the copy, or find it; returns what went wrong."""
     if _is_complete(target, listing):
         if tell:
             log.notice(f"stage: {target} exists already")

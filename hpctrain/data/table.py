@@ -73,7 +73,7 @@ class Form:
         return np.split(shapes, ends[:-1], axis=1)
 
     def difference(self, other: Form) -> str | None:
-        """In words, how this form differs from another; None when it does not."""
+        """How this form differs from another; None if it does not."""
         if self == other:
             return None
         if self.outline != other.outline:

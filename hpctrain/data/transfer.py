@@ -1,4 +1,4 @@
-"""Batches ahead of the loop: fetched by a thread, copied to the device beside the computation."""
+"""Prefetched batches: fetched by a thread, copied to the device during the computation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Transfer:
         return self.device.type == "cpu"
 
     def send(self, batch: Batch) -> Sent:
-        """Begin the copy; what is no tensor stays what it is."""
+        """Start the copy; what is not a tensor is not changed."""
         if self._stream is None:
             return Sent(map_leaves(self._move, batch), None)
         with torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""Floor 5: what is wrong with this machine, or with which node of a job, and the cure.
+"""Floor 5: what is wrong with this machine, or with a node of a job, and the fix.
 
 Gathering facts (`facts`, and the programs `probe` and `torch_facts` that run in processes of their
 own) is apart from judging them (`machine`, `mpi`, `frameworks`), which is pure.

@@ -164,7 +164,7 @@ def examine(
 
 
 def _run(name: str, check: Callable[[Facts], Check], facts: Facts) -> Check:
-    """Run a check beside this thread, so that even one that never returns has an end."""
+    """Run a check in another thread, so that even one that never returns is bounded."""
     verdict = Check(
         name=name,
         status="broken",

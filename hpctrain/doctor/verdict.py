@@ -21,7 +21,7 @@ class Check:
     """What one check found.
 
     Attributes:
-        name: What was looked at.
+        name: What was checked.
         status: `ok`; `warning`, works now and may hurt; `broken`, does not work.
         text: What was found, one line.
         cure: What to do about it; empty when all is well.

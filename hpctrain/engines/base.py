@@ -192,7 +192,7 @@ class Engine(Meeting, ABC):
             world: The ranks.
             watch: Monitors every collective.
             options: Of the `horovod` engine; None for every other.
-            timeout_s: How long to wait for ranks that do not come.
+            timeout_s: How long to wait for missing ranks.
         """
         return cls(world.comm, world.device, watch=watch)
 
@@ -220,7 +220,7 @@ class Engine(Meeting, ABC):
         Args:
             tensor: Any shape and layout; CPU or the engine's device.
             op: How to combine. AVERAGE needs a floating or complex dtype.
-            what: What this is, for messages about ranks that stay out: a bucket, a parameter.
+            what: What this is, for messages about missing ranks: a bucket, a parameter.
         """
         op = as_op(op)
         packed, on_wire = self._pack(tensor, op)
@@ -342,7 +342,7 @@ class Engine(Meeting, ABC):
         return self.allgather_rows(tensor, what=what)[0]
 
     def allgather_rows(self, tensor: Tensor, *, what: str = "") -> tuple[Tensor, list[int]]:
-        """Collective: what `allgather` gives, and how many rows came from each rank."""
+        """Collective: the result of `allgather`, and how many rows came from each rank."""
         self._check("allgather", tensor, written=False)
         lines = tensor.reshape(1) if tensor.dim() == 0 else tensor
 
@@ -370,7 +370,7 @@ class Engine(Meeting, ABC):
     def alltoall(
         self, tensor: Tensor, splits: Sequence[int] | None = None, *, what: str = ""
     ) -> tuple[Tensor, list[int]]:
-        """Collective: send `splits[r]` rows to rank r; returns what came and rows from each rank.
+        """Collective: send `splits[r]` rows to rank r; returns the received rows and their counts.
 
         Args:
             tensor: Rows in the order of the ranks they go to.

@@ -120,7 +120,7 @@ def create(
         name: `auto` or one of `engine_names()`; see `choose`.
         watch: Monitors every collective.
         options: How Horovod works inside; refused with another engine, unless `auto` chose it.
-        timeout_s: How long to wait for ranks that do not come, and, on the `torch` engine, how
+        timeout_s: How long to wait for missing ranks, and, on the `torch` engine, how
             long a collective may take.
 
     Raises:

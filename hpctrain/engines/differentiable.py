@@ -41,7 +41,7 @@ def reduce_scatter(engine: Engine, tensor: Tensor, op: Op = Op.SUM, *, what: str
 def alltoall(
     engine: Engine, tensor: Tensor, splits: Sequence[int] | None = None, *, what: str = ""
 ) -> tuple[Tensor, list[int]]:
-    """Collective: send `splits[r]` rows to rank r; returns what came and rows from each rank."""
+    """Collective: send `splits[r]` rows to rank r; returns the received rows and their counts."""
     received: list[int] = []  # filled by the forward pass: autograd returns tensors only
     given = None if splits is None else list(splits)
     result = _apply(_Alltoall, engine, tensor, given, received, what)

@@ -209,7 +209,7 @@ def encode(flat: Tensor, op: Op, sends: Sends, size: int, *, owned: bool) -> tup
 
 
 def decode(wire: Tensor, dtype: torch.dtype, op: Op, size: int) -> Tensor:
-    """Turn what came back (all of it or a part) into flat values of the dtype; may overwrite it."""
+    """Turn the result (all of it or a part) into flat values of the dtype; may overwrite it."""
     if dtype.is_floating_point and op in (Op.MIN, Op.MAX):
         values = _from_order_keys(wire)
         return (-values if op is Op.MIN else values).to(dtype)
@@ -268,7 +268,7 @@ def segments(flat: Tensor, counts: Sequence[int], start: int, stop: int) -> list
 
 
 def describe(call: str, what: str, tensor: Tensor, *, rows_vary: bool = False) -> str:
-    """A collective in words that are the same on all ranks."""
+    """A description of a collective that is the same on all ranks."""
     sizes = [str(size) for size in tensor.shape]
     if rows_vary:
         sizes[:1] = ["*"]

@@ -24,7 +24,7 @@ _RECORD = "hpctrain-build.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HorovodOptions:
-    """How Horovod works inside. None leaves an option as Horovod or the user's environment has it.
+    """How Horovod works inside. None keeps the value of Horovod or of the user's environment.
 
     They are read once, when Horovod starts, so all engines of a process share them.
     """

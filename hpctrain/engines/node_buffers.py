@@ -62,7 +62,7 @@ class Buffer:
     """Names of its collectives, by purpose."""
 
     def text(self, what: str) -> str:
-        """An allreduce of it in words that are the same on all ranks."""
+        """A description of its allreduce that is the same on all ranks."""
         found = self.texts.get(what)
         if found is None:
             if len(self.texts) >= _MOST_TEXTS:  # the caller names every step

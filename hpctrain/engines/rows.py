@@ -113,7 +113,7 @@ def allgather(
 def alltoall(
     control: Control, tensor: Tensor, splits: Sequence[int] | None, chunk: int, exchange: Exchange
 ) -> tuple[Tensor, list[int]]:
-    """Collective: give rows to each rank; returns those that came and how many from each.
+    """Collective: give rows to each rank; returns the received ones and how many came from each.
 
     A mistake in `splits` on one rank is sent with the sizes, so that all ranks raise.
     """

@@ -1,4 +1,4 @@
-"""Floor 2: what goes wrong in a running job: hangs, deaths, signals, walltime, weights that drift.
+"""Floor 2: faults of a running job: hangs, deaths, signals, walltime, weights that drift.
 
 FaultKind needs torch (the sentinel, injected faults) is loaded on first use.
 """

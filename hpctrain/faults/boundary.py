@@ -200,7 +200,7 @@ class Boundary:
         self._largest = MPI.MAX
         self._send = np.zeros(NUM_SLOTS)
         self._came = np.zeros(NUM_SLOTS)
-        # Prepared once and started again and again: a third of the cost, where MPI 4 has it.
+        # Prepared once and started repeatedly: a third of the cost, with MPI 4.
         self._again: Prequest | None = None
         with contextlib.suppress(NotImplementedError):
             self._again = comm.Allreduce_init(self._send, self._came, op=self._largest)
@@ -216,7 +216,7 @@ class Boundary:
             What all ranks sent at the boundary before; nothing at the first one.
 
         Raises:
-            TimedOutError: a rank did not come, and the watchdog could not end the job.
+            TimedOutError: a rank did not arrive, and the watchdog could not end the job.
         """
         if self._closed:
             raise ConfigError("this step boundary is closed; make another one in the world's block")
@@ -302,7 +302,7 @@ class Boundary:
         return self._again
 
     def _complete(self) -> list[float] | None:
-        """What came of the last post; None where there was none."""
+        """The result of the last post; None if there was none."""
         request, self._request = self._request, None
         if request is None:
             return None

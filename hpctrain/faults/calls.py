@@ -104,7 +104,7 @@ class CallHistory:
 
     @classmethod
     def read(cls, told: Mapping[str, Mapping[str, str]]) -> CallHistory:
-        """A history as it came over the channel, where keys are texts."""
+        """A history as received over the channel, where keys are texts."""
         return cls(
             names={int(number): name for number, name in told["names"].items()},
             places={int(number): place for number, place in told["places"].items()},

@@ -1,4 +1,4 @@
-"""Messages between ranks beside MPI, over TCP: MPI is what hangs.
+"""Messages between ranks outside MPI, over TCP: MPI is what hangs.
 
 One line of JSON goes each way, then the connection is closed (`Responder`, `ask_all`). A peer that
 stays connected is notified when this rank exits; a connection that ends without that message is a
@@ -231,7 +231,7 @@ def ask_all(
         timeout_s: How long each rank may take.
 
     Returns:
-        By rank the reply, or in words why there is none.
+        By rank the reply, or why there is none.
     """
     answers: dict[int, Message | str] = {}
     queue = sorted(peers, reverse=True)

@@ -56,7 +56,7 @@ class Reply:
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Reply:
-        """A reply as it came over the channel, made by `dataclasses.asdict`."""
+        """A reply as received over the channel, made by `dataclasses.asdict`."""
         state = told["state"]
         ended = state["ended"]
         return cls(

@@ -95,7 +95,7 @@ class Governor:
     def __init__(self, pace: Pace | None = None, *, now_s: float = 0.0) -> None:
         self.pace = pace or Pace()
         self._steps: deque[float] = deque()
-        self._by_length: list[float] = []  # the same, sorted: looked at after every step
+        self._by_length: list[float] = []  # the same, sorted: read after every step
         self._saves: deque[float] = deque(maxlen=_SAVES_KEPT)
         self._costs: deque[float] = deque(maxlen=_SAVES_KEPT)
         self._saved_at = now_s

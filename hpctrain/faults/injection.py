@@ -129,7 +129,7 @@ def parse_injection(text: str) -> Injection:
 
 
 def injection_of(world: World) -> Injection | None:
-    """What is to go wrong on this rank; None: nothing."""
+    """The fault to inject on this rank; None: none."""
     text = world.launch.settings.get(CHAOS_VARIABLE)
     if text is None:
         return None

@@ -208,12 +208,12 @@ class Monitor:
         return f"{kind}/{nth}"
 
     def add(self, calls: CallLog) -> None:
-        """Look at a log from now on."""
+        """Start monitoring a log."""
         with self._lock:
             self._logs = {**self._logs, calls.key: calls}
 
     def remove(self, calls: CallLog) -> None:
-        """Look at it no longer."""
+        """Stop monitoring it."""
         with self._lock:
             self._logs = {key: one for key, one in self._logs.items() if one is not calls}
 

@@ -163,7 +163,7 @@ class Preemption:
 
     @property
     def requested(self) -> str | None:
-        """The name of the first signal that came, or None."""
+        """The name of the first received signal, or None."""
         return self._requested
 
     @property

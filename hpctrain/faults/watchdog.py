@@ -1,6 +1,6 @@
 """Every collective has a timeout; when it passes, the job says who is missing, and ends.
 
-Each rank notes the collectives that it is in. A thread looks at the notes from time to time; when a
+Each rank notes the collectives that it is in. A thread checks the notes periodically; when a
 call has lasted too long, it queries all other ranks, over a channel besides MPI, prints
 one report and ends the job (`hpctrain.faults.monitor`).
 """

@@ -46,7 +46,7 @@ its first elements are gradients, and what it is."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrived:
-    """What came with an exchange, besides gradients. Reading it on a GPU waits for the GPU."""
+    """Results of an exchange besides gradients. Reading them on a GPU synchronizes it."""
 
     control: Tensor
     """The control words of `layout`, summed over all ranks."""

@@ -127,7 +127,7 @@ def matching_mpirun(loaded: LoadedMpi, search_path: str) -> tuple[Path, MpiVersi
     Args:
         loaded: What mpi4py loads.
         search_path: PATH of the user, searched first; then the interpreter's own `bin` and the
-            `bin` beside the library.
+            `bin` next to the library.
 
     Raises:
         LaunchError: only launchers of other MPIs were found, or none.

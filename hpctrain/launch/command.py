@@ -45,7 +45,7 @@ def parse_hosts(text: str) -> Hosts:
     comes again gets more ranks, as in $PBS_NODEFILE.
 
     Raises:
-        ConfigError: an entry is no host, a count is not positive, or nothing is there.
+        ConfigError: an entry is not a host, a count is not positive, or there is none.
     """
     slots: dict[str, int] = {}
     for line in text.splitlines():
@@ -77,7 +77,7 @@ def parse_variable(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Read `NAME=VALUE`, or `NAME`, whose value is this process's. Pure.
 
     Raises:
-        ConfigError: it is no name, or nothing here has it.
+        ConfigError: it is not a name, or not set here.
     """
     name, sign, value = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
@@ -150,7 +150,7 @@ def launch_environment(
 
 
 def explain_unstarted(mpirun: str, code: int, absent: int, unknown: Sequence[str] | None) -> str:
-    """Say what to look at when the launcher failed before all ranks had come.
+    """Advise what to check when the launcher failed before all ranks had started.
 
     Args:
         mpirun: The launcher.

@@ -1,6 +1,6 @@
 """How many GPUs the ranks of this machine would have: known before they are started.
 
-The launcher loads no torch. It looks at what the drivers show and what the variables leave visible,
+The launcher loads no torch. It reads what the drivers show and what the variables leave visible,
 which takes no time; only if that is less than one GPU per rank it queries torch itself, in a
 process of its own: a torch without CUDA uses no GPU at all.
 """

@@ -39,7 +39,7 @@ __all__ = ["start"]
 
 # After one rank has failed, MPI ends the others; if it does not within this time, we do.
 _GRACE_S = 3.0
-# A rank that was stopped (SIGSTOP) when SIGTERM came has been resumed: so long may all still save.
+# A rank that was stopped (SIGSTOP) at SIGTERM has been resumed: all may save for this long.
 _STOPPED_S = 7.0
 _SURVIVORS_S = 1.0
 _LOOK_S = 0.5

@@ -1,4 +1,4 @@
-"""A process beside each rank that copies its output to a file, whole lines, and passes it on.
+"""A helper process of each rank that copies its output to a file, whole lines, and passes it on.
 
 It has its own session and reads until the rank is gone, so a killed rank's last words are kept. Run
 as a script with the bare interpreter: it must start in milliseconds.

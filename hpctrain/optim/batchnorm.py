@@ -250,7 +250,7 @@ def sync_batchnorm(engine: Engine, model: nn.Module, *, group_size: int | None =
         engine: Whose ranks share statistics. Give the same to `hpctrain.distribute`, so that
             messages of both go in one order.
         model: Changed in place, before `hpctrain.distribute`; parameters stay the same objects.
-        group_size: Share among so many consecutive ranks instead of all, as on one node; it must
+        group_size: Share among this many consecutive ranks instead of all, as on one node; it must
             divide the number of ranks. For other groups give a part: `engine.split(color)`.
 
     Returns:
@@ -298,7 +298,7 @@ def average_batchnorm(world: World, model: nn.Module) -> None:
 
     Raises:
         ConfigError: there is no BatchNorm.
-        CollectiveError: a rank did not come.
+        CollectiveError: a rank did not arrive.
     """
     from mpi4py import MPI
 

@@ -117,7 +117,7 @@ class EMA:
         return self._averages
 
     def decay_after(self, num_updates: int) -> float:
-        """The decay of the update that follows so many. Pure."""
+        """The decay of the update after this many. Pure."""
         if not self.warm_up:
             return self.decay
         return min(self.decay, (1 + num_updates) / (10 + num_updates))

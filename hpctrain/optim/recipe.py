@@ -187,7 +187,7 @@ class Recipe:
         Args:
             optimizer: Its own `lr` is replaced. A group whose `lr` is k times the optimizer's stays
                 k times the recipe's.
-            step: The step that comes next, for a training that resumes.
+            step: The next step, for a training that resumes.
         """
         return RecipeSchedule(optimizer, self, step=step)
 

@@ -108,7 +108,7 @@ class Gradients(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateResult:
-    """What became of a step; tensors where reading would wait for a GPU."""
+    """The outcome of a step; tensors if reading would synchronize a GPU."""
 
     overflow: bool | Tensor = False
     scale: Tensor | None = None
@@ -192,7 +192,7 @@ class ScaleAndClip:
 
     @property
     def examines(self) -> bool:
-        """Whether the gradients of this step are to be looked at before they are summed."""
+        """Whether to check the gradients of this step before they are summed."""
         return self.scaler is not None and self.scaler.is_last_chance
 
     def examine(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
@@ -301,7 +301,7 @@ class ScaleAndClip:
         )
 
     def _can_skip_on_device(self, optimizer: torch.optim.Optimizer, overflow: Tensor) -> bool:
-        """Whether the optimizer's own kernels look at the overflow, so that nothing waits for it.
+        """Whether the optimizer's own kernels check the overflow, without synchronization.
 
         Fused optimizers do. Not at their first update, which allocates what it would then not fill.
         """
@@ -312,7 +312,7 @@ class ScaleAndClip:
         """Collective after the last chance: end the run on all ranks, with what was found on each.
 
         Args:
-            done: What became of the step.
+            done: The outcome of the step.
             number: Of the step.
 
         Raises:

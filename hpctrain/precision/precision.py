@@ -84,7 +84,7 @@ class Precision:
         return nullcontext() if self.masters is None else self.masters.full()
 
     def state_dict(self) -> dict[str, Any]:
-        """What belongs into a checkpoint beside the optimizer's own state; often nothing."""
+        """What belongs into a checkpoint besides the optimizer's own state; often nothing."""
         state: dict[str, Any] = {}
         if self.scale_and_clip.scaler is not None:
             state["scaler"] = self.scale_and_clip.scaler.state_dict()

@@ -27,7 +27,7 @@ _WORTH = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What training so many samples takes on so many ranks."""
+    """The cost of training this many samples on this many ranks."""
 
     num_ranks: int
     num_nodes: int
@@ -104,7 +104,7 @@ class Advice:
 
 
 def cost_of(prediction: Prediction, num_samples: int) -> Cost:
-    """Hours and node-hours of training so many samples."""
+    """Hours and node-hours of training this many samples."""
     hours = num_samples / prediction.samples_per_s / 3600
     return Cost(
         num_ranks=prediction.num_ranks,

@@ -61,7 +61,7 @@ class LinkShares:
 
 
 def allreduce_s(num_bytes: float, layout: RankLayout, costs: Costs) -> float:
-    """Seconds of one allreduce of so many bytes; 0 for one rank."""
+    """Seconds of one allreduce of this many bytes; 0 for one rank."""
     if num_bytes < 0:
         raise ConfigError(f"num_bytes={num_bytes} must not be negative")
     if layout.num_ranks == 1:
@@ -146,7 +146,7 @@ def _tree(layout: RankLayout) -> LinkShares:
 
 
 def _hierarchical(layout: RankLayout) -> LinkShares:
-    """Add up inside each node, exchange slices between nodes, and look at the sum.
+    """Sum inside each node, exchange slices between nodes, and read the sum.
 
     Inside, two barriers of log2(n) rounds and one pass, which the ranks that share the memory make
     at the same time and slow down for each other; between nodes every slice goes to its owner and
@@ -195,7 +195,7 @@ def expected_maximum(count: int) -> float:
 
 
 def slowest_of(num_ranks: int, jitter: float) -> float:
-    """How many times longer the slowest of so many ranks takes than they do on average.
+    """How many times longer the slowest of this many ranks takes than the average.
 
     Args:
         num_ranks: All of them meet at every step.

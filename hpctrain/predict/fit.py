@@ -55,7 +55,7 @@ class CollectiveSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeSample:
-    """The same computing step on so many ranks of a node at once, with no communication."""
+    """The same computing step on this many ranks of a node at once, without communication."""
 
     ranks_on_node: int
     seconds: float
@@ -70,7 +70,7 @@ class ComputeSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSample:
-    """A step that ranks take together, beside the same step without each other."""
+    """A step with all ranks together, and the same step alone."""
 
     engine: str
     num_ranks: int
@@ -191,7 +191,7 @@ def fit_machine(
 
 
 def fit_training(costs: Costs, samples: Sequence[TrainingSample], jitter: float) -> Costs:
-    """Costs with what training takes beside its collectives, for each byte of gradients.
+    """Costs with what training adds to its collectives, for each byte of gradients.
 
     Gradients are copied to where ranks share them, and sums are read that are no longer in the
     cache; collectives that are measured alone show neither.

@@ -138,7 +138,7 @@ class Machine:
         return self.engines.get(engine or "", self.costs)
 
     def slowdown(self, num_ranks: int) -> float:
-        """How many times longer a rank computes among so many on its node.
+        """How many times longer a rank computes with this many on its node.
 
         Between measured points, and beyond them, it goes with the logarithm of the number of ranks:
         caches and memory fill up, and each further rank takes a smaller share from the others.
@@ -254,7 +254,7 @@ def parse_machine(text: str, name: str, *, where: str = "") -> Machine:
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Put the place before what is wrong there."""
+    """Prefix an error with its place."""
     try:
         yield
     except ConfigError as error:

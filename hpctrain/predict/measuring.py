@@ -1,4 +1,4 @@
-"""Measure what a machine file is fitted from: a few collectives, and computing beside each other.
+"""Measure what a machine file is fitted from: a few collectives, and concurrent computing.
 
 `measure` runs on all ranks of a launch; `measure_here` starts such launches on this machine for
 each number of ranks: `python -m hpctrain.predict.measuring OUT ENGINES`.
@@ -181,7 +181,7 @@ def _step_alone(subject: Subject) -> None:
 def _jitter(times: Sequence[float]) -> float:
     """The relative standard deviation of a normal distribution that is as slow where it counts.
 
-    Ranks wait for the slowest of them, so the slow side is looked at: at what the slowest of
+    Ranks wait for the slowest of them, so the slow side counts: what the slowest of
     sixteen exceeds in every second step. Time lost to others has a longer tail than chance alone.
     """
     middle = median(times)

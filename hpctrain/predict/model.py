@@ -118,7 +118,7 @@ def replay(
     Args:
         layers: In the order of backward.
         exchange: How gradients are sent.
-        cost_s: Seconds of a collective of so many bytes.
+        cost_s: Seconds of a collective of this many bytes.
         slow: By how much backward takes longer than the layers say.
         num_ranks: How many have to agree, where that takes time.
     """
@@ -184,7 +184,7 @@ def predict(
     engine: str | None = None,
     is_strong: bool = False,
 ) -> Prediction:
-    """Predict a step on so many ranks.
+    """Predict a step on this many ranks.
 
     Args:
         profile: One rank's step.

@@ -172,7 +172,7 @@ def _divides(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
 
 
 def _uncertainty(passes: Sequence[_Pass]) -> float:
-    """Relative, of the median of so many steps."""
+    """Relative, of the median of this many steps."""
     totals = [each.forward_s + max(each.ready_s.values(), default=0.0) for each in passes]
     if len(totals) < 2:
         return 0.0

@@ -227,7 +227,7 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobLimits:
-    """What a job has: time, and space for checkpoints. None: not said, not looked at."""
+    """What a job has: time, and space for checkpoints. None: unknown, not checked."""
 
     walltime_s: float | None = None
     max_requeues: int = 0
@@ -297,7 +297,7 @@ def rehearse(
         state: What is held and saved.
         layout: Ranks on nodes.
         machine: Whose memory there is; None: unknown.
-        step_s: A predicted step; None: time is not looked at.
+        step_s: A predicted step; None: time is not checked.
         limits: What the job has.
     """
     given = limits or JobLimits()

@@ -88,7 +88,7 @@ def check_world(world: object) -> None:
     """Refuse arguments without which the other ranks cannot be reached. Pure.
 
     Raises:
-        ConfigError: it is no world, or its block has ended.
+        ConfigError: it is not a world, or it is closed.
     """
     if not isinstance(world, World):
         raise ConfigError(
@@ -182,12 +182,12 @@ def _is_count(value: object) -> bool:
 
 
 def _describe_engine(engine: object) -> str:
-    """What must be the same of engines on all ranks, in words. Pure."""
+    """A description of what must be the same of engines on all ranks. Pure."""
     return f"an engine over {engine.name}" if isinstance(engine, Engine) else str(engine)
 
 
 def _describe_optimizer(optimizer: object) -> str:
-    """What must be the same of optimizers on all ranks, in words. Pure."""
+    """A description of what must be the same of optimizers on all ranks. Pure."""
     members: tuple[object, ...] = members_of(optimizer)  # type: ignore[arg-type]
     known = [member for member in members if isinstance(member, torch.optim.Optimizer)]
     sizes = [str(len(group["params"])) for member in known for group in member.param_groups]
@@ -242,7 +242,7 @@ def check_loss(loss: object) -> None:
     """Refuse what cannot be differentiated. Pure.
 
     Raises:
-        ConfigError: it is no tensor, or not one number.
+        ConfigError: it is not a tensor, or not one number.
     """
     if not isinstance(loss, Tensor):
         raise ConfigError(

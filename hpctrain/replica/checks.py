@@ -69,7 +69,7 @@ def check_untouched(mode: Mode) -> None:
 
 
 def check_unchanged(window: Window) -> None:
-    """Refuse parameters that came or changed while a step is under way."""
+    """Refuse parameters that were added or changed during a step."""
     if window.calls:
         raise ConfigError(
             "parameters were added or converted in the middle of a step; do it after replica.step()"

@@ -36,7 +36,7 @@ class ControlWords(NamedTuple):
     present: float
     """1 for a rank that takes part, 0 for one that ran out of data (`join`)."""
     counted: float
-    """Backward calls that came with sample counts."""
+    """Backward calls that had sample counts."""
     plain: float
     """1 for a rank that called `loss.backward()`: its gradients are not weighted yet."""
     sequence: float

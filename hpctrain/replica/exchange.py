@@ -106,7 +106,7 @@ class Exchange:
         self._nonfinite: tuple[ControlWords, str | None] | None = None
         """The sums in which a rank reported a non-finite value, and what this rank found."""
         self._late: list[LateSums] = []
-        world.shares.forget()  # batches that were looked at before there was anything to train
+        world.shares.forget()  # batches that were read before there was anything to train
         self._batches_before = world.shares.num_batches
 
     # The parameters
@@ -183,7 +183,7 @@ class Exchange:
         Args:
             weight: Of the whole window.
             calls: Of the whole window.
-            counted: Whether they came with sample counts.
+            counted: Whether they had sample counts.
         """
         if not self.examines:
             words = self._words(weight, calls, counted=float(calls) if counted else 0.0)

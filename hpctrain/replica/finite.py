@@ -39,7 +39,7 @@ class FiniteCheck:
     Args:
         world: All ranks.
         num_ranks: How many of them train together, and stop together.
-        watches: Whether to look at all.
+        watches: Whether to check at all.
     """
 
     def __init__(self, world: World, *, num_ranks: int, watches: bool) -> None:
@@ -51,7 +51,7 @@ class FiniteCheck:
         self.finding: str | None = None
 
     def look_at_loss(self, loss: Tensor, *, step: int) -> None:
-        """Look at a loss before it is differentiated; on a GPU at those that have arrived."""
+        """Check a loss before it is differentiated; on a GPU those that have arrived."""
         if not self.watches:
             return
         if loss.is_cuda:
@@ -75,9 +75,9 @@ class FiniteCheck:
     def look_at_gradients(
         self, names: Sequence[str], parameters: Sequence[Tensor], *, step: int
     ) -> None:
-        """Look at gradients of a loss that was not seen, before they are summed.
+        """Check gradients of a loss that was not seen, before they are summed.
 
-        A NaN loss makes nearly every gradient NaN, so the smallest are looked at each time, and all
+        A NaN loss makes nearly every gradient NaN, so the smallest are checked each time, and all
         of them now and then; that waits for a GPU.
         """
         if not self.watches:

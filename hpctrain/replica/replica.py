@@ -161,13 +161,13 @@ class Replica:
             loss: A scalar: the mean over this rank's samples.
             num_samples: How many samples that mean is over. Given on every rank, unequal batches
                 count by their sizes; left out, every rank counts the same. 0 takes part with
-                nothing: `loss` is then not looked at. With a sharded model it must have come from
+                nothing: `loss` is then ignored. With a sharded model it must have come from
                 a forward pass of an empty batch: every rank takes part in gathering.
             retain_graph: As in torch.
             create_graph: As in torch; exchanged gradients have no graph.
 
         Raises:
-            ConfigError: the call does not fit what came before; the message says what to do.
+            ConfigError: the call does not fit earlier calls; the message says what to do.
         """
         observers = self._exchange.observers
         if observers:
@@ -265,7 +265,7 @@ class Replica:
             What `step()` returns, with this rank's loss as `loss`.
 
         Raises:
-            ConfigError: the call does not fit the arguments of `distribute` or what came before.
+            ConfigError: the call does not fit the arguments of `distribute` or earlier calls.
             NonFiniteError: as `step` does.
         """
         check_learning(loss_fn, batch, named)
@@ -443,7 +443,7 @@ class Replica:
             joining.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to resume: the optimizer's state as torch has it, and the model's.
+        """All that a run needs to resume: the optimizer's state in torch's form, and the model's.
 
         The weights are under the key `model`. `fp16` adds the key `scaler`, `bf16-pure` the key
         `masters`; torch's own optimizers load the state all the same and leave these out.
@@ -503,7 +503,7 @@ class Replica:
         self._exchange.finite.watches = stops and self._scale_and_clip.scaler is None
 
     def counters(self) -> dict[str, Any]:
-        """What a replica has counted and learned beside the optimizer's state, as plain data.
+        """A replica's counters besides the optimizer's state, as plain data.
 
         A run that resumes with it is bit for bit the one that was never stopped.
         """

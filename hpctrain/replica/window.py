@@ -121,7 +121,7 @@ class Window:
 
     @property
     def counted(self) -> int:
-        """How many of the calls came with sample counts."""
+        """How many of the calls had sample counts."""
         return self.calls if self.weighted else 0
 
     def mark_exchanged(self) -> None:
@@ -196,7 +196,7 @@ class Step:
     due: bool
     """Whether a full window of gradients was available."""
     note: str
-    """`stepped`, `accumulating`, `no gradients` or `no samples`, before overflow is looked at."""
+    """`stepped`, `accumulating`, `no gradients` or `no samples`, before overflow is checked."""
     learning_rates: tuple[float | Tensor, ...] = ()
     """Of each parameter group, for this step."""
     loss: Tensor | None = field(default=None, repr=False)

@@ -26,7 +26,7 @@ def describe_wire(used: str, asked: str, num_nodes: int) -> str:
 
 
 def trouble_with_wire_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Why a wire cannot go on from what was saved of another, in words, or None. Pure.
+    """Why a wire cannot resume from the saved state of another, or None. Pure.
 
     Args:
         saved: What `WireUse.common_state` gave.

@@ -290,7 +290,7 @@ def read_result(path: Path) -> Result:
     """Read a result file.
 
     Raises:
-        ConfigError: it cannot be read, or is no result.
+        ConfigError: it cannot be read, or is not a result.
     """
     try:
         raw = upgrade(json.loads(path.read_text(encoding="utf-8")))

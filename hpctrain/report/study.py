@@ -82,7 +82,7 @@ def _line(label: str, x: Sequence[float], values: Sequence[Estimate], style: int
 def _tell(
     study: Study, measure: Callable[[StudyPoint], Estimate | None], what: str, *, as_percent: bool
 ) -> str:
-    """The curve in words, for those who cannot see it."""
+    """A text description of the curve."""
     told = []
     for engine in study.engines:
         known = [

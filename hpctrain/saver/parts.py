@@ -278,7 +278,7 @@ def _trouble_with_optimizer(saved: str, optimizer: torch.optim.Optimizer) -> str
 
 
 def _changed_options(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Options of groups that the script sets otherwise than the checkpoint, in words.
+    """A description of group options that differ between script and checkpoint.
 
     Args:
         saved: The optimizer's state in the checkpoint.
@@ -312,8 +312,8 @@ def _same(was: object, now: object) -> bool:
 def _find_own(world: World, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Collective: the buffers whose bits differ between ranks; all ranks must have the same names.
 
-    Buffers are small beside parameters, and this is done once per checkpoint: each rank's digest
-    of each of them travels.
+    Buffers are small compared with parameters, and this is done once per checkpoint: each rank's
+    digest of each of them travels.
     """
     if world.size == 1 or not buffers:
         return {}

@@ -66,7 +66,7 @@ class Batches(Iterator[Batch]):
         """Batches of the whole loop, including those already returned.
 
         Raises:
-            TypeError: the data are a stream, which does not say how long it is.
+            TypeError: the data are a stream, which has no length.
         """
         if self._length is None:
             raise TypeError("a stream has no length")
@@ -95,7 +95,7 @@ class Saver:
         writers_per_node: Ranks of each node that write; None decides.
         asynchronous: Train while the checkpoint is written.
         note: Plain data for the manifest, such as the configuration.
-        timeout_s: How long a rank may be late, at a boundary, for a save or for a load, before the
+        timeout_s: How late a rank may be, at a boundary, for a save or for a load, before the
             job ends and names it.
         store: The checkpoint store, by name: `hpctrain`, or one that an installed package adds.
 

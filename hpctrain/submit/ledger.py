@@ -42,7 +42,7 @@ class Ledger:
     """What was submitted, newest last. The last thousand are kept.
 
     A job that cannot be added to the file, because that is damaged or cannot be written, gets a
-    file of its own in the folder beside it, which is read as well.
+    separate file in the folder next to it, which is read as well.
     """
 
     def __init__(self, home: Path) -> None:

@@ -28,7 +28,7 @@ class Queue:
     min_nodes: int = 1
     max_nodes: int | None = None
     max_walltime: tuple[tuple[int | None, int], ...] = ()
-    """Seconds for jobs of up to so many nodes, the smallest first; None: of any size."""
+    """Seconds for jobs of up to this many nodes, the smallest first; None: of any size."""
     by_request: bool = False
     """By permission of the site only: never proposed."""
 
@@ -80,7 +80,7 @@ def queue_from_table(what: str, table: object) -> Queue:
     """Make a queue of what a profile says.
 
     Raises:
-        ConfigError: a key is unknown, or a limit is no limit.
+        ConfigError: a key is unknown, or a limit is not valid.
     """
     given = check_keys(table, what, needed=(), known=_KEYS)
     least = count_of(given.get("min_nodes", 1), f"{what}: min_nodes")

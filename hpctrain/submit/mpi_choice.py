@@ -1,6 +1,6 @@
 """Which `srun --mpi=` starts the ranks, where neither the user nor the site says it.
 
-srun starts ranks of an MPI that it does not match as so many jobs of one rank, or they fail at
+srun starts ranks of an MPI that it does not match as separate jobs of one rank, or they fail at
 once; so both the installed MPI and srun are queried.
 """
 

@@ -138,7 +138,7 @@ class Request:
             )
 
     def _check_staged(self) -> None:
-        """On a node they lie side by side in one folder, beside the environment."""
+        """On a node they are side by side in one folder, next to the environment."""
         taken = {"env", "env.tar"} if self.pack is not None else set()
         for path in self.stage:
             name = PurePosixPath(path).name

@@ -76,7 +76,7 @@ class Site:
     queue_by: str = "partition"
     """Whether a job names its queue as partition or as qos."""
     memory: str = ""
-    """Per node with all its GPUs, for a job that does not say; left out, the batch system's."""
+    """Default per node with all its GPUs; left out, the batch system's."""
     partition: str = ""
     qos: str = ""
     constraint: str = ""

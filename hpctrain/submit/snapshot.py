@@ -51,7 +51,7 @@ def take_snapshot(directory: Path, folder: Path) -> Snapshot:
 
     Args:
         directory: Where the job is submitted from.
-        folder: Where the copy goes; logs and other copies beside it are not copied.
+        folder: Where the copy goes; logs and other copies next to it are not copied.
 
     Raises:
         ConfigError: there is too much, or it cannot be copied.
@@ -131,7 +131,7 @@ def run_snapshot(
     given = environment.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
     parts = [_moved_folder(part, snapshot) for part in given.split(os.pathsep)] if given else []
     parts += [_moved_folder(str(path), snapshot) for path in editable]
-    if by_module or configured:  # else Python looks beside the script first, which is in the copy
+    if by_module or configured:  # else Python searches the script's folder first: the copy
         parts.insert(0, str(snapshot.folder))
         environment["PYTHONSAFEPATH"] = "1"  # the job's directory is no place for modules now
     if parts:

@@ -34,7 +34,7 @@ def submit(
     tell: Callable[[str], None] = lambda job: None,
     ask: Ask = ask_program,
 ) -> list[str]:
-    """Write the script beside the logs, show it, submit it and record the job.
+    """Write the script next to the logs, show it, submit it and record the job.
 
     A submission that is refused leaves no script behind.
 
@@ -99,7 +99,7 @@ def _new_file(folder: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, name: str, suffix: str) -> Iterator[Path]:
-    """A folder beside the scripts, exclusively; removed if the job was not accepted.
+    """A folder next to the scripts, exclusively; removed if the job was not accepted.
 
     Raises:
         ConfigError: nothing can be written there.

@@ -66,7 +66,7 @@ def grid_points(axes: Sequence[str], *, reserved: Sequence[str] = _OWN) -> list[
 
     Args:
         axes: The keys with their values.
-        reserved: Names that are no keys.
+        reserved: Names that cannot be keys.
 
     Raises:
         ConfigError: an axis is not understood or comes twice, or there are too many points.
@@ -394,7 +394,7 @@ def read_results(
 def _tell_state(
     folder: Path, numbers: Mapping[str, float | None], metric: str, job: JobState | None
 ) -> str:
-    """In a word what became of a point."""
+    """The state of a point, in a word."""
     code, summary = _read(folder / _EXIT).get("exit_code"), _read(folder / _SUMMARY)
     if code:
         return f"failed (exit code {code})"

@@ -70,7 +70,7 @@ def init(
 
     Raises:
         LaunchError: the job was started wrongly, or the ranks are about to run different things.
-        TimedOutError: some ranks did not come in time; they are named.
+        TimedOutError: some ranks did not arrive in time; they are named.
         ConfigError: an argument is wrong on some rank.
     """
     # A name is what a worker has already while it reads the script; its parent it learns later.

@@ -213,7 +213,7 @@ class World:
         """Collective: wait until every rank is here.
 
         Raises:
-            TimedOutError: some ranks did not come in time; they are named.
+            TimedOutError: some ranks did not arrive in time; they are named.
         """
         roll_call(self.comm, "world.barrier", timeout_s=timeout_s)
 
@@ -244,7 +244,7 @@ class World:
 
         Raises:
             ConfigError: on all ranks; values differ in kind or shape, or no rank has any weight.
-            TimedOutError: some ranks did not come in time; they are named.
+            TimedOutError: some ranks did not arrive in time; they are named.
         """
         roll_call(self.comm, "world.mean", timeout_s=timeout_s)
         return mean_over_ranks(self.comm, value, weight)

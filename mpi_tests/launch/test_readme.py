@@ -168,7 +168,7 @@ def test_the_doctor_lines():
     if _has_horovod():
         check = run(*shlex.split(lines[2]), env=tools(), timeout_s=120)
         assert check.code == 0, check.text
-        assert "bound to: " in check.out
+        assert "linked to: " in check.out
         assert f"torch {torch.__version__}" in check.out
 
 

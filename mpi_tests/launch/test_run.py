@@ -427,7 +427,7 @@ def test_a_foreign_mpirun_gets_the_cure(tmp_path):
         (["run", "-n", "0", "x.py"], "at least 1 rank"),
         (["run", "-n", "2", "nosuch.py"], "nosuch.py' is neither a file here"),
         (["run", "-n", "9", "--hosts", "a:2", "x.py"], "more than the 2 ranks of a:2"),
-        (["run", "--hosts", "a:x", "x.py"], "'a:x' is not understood"),
+        (["run", "--hosts", "a:x", "x.py"], "'a:x' is not valid"),
         (["run", "--hostfile", "nosuch", "x.py"], "hostfile nosuch cannot be read"),
         (["run", "-np", "2", "--log-dir", "/proc/x", "setup.cfg"], "cannot be written to"),
     ],
@@ -501,7 +501,7 @@ def test_ranks_meet_on_the_fast_network_of_the_site(nodes, tmp_path, suffix):
         assert done.stdout.splitlines() == [f"met {hosts[0]}-fast"] * 2, done.stdout + done.stderr
     else:
         assert done.returncode != 0
-        assert f"host {hosts[1]}-unknown of rank 1 is not known" in done.stdout + done.stderr
+        assert f"host {hosts[1]}-unknown of rank 1 does not resolve" in done.stdout + done.stderr
 
 
 @pytest.mark.alone

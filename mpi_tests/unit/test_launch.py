@@ -204,7 +204,11 @@ def test_a_variable_has_its_value_or_the_one_that_is_here(text, wanted):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("C", "-x C: it is not set here"), ("=1", "is no variable"), ("a b=1", "is no variable")],
+    [
+        ("C", "-x C: it is not set here"),
+        ("=1", "is not a variable"),
+        ("a b=1", "is not a variable"),
+    ],
 )
 def test_a_variable_that_cannot_be_passed_on_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):

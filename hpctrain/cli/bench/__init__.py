@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _module_of(kind: str) -> ModuleType | None:
-    """The module of a kind; None: a benchmark of hpctrain itself, and this is no checkout."""
+    """The module of a kind; None: a benchmark of hpctrain itself, and this is not a checkout."""
     name = _PROGRAMS.get(kind, f"hpctrain.cli.bench.{kind}")
     if name.startswith("benchmarks."):
         if not (ROOT / "benchmarks" / "results").is_dir():

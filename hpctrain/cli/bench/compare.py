@@ -73,7 +73,7 @@ def compare_files(
     """Show what differs; 1 where something is worse.
 
     Raises:
-        ConfigError: a file is no result, or the two cannot be compared.
+        ConfigError: a file is not a result, or the two cannot be compared.
     """
     if not 0 <= tolerance < float("inf"):
         raise ConfigError(f"--tolerance {tolerance:g} must be 0 or more; 0.03 is 3 %")

@@ -15,7 +15,7 @@ __all__ = ["add_arguments", "main"]
 
 _MORE = """\
 Each number of ranks is launched --repeats times, all numbers in turn, and medians count: computing
-without communication, for what ranks that share a node take from each other, and allreduces of
+without communication, for contention between ranks of a node, and allreduces of
 4 KiB to 64 MiB on each engine. On one node there is no network to measure, and the file is valid
 for that node. The background load is in the file, with a warning if it exceeded 5 % of the cores.
 

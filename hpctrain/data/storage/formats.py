@@ -1,7 +1,8 @@
 """File formats: numpy's and torch's own as arrays; HDF5, Zarr and NetCDF behind their libraries.
 
 Each process opens a container for itself, when it first reads, and keeps it open: a handle that
-came by a fork, or in a pickle, is never used. Read-only. A library is loaded when it is used.
+was inherited by a fork, or in a pickle, is never used. Read-only. A library is loaded when it is
+used.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _open_member(
 
 
 def explain(path: Path, error: Any) -> str:
-    """In words, why a file cannot be used."""
+    """Why a file cannot be used."""
     if isinstance(error, FileNotFoundError):
         return "is missing"
     if isinstance(error, PermissionError | IsADirectoryError):

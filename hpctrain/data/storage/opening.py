@@ -205,7 +205,7 @@ def files(
         columns: Which arrays of the file, the folder or `rows`; None takes all that are as long as
             the longest. Without those: the files that are the columns, `.npy` or `.pt` with one
             array each; a list makes tuples, a dict makes dicts of batches.
-        timeout_s: How long to wait for ranks that do not come.
+        timeout_s: How long to wait for missing ranks.
             None: as long as the world waits for any rank.
 
     Returns:
@@ -409,7 +409,7 @@ def open_path(
 
 
 def _no_shards(folder: Path) -> str:
-    """Why a folder is no data set, with what to do about what is in it."""
+    """Why a folder is not a data set, and what to do about its contents."""
     told = f"{folder / MANIFEST} is missing"
     arrays = sorted(path for path in folder.iterdir() if path.suffix == ".npy")
     if not arrays:

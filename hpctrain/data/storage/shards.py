@@ -164,7 +164,7 @@ class Shards:
     Args:
         folder: Where the manifest is.
         columns: Which columns; None takes all. With a choice, a batch is a dict.
-        part: Look only at each `part[1]`-th file, from `part[0]` on: other ranks look at the rest.
+        part: Check only each `part[1]`-th file, from `part[0]` on: other ranks check the rest.
 
     Raises:
         DataError: the manifest or a file is missing or has another size than it should.
@@ -252,7 +252,7 @@ def most_mapped() -> int:
 
 
 def check_file(folder: Path, file: ShardFile) -> str | None:
-    """See whether a file is there with its full size; in words, what is wrong."""
+    """Check that a file exists with its full size; returns what is wrong."""
     path = folder / file.name
     try:
         size = path.stat().st_size
@@ -265,7 +265,7 @@ def check_file(folder: Path, file: ShardFile) -> str | None:
 
 
 def check_shard(folder: Path, manifest: ShardManifest, number: int) -> list[str]:
-    """Read a shard from end to end; in words, everything that is wrong with it."""
+    """Read a shard from end to end; returns everything that is wrong with it."""
     shard = manifest.shards[number]
     wrong: list[str] = []
     for column, file in zip(manifest.columns, shard.files, strict=True):

@@ -47,7 +47,7 @@ def write_shards(
 ) -> ShardManifest:
     """Collective: write a data set as shards, each rank its own ones; the arguments must match.
 
-    The manifest comes last, in one move: until then the folder is no data set.
+    The manifest is written last, atomically: until then the folder is not a data set.
 
     Args:
         world: The ranks.

@@ -113,7 +113,7 @@ def measure_clocks(comm: Comm, *, limit_s: float) -> list[tuple[float, float] | 
     question and answer, so half of that time is the error.
 
     Returns:
-        On rank 0, for each rank (seconds ahead, error), None where no answer came; else empty.
+        On rank 0, for each rank (seconds ahead, error), None without an answer; else empty.
     """
     import numpy as np
 

@@ -11,8 +11,8 @@ node that is 10 % slow among hundreds that agree within 1 %; its floor keeps it 
 that are only 1 % slow, and below 8 values the MAD says little: of three, two that happen to agree
 make it nearly nothing. Neither is led astray by the outliers themselves, as a mean would be.
 
-A node's link value is the upper median over its links: a good node beside a bad one keeps the value
-of its good links. A link is named when it has less than half of what both of its ends have
+A node's link value is the upper median over its links: a good node next to a bad one keeps the
+value of its good links. A link is named when it has less than half of what both of its ends have
 otherwise.
 """
 

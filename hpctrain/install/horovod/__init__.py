@@ -1,6 +1,6 @@
 """Building, caching, installing and checking Horovod for exactly one torch and one MPI.
 
-`facts` looks at an interpreter, `cache` and `recipe` decide what to build and where it is kept,
+`facts` inspects an interpreter, `cache` and `recipe` decide what to build and where it is kept,
 `build`, `deploy` and `check` do it.
 """
 

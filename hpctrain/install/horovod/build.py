@@ -213,7 +213,7 @@ def _prepare(facts: BuildFacts, work: Path) -> None:
     (work / "tmp").mkdir()
     (work / "bin").mkdir()
     if facts.compiler is None or facts.mpi.mpicxx is None:
-        raise InstallError("no compiler or no mpicxx")  # _require_tools came first
+        raise InstallError("no compiler or no mpicxx")  # _require_tools was called first
     scripts = {
         "cxx": recipe.compiler_wrapper(facts.compiler, recipe.relative_rpath(facts)),
         "mpicxx": recipe.shim(facts.mpi.mpicxx),

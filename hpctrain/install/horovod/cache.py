@@ -41,7 +41,7 @@ def cached_wheel(home: Path) -> Path | None:
 
 
 def staging_folder(home: Path) -> Path:
-    """Make an empty folder beside the final place, so that moving a wheel there is atomic."""
+    """Make an empty folder next to the final place, so that moving a wheel there is atomic."""
     folder = home / f"{_STAGING}{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -129,7 +129,7 @@ def cache_home(environ: Mapping[str, str]) -> Path:
 
 
 def differences(built: Bindings, now: Bindings) -> list[str]:
-    """What an installed Horovod was built for that is no longer so, in words; empty if it fits."""
+    """What has changed since an installed Horovod was built; empty if it matches."""
     return [
         f"{name.replace('_', ' ')} was {built[name]} when it was built and is {now[name]} now"
         for name in _BREAKING

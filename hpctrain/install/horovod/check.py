@@ -79,7 +79,7 @@ class HorovodCheck:
 def check_horovod(
     python: Path, *, environ: Mapping[str, str], run: bool = True, timeout_s: float = 120.0
 ) -> HorovodCheck:
-    """Look at the Horovod of an interpreter, in processes of its own.
+    """Check the Horovod of an interpreter, in separate processes.
 
     Args:
         python: The interpreter.

@@ -1,4 +1,4 @@
-"""What an interpreter and its machine offer for a Horovod build: looked at, never guessed."""
+"""What an interpreter and its machine offer for a Horovod build: inspected, never guessed."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def probe_interpreter(
 
 
 def collect(python: Path, *, environ: Mapping[str, str], want_cuda: bool | None) -> BuildFacts:
-    """Look at everything a Horovod build for `python` depends on.
+    """Inspect everything a Horovod build for `python` depends on.
 
     Args:
         python: The interpreter to build for.
@@ -226,7 +226,7 @@ def _mpi_facts(interpreter: PythonFacts, environ: Mapping[str, str]) -> MpiFacts
 
 
 def _mpicxx(loaded: LoadedMpi, mpirun: Path | None, search: str) -> Path | None:
-    """Find the C++ wrapper of that very MPI: beside its library or launcher, then on PATH."""
+    """Find the C++ wrapper of that MPI: next to its library or launcher, then on PATH."""
     folders = [parent / "bin" for parent in Path(loaded.library).parents[1:5]]
     if mpirun is not None:
         folders[:0] = [mpirun.parent, mpirun.resolve().parent]

@@ -140,7 +140,7 @@ def _is_done(
 def inputs_of(
     args: argparse.Namespace, checkout: Path, folder: Path, environ: Mapping[str, str]
 ) -> dict[str, object]:
-    """Everything that the result depends on, looked at without starting anything."""
+    """Everything that the result depends on, read without starting anything."""
     site = site_mpi.find_site_mpi(environ.get("PATH", ""), folder)
     files = [site.mpicc, site.mpirun] if site and args.mpi != "mpich" else []
     base = getattr(sys, "_base_executable", "") or sys.executable

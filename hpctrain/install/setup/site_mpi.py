@@ -131,7 +131,7 @@ def _use_site(venv: Path, site: SiteMpi, steps: Steps) -> str:
 def _use_mpich(venv: Path, steps: Steps) -> None:
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install"]
     steps.run("installing MPICH", [*pip, MPICH_SPEC])
-    # Not `site`: the launcher must be the one beside the library.
+    # Not `site`: the launcher must be the one next to the library.
     path = f"{venv / 'bin'}{os.pathsep}{steps.environ.get('PATH', '')}"
     mpirun = venv / "bin" / "mpirun"
     failure = _prove(venv, path, steps.environ, mpirun)

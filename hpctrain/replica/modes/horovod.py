@@ -167,7 +167,7 @@ class HorovodMode(Mode):
         self._wire.divisor = self._scale or 1.0
 
     def average(self, divisor: float | Tensor) -> None:
-        """Turn what came into averages."""
+        """Turn the results into averages."""
         rest = self.rest_of(divisor)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if rest != 1.0 and gradients:

@@ -81,7 +81,7 @@ class NodeMode(TorchGradientsMode):
         return super().fits() and self._strides == [p.stride() for p in self.parameters]
 
     def begin(self, *, fresh: bool) -> None:
-        """Before a backward pass: where a new window begins, there are no gradients."""
+        """Before a backward pass: at the start of a window there are no gradients."""
         super().begin(fresh=fresh)
         for update in self.updates:
             update.reset_hooks()

@@ -128,7 +128,7 @@ class NodeMemory:
         return views
 
     def close(self) -> None:
-        """Let the file go; gradients that are still looked at stay."""
+        """Release the file; gradients that are still referenced stay."""
         self.block.close()
 
 

@@ -40,7 +40,7 @@ class Command:
     otherwise: str = ""
     """The text after `||`."""
     tested: bool = False
-    """Whether `if`, `while`, `!` or `||` looks at its exit code."""
+    """Whether `if`, `while`, `!` or `||` checks its exit code."""
     in_background: bool = False
     captured: bool = False
     """Whether it is in `$(...)`: its output is captured; it is not a step of the job."""
