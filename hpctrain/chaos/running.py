@@ -216,7 +216,7 @@ class Chain:
         mark = self._scratch / f"mark-{scenario.name}"
         injection = self._injection(scenario, rank, step, mark)
         attempt = self._launch("disturbed", injection)
-        disturbed = self._meddle(scenario, attempt, mark)
+        disturbed = self._act_from_outside(scenario, attempt, mark)
         code = attempt.wait(self._timeout_s)
         seconds = time.time() - (disturbed or attempt.began)
         if self._disk is not None:
@@ -231,14 +231,14 @@ class Chain:
         )
         if last:
             words.append(f"resuming from step {last} ")
-        came = injection is None or disturbed is not None
+        happened = injection is None or disturbed is not None
         return self._judge(
             scenario,
             attempt,
             code,
             seconds,
             words,
-            [] if came else [f"step {step} was never reached"],
+            [] if happened else [f"step {step} was never reached"],
         )
 
     def _damage(self, scenario: Scenario) -> Entry:
@@ -269,11 +269,11 @@ class Chain:
             return make(what="disk", num_bytes=self._checkpoint_bytes // 2)
         return make(what=_INSIDE[scenario.kind])
 
-    def _meddle(self, scenario: Scenario, attempt: Attempt, mark: Path) -> float | None:
+    def _act_from_outside(self, scenario: Scenario, attempt: Attempt, mark: Path) -> float | None:
         """What is done from outside while it runs; when the disturbance happened, None: never."""
         if not attempt.wait_until(mark.exists, self._timeout_s) and not mark.exists():
             return None
-        came = mark.stat().st_mtime
+        happened = mark.stat().st_mtime
         if scenario.kind == "launcher-signal":
             attempt.send(scenario.signal)
             attempt.wait_until(lambda: "passed on" in attempt.text, 20.0)
@@ -281,7 +281,7 @@ class Chain:
         elif scenario.kind == "pause":
             time.sleep(_PAUSE_S)
             os.kill(int(mark.read_text()), signal.SIGCONT)
-        return came
+        return happened
 
     def _judge(
         self,

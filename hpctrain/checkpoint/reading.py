@@ -317,8 +317,8 @@ def _vote(
     """Collective: the blocks that only this rank needs, and those that several need."""
     from mpi4py import MPI
 
-    here, nobody = world.rank, -world.size - 1
-    mine = np.full((2, len(blocks)), nobody, np.int64)
+    here, no_rank = world.rank, -world.size - 1
+    mine = np.full((2, len(blocks)), no_rank, np.int64)
     for index, block in enumerate(blocks):
         part, start = block[0], block[1] * reader.block_bytes
         if assembly.is_wanted(part, start, start + reader.size(block)):
@@ -327,7 +327,7 @@ def _vote(
     world.comm.Allreduce(mine, both, op=MPI.MAX)
     last, first = both[0], -both[1]
     alone = [block for i, block in enumerate(blocks) if last[i] == first[i] == here]
-    several = [block for i, block in enumerate(blocks) if last[i] != nobody and last[i] > first[i]]
+    several = [block for i, block in enumerate(blocks) if last[i] != no_rank and last[i] > first[i]]
     return alone, several
 
 

@@ -97,13 +97,13 @@ class Responder:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Stop answering; the thread ends within `timeout_s`."""
-        self.say_goodbye()
+        self.announce_exit()
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
         self._thread.join(timeout_s)
         self._wake.close()
 
-    def say_goodbye(self) -> None:
+    def announce_exit(self) -> None:
         """Tell peers that stay connected that this rank leaves."""
         for client in list(self._clients):
             if client.stays:
@@ -124,7 +124,7 @@ class Responder:
                     if key.fileobj is self._server:
                         self._welcome()
                     else:
-                        self._attend(key.data)
+                        self._serve_client(key.data)
         finally:
             for key in list(self._selector.get_map().values()):
                 if isinstance(key.fileobj, socket.socket):
@@ -144,7 +144,7 @@ class Responder:
         self._clients.add(client)
         self._selector.register(sock, selectors.EVENT_READ, client)
 
-    def _attend(self, client: _Client) -> None:
+    def _serve_client(self, client: _Client) -> None:
         try:
             if self._converse(client):
                 return
@@ -313,12 +313,12 @@ class PeerLink:
     """A connection to one peer that shows at once when its process dies.
 
     Most launchers end all ranks when one of them is killed, but not all do, and few say which one
-    it was. The kernel closes a dead process's sockets: a connection that ends without a goodbye
-    tells more than any timeout. Nothing is sent while both live.
+    it was. The kernel closes a dead process's sockets: a connection that ends without an exit
+    message shows more than any timeout. Nothing is sent while both live.
 
     Args:
         peer: The process to watch.
-        died: Called in the thread that watches when it is gone without a goodbye.
+        died: Called in the thread that watches when it is gone without an exit message.
 
     Raises:
         OSError: it cannot be reached.

@@ -192,8 +192,8 @@ class Monitor:
         self._thread = threading.Thread(target=self._watch, name=THREAD_PREFIX, daemon=True)
         self._thread.start()
         self._link = self._link_to_next()
-        atexit.register(self.stop)  # a rank that ends well says goodbye
-        before_abort.append(self._say_goodbye)
+        atexit.register(self.stop)  # a rank that exits normally announces it
+        before_abort.append(self._announce_exit)
 
     @property
     def is_running(self) -> bool:
@@ -239,8 +239,8 @@ class Monitor:
             self._responder.close()
             self._responder = None
         atexit.unregister(self.stop)
-        if self._say_goodbye in before_abort:
-            before_abort.remove(self._say_goodbye)
+        if self._announce_exit in before_abort:
+            before_abort.remove(self._announce_exit)
 
     def _link_to_next(self) -> PeerLink | None:
         """Connect to the next rank, to learn of its death; `hpctrain run` learns of it itself."""
@@ -252,12 +252,12 @@ class Monitor:
         except OSError:
             return None  # nodes that cannot reach each other were warned of already
 
-    def _say_goodbye(self) -> None:
+    def _announce_exit(self) -> None:
         if self._responder is not None:
-            self._responder.say_goodbye()
+            self._responder.announce_exit()
 
     def _peer_died(self, rank: int) -> None:
-        """The next rank is gone without a goodbye: end all ranks, in the link's thread."""
+        """The next rank is gone without an exit message: end all ranks, in the link's thread."""
         if self._stopping.is_set():
             return
         peer, host = self.peers[rank], self._world.ranks[rank].host

@@ -180,7 +180,7 @@ class Arena:
                 if not keep_frozen:
                     parameter.grad = None
             elif not self._is_home(index):
-                self._bring_home(index)
+                self._move_back(index)
         self.hook()
 
     def hook(self) -> None:
@@ -198,7 +198,7 @@ class Arena:
         view = self.views[index]
         return self.parameters[index].grad is view and view.data_ptr() == self._pointers[index]
 
-    def _bring_home(self, index: int) -> None:
+    def _move_back(self, index: int) -> None:
         self.views[index] = self._view(index)
         self.parameters[index].grad = self.views[index]
 
@@ -223,7 +223,7 @@ class Arena:
             buffer.used.add(index)
             stray = parameter.grad
             if stray is not None and not self._is_home(index):
-                self._bring_home(index)
+                self._move_back(index)
                 self.views[index].copy_(stray.detach())
         buffer.ready.clear()
 
@@ -239,7 +239,7 @@ class Arena:
                     continue
                 self._slot_of[index][0].used.add(index)
                 if not self._is_home(index):
-                    self._bring_home(index)
+                    self._move_back(index)
                     strided = gradient.layout is torch.strided
                     self.views[index].copy_(gradient if strided else gradient.to_dense())
 

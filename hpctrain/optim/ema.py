@@ -71,10 +71,10 @@ class EMA:
         sources = _averaged(model)
         self._averages = places_for(sources) if into is None else _checked(sources, into)
         self._homes = self._averages  # where averages are written
-        strangers = set(owns or ()) - sources.keys()
-        if strangers:
+        unknown = set(owns or ()) - sources.keys()
+        if unknown:
             raise ConfigError(
-                f"owns names {sorted(strangers)[0]}, which the model does not average; choose from "
+                f"owns names {sorted(unknown)[0]}, which the model does not average; choose from "
                 f"{', '.join(sources)}"
             )
         self._owned = [name for name in sources if owns is None or name in owns]
@@ -104,7 +104,7 @@ class EMA:
         Raises:
             ConfigError: on all ranks: weights, decay or warm_up differ between them.
         """
-        return _make_once_a_node(engine, model, decay, warm_up=warm_up)
+        return _make_per_node(engine, model, decay, warm_up=warm_up)
 
     @staticmethod
     def wanted(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -240,7 +240,7 @@ _ALIGN_BYTES = 64
 T = TypeVar("T")
 
 
-def _make_once_a_node(engine: Engine, model: nn.Module, decay: float, *, warm_up: bool) -> EMA:
+def _make_per_node(engine: Engine, model: nn.Module, decay: float, *, warm_up: bool) -> EMA:
     """Collective: an average once a node, or each rank's own where nothing can be shared."""
     why = _why_not(engine, model)
     if why is None:

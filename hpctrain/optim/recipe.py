@@ -125,9 +125,9 @@ class Recipe:
         for name in ("warmup_from", "end"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is a fraction of the peak, 0 to 1")
-        self._check_company()
+        self._check_combination()
 
-    def _check_company(self) -> None:
+    def _check_combination(self) -> None:
         """Refuse options that the chosen decay would ignore, or that it misses."""
         owners = {
             "end": (self.end != 0, ("cosine", "polynomial")),

@@ -86,13 +86,13 @@ class SharedState:
         """See what the user has changed since the last update."""
         switches = _switches(self._optimizer)
         if self._import or switches != self._switches:
-            self._take_anew(inner, pieces, switches)
+            self._reimport(inner, pieces, switches)
             return
         written = any(private.is_written() for _, private in self._blocks)
         if not written and self._is_untouched():
             return  # the usual case
         if self._is_rearranged():
-            self._take_anew(inner, pieces, switches)
+            self._reimport(inner, pieces, switches)
             return
         for index, shown in self._shown.items():
             state = self._optimizer.state[self._parameters[index]]
@@ -122,7 +122,7 @@ class SharedState:
                 return True
         return False
 
-    def _take_anew(
+    def _reimport(
         self,
         inner: torch.optim.Optimizer,
         pieces: Sequence[ParameterPiece],
@@ -174,7 +174,7 @@ class SharedState:
             used: Which parameters the update has moved; the same on all ranks.
         """
         for home in self._homes.values():
-            self._bring_home(home)
+            self._move_back(home)
         if len(self._told) == len(self._parameters):
             return frozenset()
         return frozenset(
@@ -282,7 +282,7 @@ class SharedState:
         self._watched = [one.tensor for one in shown if one is not None]
         self._versions = [one.version for one in shown if one is not None]
 
-    def _bring_home(self, home: _Home) -> None:
+    def _move_back(self, home: _Home) -> None:
         """An optimizer may make new tensors at every step: what they hold goes where it is shared.
 
         Raises:

@@ -99,7 +99,7 @@ def test_half_installed_packages_are_dropped(tmp_path: Path) -> None:
     for name in ("torch-2.13.0.dist-info", "numpy-2.4.6.dist-info", "~orch", "torch"):
         (packages / name).mkdir()
     (packages / "numpy-2.4.6.dist-info" / "INSTALLER").write_text("pip\n")
-    assert venv.mend_packages(tmp_path) == ["torch-2.13.0.dist-info", "~orch"]
+    assert venv.repair_packages(tmp_path) == ["torch-2.13.0.dist-info", "~orch"]
     assert sorted(path.name for path in packages.iterdir()) == ["numpy-2.4.6.dist-info", "torch"]
 
 

@@ -165,7 +165,7 @@ def _tools(environ: Mapping[str, str]) -> str:
 def _install(args: argparse.Namespace, checkout: Path, folder: Path, steps: Steps) -> str:
     """Everything but Horovod; which MPI was chosen, and why."""
     venv.ensure_venv(folder, steps)
-    dropped = venv.mend_packages(folder)
+    dropped = venv.repair_packages(folder)
     if dropped:
         log.notice(
             f"an interrupted set-up left {', '.join(dropped)} half installed; doing it again"

@@ -12,7 +12,7 @@ from hpctrain import log
 from hpctrain.errors import InstallError
 from hpctrain.install.setup.steps import Steps
 
-__all__ = ["LOCK_NAME", "ensure_venv", "is_healthy", "may_clear", "mend_packages", "ways_to_make"]
+__all__ = ["LOCK_NAME", "ensure_venv", "is_healthy", "may_clear", "repair_packages", "ways_to_make"]
 
 MARKER_NAME = ".hpctrain-venv"
 LOCK_NAME = ".hpctrain-lock"
@@ -108,7 +108,7 @@ def ensure_venv(venv: Path, steps: Steps) -> None:
     )
 
 
-def mend_packages(venv: Path) -> list[str]:
+def repair_packages(venv: Path) -> list[str]:
     """Drop what an interrupted pip left, so that pip installs it again; the names dropped.
 
     pip writes INSTALLER after a package's files: metadata without it belongs to half a package,
