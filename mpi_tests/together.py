@@ -33,8 +33,14 @@ _PAIRWISE = (
     *("refusals", "train_entry", "travel"),
 )
 LEFT_OUT = {
-    3: (*_PAIRWISE, "horovod_mode", "precision", "sentinel", "trainer", "watchdog"),
-    4: (*_PAIRWISE, "several_optimizers", "plain_loops"),
+    3: (
+        *(*_PAIRWISE, "checkpoint_stores", "habits", "horovod_mode", "node_ema", "nonfinite"),
+        *("precision", "sentinel", "trainer", "trainer_guards", "trainer_results", "watchdog"),
+    ),
+    4: (
+        *(*_PAIRWISE, "plain_loops", "several_optimizers", "share_parameters"),
+        *("sharded_habits", "taking", "tensor_train", "uneven"),
+    ),
 }
 """Suites in which so many ranks show nothing that two do not: for MPI_TESTS_FULL=1."""
 TEST_LIMIT_S = float(os.environ.get("MPI_TESTS_LIMIT_S", "120"))
