@@ -23,7 +23,7 @@ from torch.nn import functional
 
 __all__ = ["MODELS", "SEQUENCE", "Transformer", "allocated", "fake_ranks", "tracked"]
 
-MODELS = {"8M": (256, 10), "805M": (2048, 16)}
+MODELS = {"8M": (256, 10), "9M": (512, 3), "805M": (2048, 16)}
 """By name: width and blocks."""
 SEQUENCE = 128
 _WORDS = 128

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import ConfigError
-from hpctrain.predict.footprint import Tie, Unit
+from hpctrain.predict.footprint import TiedWeight, Unit
 
 __all__ = ["COPIED", "LiveBytes", "UnitWatch"]
 
@@ -312,12 +312,12 @@ class UnitWatch:
         return tuple(made)
 
     @property
-    def ties(self) -> tuple[Tie, ...]:
+    def ties(self) -> tuple[TiedWeight, ...]:
         """Parameters that several units have."""
         owners, sizes = self._owners()
         place = {index: number for number, index in enumerate(self._order())}
         return tuple(
-            Tie(first=place[units[0]], other=place[other], num_bytes=sizes[key])
+            TiedWeight(first=place[units[0]], other=place[other], num_bytes=sizes[key])
             for key, units in owners.items()
             for other in units[1:]
         )
