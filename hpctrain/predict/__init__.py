@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hpctrain.predict.exchange import Exchange, default_exchange
     from hpctrain.predict.fake_device import TENSOR_STYLES, measure_footprint
     from hpctrain.predict.fit import Measurement, fit_machine
-    from hpctrain.predict.footprint import FORMATS, Footprint, Tie, Unit
+    from hpctrain.predict.footprint import FORMATS, Footprint, TiedWeight, Unit
     from hpctrain.predict.grid_choice import (
         HEADROOM,
         Compute,
@@ -102,7 +102,7 @@ __all__ = [
     "Rehearsed",
     "State",
     "Subject",
-    "Tie",
+    "TiedWeight",
     "TrainingRun",
     "Unit",
     "advise",
@@ -161,7 +161,7 @@ __getattr__ = lazy(
         ".footprint": (
             "FORMATS",
             "Footprint",
-            "Tie",
+            "TiedWeight",
             "Unit",
         ),
         ".grid_choice": (

@@ -91,10 +91,10 @@ def measure_footprint(
         precision=precision,
         transient_bytes=watch.transient_bytes,
         ties=watch.ties,
-        tensor_sizes={
-            where: _divided_size(model.get_submodule(where), style)
+        tensor_sizes=tuple(
+            (where, _divided_size(model.get_submodule(where), style))
             for where, style in styles.items()
-        },
+        ),
     )
 
 

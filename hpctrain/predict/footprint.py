@@ -6,12 +6,12 @@ gathered together where parameters are sharded. `hpctrain.predict.fake_device` m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
 from hpctrain.tables import count_of, number_of
 
-__all__ = ["FORMATS", "Footprint", "Tie", "Unit", "WeightFormat"]
+__all__ = ["FORMATS", "Footprint", "TiedWeight", "Unit", "WeightFormat"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tie:
+class TiedWeight:
     """A parameter that two units have: each of two stages would hold it."""
 
     first: int
@@ -94,9 +94,9 @@ class Footprint:
     precision: str = "fp32"
     transient_bytes: int = 0
     """The most beside parameters, gradients and what is kept for backward, at any one time."""
-    ties: tuple[Tie, ...] = ()
-    tensor_sizes: dict[str, int] = field(default_factory=dict)
-    """By module that tensor parallelism divides: the size that the ranks must divide."""
+    ties: tuple[TiedWeight, ...] = ()
+    tensor_sizes: tuple[tuple[str, int], ...] = ()
+    """Modules that tensor parallelism divides, and the size that the ranks must divide."""
 
     def __post_init__(self) -> None:
         count_of(self.batch, "batch")

@@ -12,19 +12,20 @@ from functools import lru_cache
 
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_bytes, format_seconds
+from hpctrain.pipeline import LayerCost, balance_stages
 from hpctrain.predict.costs import RankLayout
 from hpctrain.predict.footprint import Footprint
 from hpctrain.predict.grid_costs import (
-    Cut,
+    GridTime,
+    PlacedModel,
     RankBytes,
     SentBytes,
-    StepTime,
     bytes_of,
     sent_by,
     time_of,
     unit_costs,
 )
-from hpctrain.predict.grid_shapes import GridShape, ScheduleName, balance, factorings
+from hpctrain.predict.grid_shapes import GridShape, ScheduleName, factorings
 from hpctrain.predict.machine import Machine
 from hpctrain.tables import count_of, number_of
 from hpctrain.train import SHARDS, ShardLevel
@@ -64,7 +65,7 @@ class GridChoice:
     """Of the stage that needs most."""
     sent: SentBytes
     """Of the stage that sends most."""
-    time: StepTime | None
+    time: GridTime | None
     """None: not known."""
     efficiency: float | None
     """Computing that ranks would need without waiting and messages, over the step."""
@@ -270,7 +271,7 @@ class _Setting:
             sizes = self.footprint.tensor_sizes
             if not sizes:
                 return "no module was named that tensor parallelism divides (--tensor)"
-            for name, size in sizes.items():
+            for name, size in sizes:
                 if size % shape.tensor:
                     return f"{name} has {size} to divide, which {shape.tensor} does not"
         return None
@@ -305,7 +306,7 @@ class _Setting:
         self, shape: GridShape, shard: ShardLevel, count: int, shared_by: int
     ) -> GridChoice:
         stages = _stages(self.footprint, shape.pipeline, shape.tensor)
-        cut = Cut(
+        placed = PlacedModel(
             footprint=self.footprint,
             shape=shape,
             shard=shard,
@@ -314,14 +315,14 @@ class _Setting:
             micro_batch=self.global_batch // shape.data // count,
             schedule=self.schedule,
         )
-        needs = [bytes_of(cut, stage, shared_by=shared_by) for stage in range(shape.pipeline)]
+        needs = [bytes_of(placed, stage, shared_by=shared_by) for stage in range(shape.pipeline)]
         need = max(needs, key=lambda each: each.total)
-        sent = [sent_by(cut, stage) for stage in range(shape.pipeline)]
+        sent = [sent_by(placed, stage) for stage in range(shape.pipeline)]
         time, efficiency = None, None
         if self.compute is not None:
             given = self.compute
             time = time_of(
-                cut,
+                placed,
                 given.machine,
                 self.layout,
                 compute_s=given.compute_s,
@@ -339,7 +340,7 @@ class _Setting:
             shard=shard,
             stages=tuple(tuple(names[index] for index in stage) for stage in stages),
             micro_batches=count,
-            micro_batch=cut.micro_batch,
+            micro_batch=placed.micro_batch,
             schedule=self.schedule,
             need=need,
             sent=max(sent, key=lambda each: each.data + each.pipeline + each.tensor),
@@ -350,12 +351,13 @@ class _Setting:
 
 
 @lru_cache(maxsize=256)
-def _cached_balance(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
-    return balance(costs, num_stages)
-
-
 def _stages(footprint: Footprint, num_stages: int, tensor: int) -> tuple[range, ...]:
-    return _cached_balance(tuple(unit_costs(footprint, tensor)), num_stages)
+    """The cut that makes the slowest stage as fast as it can be; of equal ones, the smallest."""
+    costs = [
+        LayerCost(seconds=cost, num_bytes=unit.weights + unit.activation_bytes)
+        for cost, unit in zip(unit_costs(footprint, tensor), footprint.units, strict=True)
+    ]
+    return balance_stages(costs, num_stages)
 
 
 def _reasons(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hpctrain.predict.costs import RankLayout, allreduce_s, slowest_of
 from hpctrain.predict.exchange import Exchange, default_exchange
 from hpctrain.predict.footprint import Footprint, Unit
 from hpctrain.predict.grid_shapes import (
     GridShape,
-    Group,
+    RankGroup,
     ScheduleName,
     group_of,
     in_flight,
@@ -25,10 +26,10 @@ from hpctrain.predict.profile import Layer
 from hpctrain.train import Memory, ShardLevel, UnitSize
 
 __all__ = [
-    "Cut",
+    "GridTime",
+    "PlacedModel",
     "RankBytes",
     "SentBytes",
-    "StepTime",
     "bytes_of",
     "sent_by",
     "time_of",
@@ -40,7 +41,7 @@ _BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class PlacedModel:
     """A model on a grid: everything that a rank's costs follow from."""
 
     footprint: Footprint
@@ -121,17 +122,18 @@ class RankBytes:
         return self.held + self.activations + self.gathered + self.transient
 
 
-def bytes_of(cut: Cut, stage: int, *, shared_by: int = 1) -> RankBytes:
+def bytes_of(placed: PlacedModel, stage: int, *, shared_by: int = 1) -> RankBytes:
     """What a rank of a stage needs.
 
     Args:
-        cut: The model on the grid.
+        placed: The model on the grid.
         stage: Which.
         shared_by: Ranks of a node that add up in its shared memory; 1: none do.
     """
-    footprint, form = cut.footprint, cut.footprint.format
-    weights, trained = cut.weights(stage)
-    units = cut.units(stage)
+    footprint, form = placed.footprint, placed.footprint.format
+    weights, trained = placed.weights(stage)
+    units = placed.units(stage)
+    kept_by = [placed.part(unit.activation_bytes, unit.tensor_activation_bytes) for unit in units]
     memory = Memory.estimate(
         weights=round(weights * form.stored),
         gradients=round(trained * form.stored),
@@ -139,38 +141,37 @@ def bytes_of(cut: Cut, stage: int, *, shared_by: int = 1) -> RankBytes:
         ranks_per_node=shared_by,
         shares_memory=shared_by > 1,
         shards_update=shared_by > 1,
-        shard=cut.shard,
-        num_shards=cut.shape.data,
+        shard=placed.shard,
+        num_shards=placed.shape.data,
         units=[
-            UnitSize(round(whole * form.computed), reduced)
-            for whole, reduced in map(cut.unit_bytes, units)
+            UnitSize(round(whole * form.computed), reduced, placed.scaled(kept))
+            for (whole, reduced), kept in zip(map(placed.unit_bytes, units), kept_by, strict=True)
         ],
     )
-    count = in_flight(cut.schedule, cut.micro_batches, cut.shape.pipeline, stage)
-    kept = sum(cut.part(unit.activation_bytes, unit.tensor_activation_bytes) for unit in units)
+    count = in_flight(placed.schedule, placed.micro_batches, placed.shape.pipeline, stage)
     # A sharded model is gathered in the format that it computes in: nothing is cast.
-    casts = cut.shard in ("none", "state")
+    casts = placed.shard in ("none", "state")
     cast = sum(unit.cast_bytes for unit in units) if casts else 0
     held = -(-memory.per_node // shared_by)
-    state = _held_state(memory, cut, shared_by)
+    state = _held_state(memory, placed, shared_by)
     own = memory.weights
-    if cut.shard in ("gradients", "parameters"):
-        own = -(-memory.weights // cut.shape.data)
+    if placed.shard in ("gradients", "parameters"):
+        own = -(-memory.weights // placed.shape.data)
     return RankBytes(
         stage=stage,
         weights=own + sum(unit.buffer_bytes for unit in units),
         gradients=held - own - state,
         state=state,
-        activations=count * (cut.scaled(kept) + cast + cut.received(stage)),
+        activations=count * (placed.scaled(sum(kept_by)) + cast + placed.received(stage)),
         gathered=memory.gathered,
-        transient=cut.scaled(footprint.transient_bytes),
+        transient=placed.scaled(footprint.transient_bytes),
     )
 
 
-def _held_state(memory: Memory, cut: Cut, shared_by: int) -> int:
+def _held_state(memory: Memory, placed: PlacedModel, shared_by: int) -> int:
     if shared_by > 1:
         return memory.optimizer_state // shared_by
-    shards = 1 if cut.shard == "none" else cut.shape.data
+    shards = 1 if placed.shard == "none" else placed.shape.data
     return -(-memory.optimizer_state // shards)
 
 
@@ -183,28 +184,28 @@ class SentBytes:
     tensor: int
 
 
-def sent_by(cut: Cut, stage: int) -> SentBytes:
+def sent_by(placed: PlacedModel, stage: int) -> SentBytes:
     """What a rank of a stage sends in a step."""
-    weights, trained = cut.weights(stage)
-    computed = weights * cut.footprint.format.computed
-    data, tensor = cut.shape.data, cut.shape.tensor
-    times = cut.micro_batches
+    weights, trained = placed.weights(stage)
+    computed = weights * placed.footprint.format.computed
+    data, tensor = placed.shape.data, placed.shape.tensor
+    times = placed.micro_batches
     moved = {
         "none": 2.0 * trained,
         "state": 1.0 * trained + weights,
         "gradients": times * (computed + trained),
         "parameters": times * (2 * computed + trained),
-    }[cut.shard]
-    inside = sum(unit.tensor_message_bytes for unit in cut.units(stage))
+    }[placed.shard]
+    inside = sum(unit.tensor_message_bytes for unit in placed.units(stage))
     return SentBytes(
         data=round(moved * (data - 1) / data),
-        pipeline=times * (cut.received(stage) + cut.sent(stage)),
-        tensor=round(2 * times * cut.scaled(inside) * (tensor - 1) / tensor),
+        pipeline=times * (placed.received(stage) + placed.sent(stage)),
+        tensor=round(2 * times * placed.scaled(inside) * (tensor - 1) / tensor),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
+class GridTime:
     """Seconds of a step and of its parts. Simulated."""
 
     step_s: float
@@ -220,54 +221,51 @@ class StepTime:
 
 
 def time_of(
-    cut: Cut,
+    placed: PlacedModel,
     machine: Machine,
     layout: RankLayout,
     *,
     compute_s: float,
     update_s: float = 0.0,
     engine: str | None = None,
-) -> StepTime:
+) -> GridTime:
     """A step on a grid, on the clock of the slowest rank.
 
     Args:
-        cut: The model on the grid.
+        placed: The model on the grid.
         machine: How ranks are connected.
         layout: All ranks on nodes.
         compute_s: Forward and backward of the measured batch, of the whole model on one rank.
         update_s: The whole model's update on one rank.
         engine: Whose costs of the machine count.
     """
-    shape, times = cut.shape, cut.micro_batches
+    shape, times = placed.shape, placed.micro_batches
     slow = machine.slowdown(layout.local_ranks) * slowest_of(layout.num_ranks, machine.jitter)
-    seconds = _unit_seconds(cut, slow * compute_s)
-    passes = [sum(seconds[index] for index in stage) for stage in cut.stages]
+    seconds = _unit_seconds(placed, slow * compute_s)
+    passes = [sum(seconds[index] for index in stage) for stage in placed.stages]
     tensor = group_of(shape.tensor, 1, layout)
     inside = [
-        sum(_messages_s(cut, unit, tensor, machine, engine) for unit in cut.units(stage))
+        sum(_messages_s(placed, unit, tensor, machine, engine) for unit in placed.units(stage))
         for stage in range(shape.pipeline)
     ]
     ticks = [one + two for one, two in zip(passes, inside, strict=True)]
     slowest = max(range(shape.pipeline), key=ticks.__getitem__)
-    hop = _hop_s(cut, layout, machine, engine)
+    hop = _hop_s(placed, layout, machine, engine)
     # What is sent while the next micro-batch computes costs nothing, unless it takes longer.
     tick = max(ticks[slowest], 2 * hop)
     group = group_of(shape.data, shape.pipeline * shape.tensor, layout)
-    exchange = default_exchange(
-        engine,
-        group.layout,
-        gradient_bytes=cut.weights(slowest)[1],
-        on_gpu=machine.memory_bytes_per_device > 0,
+    exchange = _exchange(
+        engine, group.layout, placed.weights(slowest)[1], machine.memory_bytes_per_device > 0
     )
     data = max(
-        _exposed_s(cut, stage, seconds, passes[stage], group, machine, exchange)
+        _exposed_s(placed, stage, seconds, passes[stage], group, machine, exchange)
         for stage in range(shape.pipeline)
     )
-    update = update_s * _update_share(cut, group, exchange)
+    update = update_s * _update_share(placed, group, exchange)
     update *= machine.slowdown(layout.local_ranks)
     bubble = (shape.pipeline - 1) * tick
     step = times * tick + bubble + 2 * (shape.pipeline - 1) * hop + data + update
-    return StepTime(
+    return GridTime(
         step_s=step,
         compute_s=times * passes[slowest],
         bubble_s=bubble,
@@ -278,12 +276,20 @@ def time_of(
     )
 
 
-def _update_share(cut: Cut, group: Group, exchange: Exchange) -> float:
+@lru_cache(maxsize=1024)
+def _exchange(
+    engine: str | None, layout: RankLayout, gradient_bytes: int, on_gpu: bool
+) -> Exchange:
+    """Kept, for grids of one shape ask the same, and engines are looked up on disk."""
+    return default_exchange(engine, layout, gradient_bytes=gradient_bytes, on_gpu=on_gpu)
+
+
+def _update_share(placed: PlacedModel, group: RankGroup, exchange: Exchange) -> float:
     """The part of the whole model's update that the busiest rank makes."""
-    whole = sum(unit.trained for unit in cut.footprint.units)
-    most = max(cut.weights(stage)[1] for stage in range(cut.shape.pipeline))
-    divided = cut.shape.data
-    if cut.shard == "none":
+    whole = sum(unit.trained for unit in placed.footprint.units)
+    most = max(placed.weights(stage)[1] for stage in range(placed.shape.pipeline))
+    divided = placed.shape.data
+    if placed.shard == "none":
         divided = group.layout.local_ranks if exchange.divided_update else 1
     return most / max(1, whole) / divided
 
@@ -296,47 +302,49 @@ def unit_costs(footprint: Footprint, tensor: int = 1) -> list[float]:
     return [float(unit.weights + unit.activation_bytes) for unit in footprint.units]
 
 
-def _unit_seconds(cut: Cut, compute_s: float) -> list[float]:
+def _unit_seconds(placed: PlacedModel, compute_s: float) -> list[float]:
     """Of a micro-batch, by unit."""
-    whole = sum(unit_costs(cut.footprint))
-    scale = compute_s * cut.micro_batch / cut.footprint.batch / whole
-    return [cost * scale for cost in unit_costs(cut.footprint, cut.shape.tensor)]
+    whole = sum(unit_costs(placed.footprint))
+    scale = compute_s * placed.micro_batch / placed.footprint.batch / whole
+    return [cost * scale for cost in unit_costs(placed.footprint, placed.shape.tensor)]
 
 
-def _messages_s(cut: Cut, unit: Unit, group: Group, machine: Machine, engine: str | None) -> float:
+def _messages_s(
+    placed: PlacedModel, unit: Unit, group: RankGroup, machine: Machine, engine: str | None
+) -> float:
     """Allreduces of a unit over its tensor group, of a micro-batch; computing waits for each."""
     if not unit.tensor_messages:
         return 0.0
-    size = cut.scaled(unit.tensor_message_bytes) / unit.tensor_messages
+    size = placed.scaled(unit.tensor_message_bytes) / unit.tensor_messages
     costs = group.costs(machine.costs_of(engine))
     return unit.tensor_messages * allreduce_s(size, group.layout, costs)
 
 
-def _hop_s(cut: Cut, layout: RankLayout, machine: Machine, engine: str | None) -> float:
+def _hop_s(placed: PlacedModel, layout: RankLayout, machine: Machine, engine: str | None) -> float:
     """One micro-batch from a stage to the next, at the widest place."""
-    if cut.shape.pipeline == 1:
+    if placed.shape.pipeline == 1:
         return 0.0
-    most = max(cut.sent(stage) for stage in range(cut.shape.pipeline))
-    group = group_of(cut.shape.pipeline, cut.shape.tensor, layout)
+    most = max(placed.sent(stage) for stage in range(placed.shape.pipeline))
+    group = group_of(placed.shape.pipeline, placed.shape.tensor, layout)
     costs = machine.costs_of(engine)
     if group.layout.num_nodes == 1:
         return costs.intra.latency_s + most / costs.intra.bytes_per_s
     # Where a node ends, all of a tensor group send at the same time.
-    link = shared_link(costs.inter, min(cut.shape.tensor, layout.local_ranks))
+    link = shared_link(costs.inter, min(placed.shape.tensor, layout.local_ranks))
     return link.latency_s + most / link.bytes_per_s
 
 
 def _exposed_s(
-    cut: Cut,
+    placed: PlacedModel,
     stage: int,
     seconds: Sequence[float],
     pass_s: float,
-    group: Group,
+    group: RankGroup,
     machine: Machine,
     exchange: Exchange,
 ) -> float:
     """Communication of a stage over the data dimension that computing does not hide."""
-    if cut.shape.data == 1:
+    if placed.shape.data == 1:
         return 0.0
     costs = group.costs(machine.costs_of(exchange.engine))
 
@@ -344,24 +352,26 @@ def _exposed_s(
         """An allgather or a reduce-scatter: one of the two halves of an allreduce."""
         return allreduce_s(size, group.layout, costs) / 2
 
-    sizes = [cut.unit_bytes(unit) for unit in cut.units(stage)]
-    if cut.shard in ("none", "state"):
+    sizes = [placed.unit_bytes(unit) for unit in placed.units(stage)]
+    if placed.shard in ("none", "state"):
         layers = [
             Layer(
                 name=unit.name,
                 backward_s=_BACKWARD * seconds[index],
-                gradient_bytes=cut.unit_bytes(unit)[1],
+                gradient_bytes=placed.unit_bytes(unit)[1],
             )
-            for index, unit in reversed(list(zip(cut.stages[stage], cut.units(stage), strict=True)))
+            for index, unit in reversed(
+                list(zip(placed.stages[stage], placed.units(stage), strict=True))
+            )
         ]
-        is_whole = cut.shard == "none"
+        is_whole = placed.shard == "none"
         cost = (lambda size: 2 * half_s(size)) if is_whole else half_s
-        line = replay(layers, exchange, cost, num_ranks=cut.shape.data)
-        return line.exposed_s + (0.0 if is_whole else half_s(cut.weights(stage)[0]))
-    computed = cut.footprint.format.computed
-    gathers = 2 if cut.shard == "parameters" else 1
+        line = replay(layers, exchange, cost, num_ranks=placed.shape.data)
+        return line.exposed_s + (0.0 if is_whole else half_s(placed.weights(stage)[0]))
+    computed = placed.footprint.format.computed
+    gathers = 2 if placed.shard == "parameters" else 1
     moving = sum(gathers * half_s(w * computed) + half_s(g) for w, g in sizes)
     # Nothing hides the first unit's weights on their way, nor its gradients, which are the last.
     ends = half_s(sizes[0][0] * computed) + half_s(sizes[0][1])
     hidden = pass_s if exchange.overlap else 0.0
-    return cut.micro_batches * max(moving - hidden, ends)
+    return placed.micro_batches * max(moving - hidden, ends)

@@ -1,4 +1,4 @@
-"""Ways to arrange N ranks: data x pipeline x tensor, who is whose neighbour, stages. Pure.
+"""Ways to arrange N ranks: data x pipeline x tensor, who is whose neighbour. Pure.
 
 Ranks of a tensor group are neighbours, so that they stay inside a node; then come the stages of a
 pipeline; ranks with the same part of the model are farthest apart.
@@ -6,10 +6,8 @@ pipeline; ranks with the same part of the model are farthest apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import gcd, inf
+from math import gcd
 from typing import Literal, NamedTuple, get_args
 
 from hpctrain.errors import ConfigError
@@ -20,9 +18,8 @@ from hpctrain.tables import count_of
 __all__ = [
     "SCHEDULES",
     "GridShape",
-    "Group",
+    "RankGroup",
     "ScheduleName",
-    "balance",
     "factorings",
     "group_of",
     "in_flight",
@@ -71,7 +68,7 @@ def in_flight(schedule: ScheduleName, micro_batches: int, num_stages: int, stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that communicate, all such groups of the grid at the same time."""
 
     layout: RankLayout
@@ -89,7 +86,7 @@ def shared_link(link: Link, sharing: int) -> Link:
     return replace(link, bytes_per_s=link.bytes_per_s / sharing)
 
 
-def group_of(size: int, stride: int, layout: RankLayout) -> Group:
+def group_of(size: int, stride: int, layout: RankLayout) -> RankGroup:
     """The groups of ranks that are `stride` apart.
 
     Args:
@@ -102,39 +99,7 @@ def group_of(size: int, stride: int, layout: RankLayout) -> Group:
         local = size
     else:  # a group that does not end where a node ends is cut on some node
         local = min(size, max(1, gcd(per_node, stride * size) // stride))
-    return Group(
+    return RankGroup(
         layout=RankLayout(num_ranks=size, ranks_per_node=local),
         sharing=max(1, per_node // local),
     )
-
-
-def balance(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
-    """Cut a row of units so that the stage that costs most costs as little as possible.
-
-    Exact, by dynamic programming. Of equal cuts the first, so that everyone gets the same.
-
-    Raises:
-        ConfigError: there are fewer units than stages.
-    """
-    count = len(costs)
-    if not 1 <= num_stages <= count:
-        raise ConfigError(f"{count} units do not make {num_stages} stages")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # By units so far: the least that the costliest stage costs, and where the last one begins.
-    best = [0.0, *([inf] * count)]
-    begins: list[list[int]] = []
-    for _ in range(num_stages):
-        after, begin = [inf] * (count + 1), [0] * (count + 1)
-        for stop in range(1, count + 1):
-            for start in range(stop):
-                worst = max(best[start], sums[stop] - sums[start])
-                if best[start] < inf and worst < after[stop]:
-                    after[stop], begin[stop] = worst, start
-        best, begins = after, [*begins, begin]
-    ends = [count]
-    for begin in reversed(begins):
-        ends.append(begin[ends[-1]])
-    ends.reverse()
-    return tuple(range(start, stop) for start, stop in pairwise(ends))

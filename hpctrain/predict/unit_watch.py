@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,22 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import ConfigError
-from hpctrain.predict.footprint import Tie, Unit
+from hpctrain.predict.footprint import TiedWeight, Unit
 
 __all__ = ["COPIED", "LiveBytes", "UnitWatch"]
 
 COPIED = "copied"
 
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(eq=False, slots=True)
+class _Made:
+    """Memory that an operation took."""
+
+    num_bytes: int
+    label: object
+    is_aside: bool = False
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -35,13 +45,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._sources = sources
-        self.now = 0
-        self.most = 0
-        """The most at a time, without what was set aside by then."""
         self.label: object = None
         """What is noted with a tensor that is made now."""
-        self._alive: dict[int, tuple[int, object]] = {}
-        self._aside: set[int] = set()
+        self._alive: dict[int, _Made] = {}
+        self._changes: list[tuple[_Made, int]] = []
 
     def __torch_dispatch__(
         self,
@@ -60,15 +67,21 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def set_aside(self, tensor: Tensor) -> None:
-        """Count this tensor no longer, as if it had gone."""
-        key = _key(tensor)
-        if key in self._alive and key not in self._aside:
-            self._aside.add(key)
-            self.now -= self._alive[key][0]
+        """Leave this tensor out of `most`, from its making on."""
+        if made := self._alive.get(_key(tensor)):
+            made.is_aside = True
 
     def alive(self) -> list[tuple[int, object]]:
         """Bytes and labels of what is still there."""
-        return list(self._alive.values())
+        return [(made.num_bytes, made.label) for made in self._alive.values()]
+
+    def most(self) -> int:
+        """The most bytes at a time, without what was set aside."""
+        now = most = 0
+        for made, change in self._changes:
+            now += 0 if made.is_aside else change
+            most = max(most, now)
+        return most
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether it was made since this began."""
@@ -78,17 +91,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._alive:
             return
-        self._alive[key] = (storage.nbytes(), label)
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
+        made = self._alive[key] = _Made(storage.nbytes(), label)
+        self._changes.append((made, made.num_bytes))
         weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
-        num_bytes, _ = self._alive.pop(key)
-        if key in self._aside:
-            self._aside.remove(key)
-        else:
-            self.now -= num_bytes
+        made = self._alive.pop(key)
+        self._changes.append((made, -made.num_bytes))
 
 
 def _key(tensor: Tensor) -> int:
@@ -174,7 +183,7 @@ class UnitWatch:
             forward = self._settled
             torch.autograd.backward(value)
         kept = sum(seen.kept + seen.casts for seen in self._seen)
-        self.transient_bytes = max(0, self._live.most - kept)
+        self.transient_bytes = max(0, self._live.most() - kept)
         self._scale(self._counter.get_total_flops() / forward if forward else 1.0)
 
     def _keep(self, num_bytes: int, label: Any) -> None:
@@ -303,12 +312,12 @@ class UnitWatch:
         return tuple(made)
 
     @property
-    def ties(self) -> tuple[Tie, ...]:
+    def ties(self) -> tuple[TiedWeight, ...]:
         """Parameters that several units have."""
         owners, sizes = self._owners()
         place = {index: number for number, index in enumerate(self._order())}
         return tuple(
-            Tie(first=place[units[0]], other=place[other], num_bytes=sizes[key])
+            TiedWeight(first=place[units[0]], other=place[other], num_bytes=sizes[key])
             for key, units in owners.items()
             for other in units[1:]
         )

@@ -21,6 +21,8 @@ class UnitSize(NamedTuple):
     """Bytes of its whole weights in the format that is computed in."""
     reduced: int
     """Bytes of its whole gradients in the format that they are added up in."""
+    activations: int = 0
+    """Bytes that it keeps for backward, and drops before its gradients are added up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,8 @@ class Memory:
     per_node: int
     """What the fullest node holds: its ranks' private and shared memory."""
     gathered: int = 0
-    """What a rank holds on top while it computes: whole weights and gradients that are sharded."""
+    """What a rank holds while it computes, on top of all activations: whole weights and gradients
+    that are sharded."""
 
     @classmethod
     def estimate(
@@ -143,15 +146,19 @@ def _share(num_bytes: int, num_shards: int) -> int:
 
 
 def _most_gathered(units: Sequence[UnitSize], *, keeps: int | None) -> int:
-    """The most that backward holds whole at a time.
+    """The most that backward holds whole at a time, beyond all activations.
 
-    While a unit's gradients are added up there are its weights, those of the unit before it, which
-    are on their way already, its gradients, and the same laid out for the message. Where weights
-    are kept from forward to backward (`keeps` bytes), nothing is on its way.
+    A unit's backward begins with its weights and those of the unit before it, which are on their
+    way already. It ends with its gradients, and the same laid out for the message; its activations
+    are gone then, as are those of later units all the time. Where weights are kept from forward to
+    backward (`keeps` bytes), nothing is on its way.
     """
-    most = 0
-    for index, unit in enumerate(units):
+    most = gone = 0
+    for index in reversed(range(len(units))):
+        unit = units[index]
         coming = units[index - 1].weights if index else 0
         held = unit.weights + coming if keeps is None else keeps
-        most = max(most, held + unit.weights + unit.reduced)
+        end = held + unit.weights + unit.reduced - unit.activations
+        most = max(most, max(held, end) - gone)
+        gone += unit.activations
     return most

@@ -89,7 +89,7 @@ def test_bytes_by_hand():
     (tie,) = found.ties
     assert (tie.first, tie.other, tie.num_bytes) == (0, 4, float_bytes * 40 * WIDTH)
     assert found.state_copies == 2
-    assert found.tensor_sizes == {
+    assert dict(found.tensor_sizes) == {
         f"blocks.{index}.{name}": 4 * WIDTH for name in ("up", "down") for index in range(3)
     }
 
