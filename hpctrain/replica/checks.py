@@ -24,6 +24,7 @@ __all__ = [
     "check_gradients",
     "check_learning",
     "check_not_in_backward",
+    "check_open",
     "check_plain",
     "check_state",
     "check_stepped",
@@ -50,6 +51,20 @@ def check_not_in_backward() -> None:
     """
     if torch._C._current_autograd_node() is not None:
         raise ConfigError(f"a step was called inside a backward pass: {_AFTER_BACKWARD}")
+
+
+def check_open(*, is_closed: bool) -> None:
+    """Refuse to train with a replica that has let its model go.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if is_closed:
+        raise ConfigError(
+            "this replica is closed, by its close() or by the end of `with hpc.init()`: it trains "
+            "no more; distribute() the model again to train on, or evaluate with replica.model "
+            "under torch.no_grad()"
+        )
 
 
 def check_untouched(mode: Mode) -> None:
