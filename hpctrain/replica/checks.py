@@ -53,18 +53,27 @@ def check_not_in_backward() -> None:
         raise ConfigError(f"a step was called inside a backward pass: {_AFTER_BACKWARD}")
 
 
-def check_open(*, is_closed: bool) -> None:
-    """Refuse to train with a replica that has let its model go.
+def check_open(*, is_closed: bool, has_ended: bool) -> None:
+    """Refuse to train with a replica that has released its model.
+
+    Args:
+        is_closed: Whether it has.
+        has_ended: Whether it has because its world ended.
 
     Raises:
         ConfigError: with what to do.
     """
-    if is_closed:
+    if not is_closed:
+        return
+    if has_ended:
         raise ConfigError(
-            "this replica is closed, by its close() or by the end of `with hpc.init()`: it trains "
-            "no more; distribute() the model again to train on, or evaluate with replica.model "
-            "under torch.no_grad()"
+            "this replica is closed, since its world is closed: do this inside "
+            "`with hpctrain.init() as world:`, or evaluate with replica.model under torch.no_grad()"
         )
+    raise ConfigError(
+        "this replica is closed (close() was called); distribute() the model again to continue "
+        "training, or evaluate with replica.model under torch.no_grad()"
+    )
 
 
 def check_untouched(mode: Mode) -> None:

@@ -205,14 +205,8 @@ def _build(
     mode = lay_out(True)
     make_equal_state(world, engine, model, optimizer)
     world.streams.bind_own()
-    if world.rank == 0 and not given.averages_statistics:
-        for what, text in own_statistics(model, engine.size):
-            log.notice(f"{what}: {text}")
-    if world.rank == 0 and not any(p.requires_grad for p in mode.parameters):
-        log.notice(
-            "every parameter of the optimizer is frozen (requires_grad=False), so nothing trains "
-            "until some are unfrozen, on every rank alike"
-        )
+    if world.rank == 0:
+        _tell(model, mode, engine.size, averages_statistics=given.averages_statistics)
     replica = Replica(
         world,
         model,
@@ -232,6 +226,18 @@ def _build(
     if sweep is not None and sweep.take_replica():
         SweepTimer(replica, sweep)
     return replica
+
+
+def _tell(model: torch.nn.Module, mode: Mode, size: int, *, averages_statistics: bool) -> None:
+    """Say what of a model may surprise."""
+    if not averages_statistics:
+        for what, text in own_statistics(model, size):
+            log.notice(f"{what}: {text}")
+    if not any(p.requires_grad for p in mode.parameters):
+        log.notice(
+            "every parameter of the optimizer is frozen (requires_grad=False), so nothing trains "
+            "until some are unfrozen, on every rank alike"
+        )
 
 
 @dataclass(frozen=True)
