@@ -5,6 +5,7 @@ A room that needs torch or MPI for some of its names only, keeps the others free
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -35,6 +36,8 @@ def lazy(
             return import_module(f".{name}", package)
         if name in former:
             module = import_module(former[name], package)
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                return getattr(module, name)  # `from package import name` asks twice; warn once
             warnings.warn(
                 f"{package}.{name} is now {module.__name__}.{name}; the old name will be removed",
                 DeprecationWarning,

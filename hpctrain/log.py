@@ -15,6 +15,7 @@ __all__ = [
     "format_hours",
     "format_ranges",
     "format_seconds",
+    "name_ranks",
     "notice",
     "table",
     "warn",
@@ -72,6 +73,12 @@ def format_ranges(numbers: Iterable[int], *, limit: int | None = None) -> str:
     if limit is not None and len(parts) > limit:
         parts = [*parts[:limit], f"... ({len(parts) - limit} more ranges)"]
     return ",".join(parts)
+
+
+def name_ranks(ranks: Iterable[int], *, limit: int | None = 16) -> str:
+    """Write `rank 3`, or `ranks 0-2,5`."""
+    ranks = list(ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks, limit=limit)}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,7 +181,8 @@ def trouble_with_cover(shape: Sequence[int], holders: Mapping[Region, Sequence[i
 
 def _who(region: Region, holders: Mapping[Region, Sequence[int]]) -> str:
     ranks = sorted(holders[region])
-    return f"rank {format_ranges(ranks, limit=_MOST_NAMED)} holds {region}"
+    verb = "hold" if len(ranks) > 1 else "holds"
+    return f"{name_ranks(ranks, limit=_MOST_NAMED)} {verb} {region}"
 
 
 def _overlapping(regions: Sequence[Region]) -> Iterator[tuple[Region, Region]]:

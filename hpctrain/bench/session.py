@@ -110,7 +110,7 @@ class Block:
     seconds: Mapping[str, float]
     """For one repeat: the slowest rank's time over the repeats."""
     counts: Mapping[str, Mapping[str, float]]
-    foreign_load: float
+    background_load: float
 
 
 def run_plan(plan: BenchPlan, keep: Path | None = None) -> dict[str, object]:
@@ -131,7 +131,7 @@ def run_plan(plan: BenchPlan, keep: Path | None = None) -> dict[str, object]:
         blocks: list[dict[str, object]] = []
         for case in plan.cases:
             facts, measured, outcomes = _run_case(plan, case, launches, meter)
-            loads = [block.foreign_load for block in measured]
+            loads = [block.background_load for block in measured]
             kept = choose_blocks(loads, wanted=plan.rules.blocks, limit=plan.rules.load_limit)
             parts = describe_case(plan, case, measured, kept, facts, outcomes)
             series += parts[0]
@@ -209,7 +209,7 @@ def _run_case(
     measured: list[Block] = []
     rules = plan.rules
     while more_are_needed(
-        [block.foreign_load for block in measured],
+        [block.background_load for block in measured],
         wanted=rules.blocks,
         retries=rules.retries,
         limit=rules.load_limit,
@@ -251,7 +251,7 @@ def _run_block(
         told = launches[by_name[name].launch].ask(message, timeout_s=_MEASURE_S)
         seconds[name] = max(answer["seconds"] for answer in told) / case.repeats
         counts[name] = {key: n / case.repeats for key, n in told[0]["counts"].items()}
-    return Block(order=order, seconds=seconds, counts=counts, foreign_load=meter.load())
+    return Block(order=order, seconds=seconds, counts=counts, background_load=meter.load())
 
 
 def describe_case(
@@ -297,9 +297,9 @@ def describe_case(
         {
             "case": case.name,
             "order": list(block.order),
-            "foreign_load": round(block.foreign_load, 4),
+            "foreign_load": round(block.background_load, 4),
             "kept": index in kept.indices,
-            "noisy": block.foreign_load > plan.rules.load_limit,
+            "noisy": block.background_load > plan.rules.load_limit,
         }
         for index, block in enumerate(measured)
     ]

@@ -33,7 +33,7 @@ from hpctrain.checkpoint.format import (
     render_manifest,
 )
 from hpctrain.errors import CheckpointError
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
 
 __all__ = [
     "Background",
@@ -310,9 +310,9 @@ def _await(
         if not missing:
             return
         if time.monotonic() > deadline:
-            ranks = format_ranges((writers[part] for part in missing), limit=16)
+            ranks = name_ranks(writers[part] for part in missing)
             raise CheckpointError(
-                f"{path}: the parts of rank {ranks} were not on disk in time; the disk is too "
+                f"{path}: the parts of {ranks} were not on disk in time; the disk is too "
                 "slow there, or does not respond"
             )
         with records.changed:

@@ -7,6 +7,7 @@ when it is called, so that `hpctrain --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import select
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from hpctrain import __version__
+from hpctrain.cli.job import ACTIONS as JOB_ACTIONS
 from hpctrain.errors import ConfigError, HpcTrainError
 
 __all__ = ["VERBS", "main"]
@@ -41,6 +43,15 @@ VERBS = {
     "horovod": "build Horovod against this torch and this MPI, or check the installed one",
 }
 
+_OTHER_WORDS = {
+    "check": "doctor",
+    "explain": "config explain",
+    "predict": "plan",
+    "export": "checkpoint export",
+    **{action: f"job {action}" for action in JOB_ACTIONS},
+}
+"""What people call instead of a verb, and the verb they want."""
+
 _EPILOG = """\
 exit codes: 0 success; 1 something is broken; 2 the command line or a setting is wrong;
 otherwise the code of the rank that failed. `hpctrain VERB --help` explains a verb.
@@ -59,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     called = next((word for word in words if not word.startswith("-")), None)
+    if called is not None and called not in VERBS:
+        wanted = _suggest(called)
+        if wanted is not None:
+            parser.error(f"{called!r} is not a verb; did you mean `hpctrain {wanted}`?")
     children = {}
     for verb, line in VERBS.items():
         children[verb] = child = verbs.add_parser(
@@ -84,6 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _NO_READER
     return code
+
+
+def _suggest(word: str) -> str | None:
+    """The verb that somebody may have meant, or None. Pure."""
+    if word in _OTHER_WORDS:
+        return _OTHER_WORDS[word]
+    near = difflib.get_close_matches(word, VERBS, n=1)
+    return near[0] if near else None
 
 
 def _output_is_gone() -> bool:

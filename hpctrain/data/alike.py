@@ -13,7 +13,7 @@ from hpctrain import log
 from hpctrain.data.fingerprint import DIGEST_BYTES
 from hpctrain.data.stream import Opening, Split
 from hpctrain.errors import ConfigError, DataError
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
 from hpctrain.world import World, announced, finish, roll_call
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def require_alike(
         others = [rank for rank, given in enumerate(told) if given[name] != first]
         if others:
             raise ConfigError(
-                f"{call}: {name} is {told[others[0]][name]!r} on rank "
-                f"{format_ranges(others, limit=16)} and {first!r} on rank 0; it must be the same "
+                f"{call}: {name} is {told[others[0]][name]!r} on "
+                f"{name_ranks(others)} and {first!r} on rank 0; it must be the same "
                 "on all ranks"
             )
 
@@ -156,7 +156,7 @@ def _refuse_failures(told: Sequence[str]) -> None:
     if failed:
         rank, text = next(iter(failed.items()))
         raise DataError(
-            f"the stream of rank {format_ranges(failed, limit=16)} of {len(told)} could not be "
+            f"the stream of {name_ranks(failed)} of {len(told)} could not be "
             f"read; rank {rank}: {text}"
         )
 
@@ -179,8 +179,8 @@ def trouble_with_readings(told: Sequence[ReadReport]) -> str:
         place = min(places[rank] for rank in others)
         others = [rank for rank in others if places[rank] == place]
         return (
-            f"the streams of the ranks differ: sample {begin + place} on rank "
-            f"{format_ranges(others, limit=16)} of {size} is not the one of rank 0, though the "
+            f"the streams of the ranks differ: sample {begin + place} on "
+            f"{name_ranks(others)} of {size} is not the one of rank 0, though the "
             "streams started the same. A Loader expects one stream: every rank reads all of it and "
             f"keeps 1 sample in {size}, so samples would be lost. Make sure that all ranks read "
             "the same files in the same order, with the same shuffle seed. If each "
@@ -194,8 +194,8 @@ def trouble_with_readings(told: Sequence[ReadReport]) -> str:
     )
     full = next(rank for rank, said in enumerate(told) if said.num_read == longest)
     return (
-        f"the streams of the ranks differ in length: that of rank {format_ranges(short, limit=16)} "
-        f"of {size} has ended (samples: {counts}), and rank {full} has read {longest} samples. A "
+        f"the streams of the ranks differ in length: that of {name_ranks(short)} "
+        f"of {size} ended early (samples: {counts}), and rank {full} has read {longest} samples. A "
         f"Loader expects one stream: every rank reads all of it and keeps 1 sample in {size}, so "
         "samples would be lost. Make sure that all ranks read the same files; if each rank's "
         "stream is "
@@ -215,8 +215,8 @@ def trouble_with_streams(openings: Sequence[Opening], split: Split) -> str | Non
     if split is None and others:
         place = _first_difference(first, openings[others[0]].digests)
         return (
-            f"the streams of the ranks differ: sample {place} on rank "
-            f"{format_ranges(others, limit=16)} of {size} is not the one of rank 0 (first samples: "
+            f"the streams of the ranks differ: sample {place} on "
+            f"{name_ranks(others)} of {size} is not the one of rank 0 (first samples: "
             f"{openings[0].shown} on rank 0, {openings[others[0]].shown} on rank {others[0]}). "
             "A Loader expects one stream: every rank reads all of it and keeps 1 sample in "
             f"{size}, so a stream already split by rank would lose samples. Remove the split from "
@@ -227,7 +227,7 @@ def trouble_with_streams(openings: Sequence[Opening], split: Split) -> str | Non
         empty = [rank for rank, found in enumerate(openings) if not found.digests]
         if empty and len(empty) < size:
             return (
-                f"split='already': the stream of rank {format_ranges(empty, limit=16)} of {size} "
+                f"split='already': the stream of {name_ranks(empty)} of {size} "
                 "has no samples; give every rank at least one, or use fewer ranks"
             )
         if not others and len(set(first)) > 1:

@@ -11,7 +11,7 @@ from hpctrain.data.alike import require_alike
 from hpctrain.data.exchange import Route, exchange
 from hpctrain.data.table import Form, Table, check_chunk
 from hpctrain.errors import ConfigError
-from hpctrain.log import format_ranges
+from hpctrain.log import format_ranges, name_ranks
 from hpctrain.world import World, agree, takes_timeout
 
 __all__ = ["find_trouble", "gather"]
@@ -107,8 +107,8 @@ def find_trouble(indices: npt.NDArray[np.int64], counts: list[int], total: int) 
         owners = np.repeat(np.arange(len(counts)), counts)[indices == twice[0]]
         return (
             f"sample {format_ranges(twice[: 10 * _MOST_NAMED].tolist(), limit=_MOST_NAMED)} was "
-            f"given more than once ({len(twice)} in all; sample {int(twice[0])} from rank "
-            f"{format_ranges(sorted(set(owners.tolist())), limit=_MOST_NAMED)}); each sample "
+            f"given more than once ({len(twice)} in all; sample {int(twice[0])} from "
+            f"{name_ranks(sorted(set(owners.tolist())), limit=_MOST_NAMED)}); each sample "
             "belongs to one rank: do not pad"
         )
     missing = np.flatnonzero(times == 0)

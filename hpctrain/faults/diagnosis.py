@@ -15,7 +15,8 @@ from typing import Any
 
 from hpctrain.faults.calls import Call, CallHistory, CallState, quote
 from hpctrain.faults.channel import UNREACHED
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
+from hpctrain.world import END_OF_BLOCK
 
 __all__ = [
     "Diagnosis",
@@ -27,7 +28,6 @@ __all__ = [
     "describe_death",
     "diagnose",
     "find_divergence",
-    "name_ranks",
     "render_calls",
     "render_report",
     "summarize",
@@ -221,6 +221,10 @@ def _describe(reply: Reply, kind: MissingKind, number: int) -> str:
         if kind is MissingKind.OTHER and (now is None or now.number != number):
             made = quote(state.recent.get(number, ""))
             text = f"made {made} as #{number} and {text}"
+    elif any(END_OF_BLOCK in other for other in reply.elsewhere):
+        return f"has left the training loop and is at {END_OF_BLOCK}, after {state.entered} calls"
+    elif state.ended is None and state.entered:
+        text = f"has closed this connection, after {state.entered} calls"
     elif state.ended is None:
         text = "is outside and has made no call yet"
     else:
@@ -355,22 +359,14 @@ def _first_parting(histories: Mapping[int, CallHistory]) -> int | None:
 def _render_groups(found: Divergence, histories: Mapping[int, CallHistory]) -> list[str]:
     lines = []
     for group in found.groups[:_MOST_GROUPS]:
-        s = "s" if len(group.ranks) > 1 else ""
         how = f" ({group.how})" if group.how else ""
-        ranks = format_ranges(group.ranks, limit=16)
-        lines.append(f"    rank{s} {ranks}: {quote(group.name)}{how}")
+        lines.append(f"    {name_ranks(group.ranks)}: {quote(group.name)}{how}")
         history = next((histories[rank] for rank in group.ranks if rank in histories), None)
         if history is not None and (place := history.places.get(found.number)):
             lines.append(f"      at {place}")
     if len(found.groups) > _MOST_GROUPS:
         lines.append(f"    and {len(found.groups) - _MOST_GROUPS} other calls")
     return lines
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0-2,5`."""
-    ranks = list(ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks, limit=_MOST_RANKS)}"
 
 
 def summarize(diagnosis: Diagnosis, *, timeout_s: float) -> str:

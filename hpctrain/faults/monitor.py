@@ -168,6 +168,8 @@ class Monitor:
     def __init__(self, world: World) -> None:
         self._world = world
         self._logs: dict[str, CallLog] = {}
+        self._closed: dict[str, int] = {}
+        """How many calls were made in logs that are not looked at any more."""
         self._num_logs: dict[str, int] = {}
         self._patience: list[float] = []
         self._lingering = (0.0, 0.0)
@@ -215,6 +217,7 @@ class Monitor:
     def remove(self, calls: CallLog) -> None:
         """Stop monitoring it."""
         with self._lock:
+            self._closed[calls.key] = calls.state().entered
             self._logs = {key: one for key, one in self._logs.items() if one is not calls}
 
     def begin_patience(self, seconds: float) -> None:
@@ -393,7 +396,7 @@ class Monitor:
             for call in calls.pending(time.monotonic())
         ]
         return Reply(
-            state=logs[key].state() if key in logs else CallState(entered=0),
+            state=logs[key].state() if key in logs else CallState(entered=self._closed.get(key, 0)),
             patience_s=self.patience_s,
             elsewhere=tuple(elsewhere),
             place=users_place(),

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hpctrain.errors import ConfigError, DriftError
 from hpctrain.faults.watchdog import Watchdog, start
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
 from hpctrain.pieces import Piece
 from hpctrain.world import World, agree
 
@@ -164,8 +164,7 @@ def render(
     more = len(odd) - 1 - len(names) + num_more
     also = f"; also {', '.join(names)}" if names else ""
     also += f" and {more} more" if more else ""
-    s = "s" if len(first.ranks) > 1 else ""
-    who = f"rank{s} {format_ranges(first.ranks, limit=16)} of {len(hosts)}"
+    who = f"{name_ranks(first.ranks)} of {len(hosts)}"
     whose = [f"rank {r} on {hosts[r]}: {details[r]}" for r in first.ranks[:_MOST_NAMED]]
     against = "the others" if first.majority else f"rank {first.reference}"
     doubt = "" if first.majority else " (there is no majority to show which is right)"

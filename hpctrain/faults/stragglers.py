@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import ConfigError
-from hpctrain.log import format_ranges, format_seconds
+from hpctrain.log import format_seconds, name_ranks
 
 __all__ = ["StragglerReport", "Stragglers", "Tally", "Work"]
 
@@ -195,8 +195,7 @@ class Stragglers:
         for rank in ranks:
             by_host.setdefault(self._hosts[rank], []).append(rank)
         named = [
-            f"rank{'s' if len(own) > 1 else ''} {format_ranges(own)} on {host} "
-            f"({max(ratios[rank] for rank in own):.2f})"
+            f"{name_ranks(own)} on {host} ({max(ratios[rank] for rank in own):.2f})"
             for host, own in list(by_host.items())[:_MOST_NAMED]
         ]
         more = len(by_host) - len(named)

@@ -14,7 +14,7 @@ from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.faults.calls import CallLog
 from hpctrain.faults.monitor import Monitor
-from hpctrain.world import World, agree
+from hpctrain.world import END_OF_BLOCK, World, agree
 
 __all__ = ["Watchdog", "start", "watch_world"]
 
@@ -69,7 +69,7 @@ def watch_world(world: World) -> None:
 
     def leave() -> None:
         watching.watches.clear()
-        end.enter("the end of the world's block")
+        end.enter(END_OF_BLOCK)
         try:
             world.comm.Barrier()
         finally:

@@ -232,8 +232,9 @@ class _Job:
                     stopped.append(rank)
         if not stopped:
             return False
+        was, has = ("was", "has") if len(stopped) == 1 else ("were", "have")
         log.notice(
-            f"rank {log.format_ranges(stopped)} was stopped (SIGSTOP) and has been resumed; ranks "
+            f"{log.name_ranks(stopped)} {was} stopped (SIGSTOP) and {has} been resumed; ranks "
             f"that have not exited in {_STOPPED_S:g} s will be killed"
         )
         return True
@@ -244,6 +245,18 @@ class _Job:
         told = [outcome for outcome in failed if outcome.code > 0]
         first_gone = sorted(failed, key=lambda outcome: self.listener.gone.index(outcome.rank))
         return next(iter([*told, *first_gone]), None)
+
+    def _left_early(self, failed: Outcome) -> Outcome | None:
+        """The rank that called os._exit(0) before one was killed: MPI takes that for a death."""
+        gone = self.listener.gone
+        earlier = (
+            outcome
+            for outcome in self.listener.outcomes
+            if outcome.code == 0
+            and outcome.cause == "os._exit(0)"
+            and gone.index(outcome.rank) < gone.index(failed.rank)
+        )
+        return next(earlier, None)
 
     def _conclude(self, interrupted: int | None, passed_on: Sequence[int]) -> int:
         code = self.process.wait(timeout=10)
@@ -279,6 +292,14 @@ class _Job:
                     f"ranks ended; exit code {code}"
                 )
                 return code
+            early = self._left_early(failed)
+            if early is not None:
+                log.notice(
+                    f"rank {early.rank} on {early.host} called os._exit(0) while other ranks were "
+                    "still running, so the MPI launcher killed those; all ranks ended; let every "
+                    "rank reach the end of `with hpc.init()`"
+                )
+                return 128 + signal.SIGKILL if code == 0 else code
             killed = count_oom_kills() - self.num_oom_kills
             why = f"; the OOM killer killed {killed} here" if killed > 0 else ""
             cause = f"{failed.cause}{why}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from hpctrain.engines import AUTO, Engine
 from hpctrain.errors import ConfigError
@@ -133,6 +134,9 @@ def _find_odd_part(model: object, optimizer: object) -> str | None:
         if not isinstance(value, kind):
             wanted = f"torch.{'nn' if name == 'model' else 'optim'}.{kind.__name__}"
             return f"the {name} is a {type(value).__name__}, and must be a {wanted}; {_ORDER}"
+    unmade = _find_unmade(model)  # type: ignore[arg-type]
+    if unmade is not None:
+        return unmade
     members: tuple[object, ...] = members_of(optimizer)  # type: ignore[arg-type]
     for member in members:
         if not isinstance(member, torch.optim.Optimizer):
@@ -146,6 +150,23 @@ def _find_odd_part(model: object, optimizer: object) -> str | None:
         for member in optimizer.members:
             if type(member).__name__ == "LBFGS":
                 return "LBFGS evaluates the loss several times a step; it cannot be one of several"
+    return None
+
+
+def _find_unmade(model: torch.nn.Module) -> str | None:
+    """A parameter or buffer that holds no numbers yet, and what to do, or None. Pure."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            return (
+                f"{name} has no shape yet (a lazy module): run one batch through the model on "
+                "every rank, make the optimizer after that, and then distribute"
+            )
+        if tensor.is_meta:
+            return (
+                f"{name} is on the meta device and has no values; call "
+                "model.to_empty(device=world.device), initialize or load the weights, make the "
+                "optimizer, and then distribute"
+            )
     return None
 
 
@@ -242,7 +263,7 @@ def check_loss(loss: object) -> None:
     """Refuse what cannot be differentiated. Pure.
 
     Raises:
-        ConfigError: it is not a tensor, or not one number.
+        ConfigError: it is not a tensor, not one number, or has no graph.
     """
     if not isinstance(loss, Tensor):
         raise ConfigError(
@@ -253,6 +274,12 @@ def check_loss(loss: object) -> None:
         raise ConfigError(
             f"the loss has shape {tuple(loss.shape)}; reduce it to one number, a mean over the "
             "samples"
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "backward: the loss has no graph to differentiate: it was computed under "
+            "torch.no_grad() or inference_mode(), was detached, or depends on frozen parameters "
+            "alone; compute it with gradients enabled, from parameters with requires_grad=True"
         )
 
 

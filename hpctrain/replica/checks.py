@@ -24,6 +24,7 @@ __all__ = [
     "check_gradients",
     "check_learning",
     "check_not_in_backward",
+    "check_open",
     "check_plain",
     "check_state",
     "check_stepped",
@@ -50,6 +51,29 @@ def check_not_in_backward() -> None:
     """
     if torch._C._current_autograd_node() is not None:
         raise ConfigError(f"a step was called inside a backward pass: {_AFTER_BACKWARD}")
+
+
+def check_open(*, is_closed: bool, has_ended: bool) -> None:
+    """Refuse to train with a replica that has released its model.
+
+    Args:
+        is_closed: Whether it has.
+        has_ended: Whether it has because its world ended.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if not is_closed:
+        return
+    if has_ended:
+        raise ConfigError(
+            "this replica is closed, since its world is closed: do this inside "
+            "`with hpctrain.init() as world:`, or evaluate with replica.model under torch.no_grad()"
+        )
+    raise ConfigError(
+        "this replica is closed (close() was called); distribute() the model again to continue "
+        "training, or evaluate with replica.model under torch.no_grad()"
+    )
 
 
 def check_untouched(mode: Mode) -> None:

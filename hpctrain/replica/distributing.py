@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -204,9 +205,8 @@ def _build(
     mode = lay_out(True)
     make_equal_state(world, engine, model, optimizer)
     world.streams.bind_own()
-    if world.rank == 0 and not given.averages_statistics:
-        for what, text in own_statistics(model, engine.size):
-            log.notice(f"{what}: {text}")
+    if world.rank == 0:
+        _tell(model, mode, engine.size, averages_statistics=given.averages_statistics)
     replica = Replica(
         world,
         model,
@@ -226,6 +226,18 @@ def _build(
     if sweep is not None and sweep.take_replica():
         SweepTimer(replica, sweep)
     return replica
+
+
+def _tell(model: torch.nn.Module, mode: Mode, size: int, *, averages_statistics: bool) -> None:
+    """Say what of a model may surprise."""
+    if not averages_statistics:
+        for what, text in own_statistics(model, size):
+            log.notice(f"{what}: {text}")
+    if not any(p.requires_grad for p in mode.parameters):
+        log.notice(
+            "every parameter of the optimizer is frozen (requires_grad=False), so nothing trains "
+            "until some are unfrozen, on every rank alike"
+        )
 
 
 @dataclass(frozen=True)
@@ -335,19 +347,21 @@ _replicas: weakref.WeakKeyDictionary[World, list[weakref.ref[Replica]]] = (
 
 def _end_with(world: World, replica: Replica) -> None:
     """At the world's end: training with a replica that is still there would train a part of it."""
-    if world not in _replicas:
-        _replicas[world] = []
-        world.at_exit(lambda: _end_all(world))
-    _replicas[world].append(weakref.ref(replica))
+    _replicas.setdefault(world, []).append(weakref.ref(replica))
+    world.at_exit(partial(_end_all, world))  # before the connection of any of them is closed
 
 
 def _end_all(world: World) -> None:
     """Collective: see that all ranks have made the same steps, and let all models go.
 
+    The first of a world's calls does so for all of its replicas.
+
     Raises:
         CollectiveError: on all ranks; after the last exchange nothing else would have told.
     """
-    held = {n: r for n, one in enumerate(_replicas.pop(world, [])) if (r := one()) is not None}
+    if world not in _replicas:
+        return
+    held = {n: r for n, one in enumerate(_replicas.pop(world)) if (r := one()) is not None}
     told = {number: replica.num_calls for number, replica in held.items() if replica.is_in_use}
     everyone: list[dict[int, tuple[int, int]]] = world.comm.allgather(told)
     for replica in held.values():
@@ -364,7 +378,7 @@ def _end_all(world: World) -> None:
         apart = [rank for rank, mine in enumerate(calls) if mine != calls[0]]
         if apart:
             raise CollectiveError(
-                f"rank {log.format_ranges(apart)} ends with {calls[apart[0]][0]} exchanges and "
+                f"{log.name_ranks(apart)} ended with {calls[apart[0]][0]} exchanges and "
                 f"{calls[apart[0]][1]} updates of the weights, and rank 0 with {calls[0][0]} and "
                 f"{calls[0][1]}: their weights differ; make every rank call backward and step "
                 "equally often"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
 from hpctrain.replica.naming import named_parameters
 from hpctrain.world import World, agree, roll_call
 
@@ -63,7 +63,9 @@ def make_equal(
     _check_order(world, model, optimizer)
     if broadcast:
         broadcast_tensors(engine, names, tensors)
-    check_equal(world, names, tensors, "before training")
+    check_equal(
+        world, names, tensors, "before training" if broadcast else "since the last exchange"
+    )
 
 
 def make_equal_state(
@@ -198,7 +200,7 @@ def check_equal(world: World, names: Iterable[str], tensors: Iterable[Tensor], w
     each = world.comm.allgather([digest([tensor]) for _, tensor in pairs])
     place = next(i for i in range(len(pairs)) if len({ranks[i] for ranks in each}) > 1)
     raise CollectiveError(
-        f"{what}: {pairs[place][0]} on rank {format_ranges(others)} differs from rank 0's; one "
+        f"{what}: {pairs[place][0]} on {name_ranks(others)} differs from rank 0's; one "
         "rank changed it (a rank-dependent edit, an unseeded initialisation), or memory "
         "is faulty"
     )

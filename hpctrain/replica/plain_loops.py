@@ -60,6 +60,13 @@ class _Running:
             engine.queue_callback(lambda: self.end(number))
         self.plain[number].append(one)
 
+    def drop(self, one: PlainPasses) -> None:
+        """A replica takes part in no pass any more: none that is open or deferred ends for it."""
+        self.deferred = [each for each in self.deferred if each is not one]
+        for joined in self.plain.values():
+            if one in joined:
+                joined.remove(one)
+
     def end(self, number: int) -> None:
         """Collective: a pass has ended; every replica in it exchanges, in the order of creation.
 
@@ -120,6 +127,7 @@ class PlainPasses:
 
     def stop(self) -> None:
         """Take the hooks away."""
+        _running.drop(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -282,7 +290,8 @@ class PlainLoop:
         """Collective unless under `no_sync()`: `loss.backward()` is about to return."""
         try:
             check_untouched(self._exchange.mode)
-            self.average()
+            with self._exchange.world.watching.called("loss.backward()"):
+                self.average()
         finally:
             if self._exchange.observers:
                 tell_end(self._exchange.observers, "backward")

@@ -21,6 +21,7 @@ from hpctrain.replica.checks import (
     check_finished,
     check_learning,
     check_not_in_backward,
+    check_open,
     check_state,
     count_samples,
     explain_missing,
@@ -127,8 +128,10 @@ class Replica:
         """Run the model forward, in the precision that was chosen.
 
         Collective when parameters were added or converted since the last step: they become rank
-        0's before they are used.
+        0's before they are used. After `close()` it evaluates only, under `torch.no_grad()`.
         """
+        if self._is_let_go and torch.is_grad_enabled():
+            self._check_open()
         if self._exchange.observers:
             with phase(self._exchange.observers, "forward"):
                 return self._forward(arguments, named)
@@ -169,6 +172,7 @@ class Replica:
         Raises:
             ConfigError: the call does not fit earlier calls; the message says what to do.
         """
+        self._check_open()
         observers = self._exchange.observers
         if observers:
             self._plain.stop()  # what was interrupted ends before this begins
@@ -268,6 +272,7 @@ class Replica:
             ConfigError: the call does not fit the arguments of `distribute` or earlier calls.
             NonFiniteError: as `step` does.
         """
+        self._check_open()
         check_learning(loss_fn, batch, named)
         *inputs, target = batch
         if num_samples is None and self._exchange.mode.weighs_samples:
@@ -317,6 +322,7 @@ class Replica:
         Every rank must have made at least one backward call since the last step, or none. Gradients
         that were put on the parameters by hand are averaged as well.
         """
+        self._check_open()
         exchange, window = self._exchange, self._window
         exchange.check_gradients()
         if window.calls and not window.exchanged:
@@ -346,6 +352,7 @@ class Replica:
             NonFiniteError: on all ranks; too many steps in a row were skipped.
         """
         check_not_in_backward()
+        self._check_open()
         observers = self._exchange.observers
         if not observers:
             return self._step(flush)
@@ -593,6 +600,9 @@ class Replica:
         self.let_go()
         self._precision.close()
         self._release()
+
+    def _check_open(self) -> None:
+        check_open(is_closed=self._is_let_go, has_ended=self.world.has_ended)
 
     def let_go(self) -> None:
         """Take the hooks away; weights that the node shared become each rank's own."""

@@ -16,7 +16,7 @@ import torch
 
 from hpctrain.errors import ConfigError, NonFiniteError
 from hpctrain.faults import Sentinel
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
 from hpctrain.replica import Replica, Step
 from hpctrain.train.config import Faults
 from hpctrain.world import PHASES, World, agree, parse_cpus
@@ -280,7 +280,7 @@ class Guard:
         """
         for name, ranks in figures.nonfinite.items() if self._stops else ():
             raise NonFiniteError(
-                f"{name} was inf or NaN at step {step} on rank {format_ranges(ranks, limit=16)} of "
+                f"{name} was inf or NaN at step {step} on {name_ranks(ranks)} of "
                 f"{self._size}; check the learning rate, the data of those ranks and "
                 'train.loss, or continue with faults.nonfinite="ignore"'
             )

@@ -36,10 +36,11 @@ from hpctrain.world.polling import finish, poll
 from hpctrain.world.seeding import derive_seed
 from hpctrain.world.shared_memory import PrivateView, SharedBlock, allocate
 from hpctrain.world.topology import Communicators, Place, split_communicators
-from hpctrain.world.watching import Watching, takes_timeout
+from hpctrain.world.watching import END_OF_BLOCK, Watching, takes_timeout
 from hpctrain.world.world import RankInfo, ScriptSettings, Setting, World
 
 __all__ = [
+    "END_OF_BLOCK",
     "PHASES",
     "AgreedExit",
     "Communicators",

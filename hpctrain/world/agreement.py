@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import CollectiveError, HpcTrainError, TimedOutError
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
 from hpctrain.world.polling import poll
 from hpctrain.world.watching import DEFAULT_S
 
@@ -60,8 +60,8 @@ def roll_call(comm: Comm, what: str, *, timeout_s: float | None = None) -> None:
     )
     if missing:
         raise TimedOutError(
-            f"{what}: timed out after {timeout_s:g} s waiting for rank "
-            f"{format_ranges(missing, limit=16)} of {size}; check those ranks (an exception, "
+            f"{what}: timed out after {timeout_s:g} s waiting for "
+            f"{name_ranks(missing)} of {size}; check those ranks (an exception, "
             "another code path, a stopped node), or allow more time"
         )
 
@@ -143,10 +143,7 @@ def agree(
     if by_text:
         size = comm.Get_size()
         raise error(
-            "; ".join(
-                f"rank {format_ranges(ranks, limit=16)} of {size}: {t}"
-                for t, ranks in by_text.items()
-            )
+            "; ".join(f"{name_ranks(ranks)} of {size}: {t}" for t, ranks in by_text.items())
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ConfigError
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -70,7 +70,7 @@ def trouble_with_values(kinds: Sequence[str], weights: Sequence[float]) -> str |
     odd = [rank for rank, kind in enumerate(kinds) if kind != first]
     if odd:
         return (
-            f"rank 0 gave {first} and rank {format_ranges(odd, limit=16)} {kinds[odd[0]]}; give "
+            f"rank 0 gave {first} and {name_ranks(odd)} {kinds[odd[0]]}; give "
             "the same kind and shape on every rank"
         )
     if first != _NUMBER and not first.startswith("a tensor"):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain import __version__, log
 from hpctrain.errors import ConfigError, LaunchError
-from hpctrain.log import format_ranges
+from hpctrain.log import name_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -122,7 +122,7 @@ def _shortages(reports: Sequence[Report]) -> list[Finding]:
 def _who(ranks: Sequence[int], reports: Sequence[Report]) -> str:
     hosts = list(dict.fromkeys(reports[rank].host for rank in ranks))
     shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-    return f"rank {format_ranges(ranks, limit=8)} ({shown})"
+    return f"{name_ranks(ranks, limit=8)} ({shown})"
 
 
 def digest_config(config: object) -> str:

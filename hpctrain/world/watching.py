@@ -12,13 +12,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-__all__ = ["DEFAULT_S", "Watch", "Watchdog", "Watching", "takes_timeout"]
+__all__ = ["DEFAULT_S", "END_OF_BLOCK", "Watch", "Watchdog", "Watching", "takes_timeout"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULT_S = 600.0
 """Default time that ranks wait for a missing one."""
+
+END_OF_BLOCK = "the end of `with hpc.init()`"
+"""What a rank is said to be in that has left the user's code."""
 
 _LINGERS_S = 2.0
 
@@ -85,6 +88,18 @@ class Watching:
             self._here.timeout_s = None
 
     @contextmanager
+    def called(self, name: str) -> Iterator[None]:
+        """In this block calls of this thread go by what the user has called, or has come to.
+
+        For code that torch or the end of a block calls, where no public function is on the stack.
+        """
+        before, self._here.caller = getattr(self._here, "caller", None), name
+        try:
+            yield
+        finally:
+            self._here.caller = before
+
+    @contextmanager
     def announce(
         self,
         call: str,
@@ -105,7 +120,9 @@ class Watching:
         if watch is None:
             yield
             return
-        watch.enter(_name(call), max(self.limit_s(timeout_s), at_least_s))
+        caller: str | None = getattr(self._here, "caller", None)
+        name = _name(call) if caller is None else f"{caller}: {call}"
+        watch.enter(name, max(self.limit_s(timeout_s), at_least_s))
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from hpctrain.world.observing import Observer
 from hpctrain.world.seeding import Streams
 from hpctrain.world.shares import Shares
 from hpctrain.world.topology import Communicators, Place
-from hpctrain.world.watching import Watching
+from hpctrain.world.watching import END_OF_BLOCK, Watching
 
 if TYPE_CHECKING:
     import torch
@@ -272,7 +272,8 @@ class World:
             guard.end_all_ranks(self.launch, error)
         self._ended.set()
         exits = not_alone and isinstance(error, SystemExit) and not agreed
-        with guard.remark_on_waiting(self.launch) if exits else nullcontext():
+        remark = guard.remark_on_waiting(self.launch) if exits else nullcontext()
+        with remark, self.watching.called(END_OF_BLOCK):
             self._undo.close()
         if not_alone and isinstance(error, guard.AgreedExit):
             guard.leave_together(self.launch, error)

@@ -200,6 +200,22 @@ def test_what_ends_one_rank_ends_all_within_five_seconds(script, body, code, wor
     assert "runpy" not in done.text
 
 
+def test_a_rank_that_leaves_by_os_exit_0_is_named_and_not_one_that_mpi_has_killed(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, hpctrain as hpc\n"
+        "with hpc.init() as world:\n"
+        "    world.comm.barrier()\n"
+        "    if world.rank == 1:\n"
+        "        os._exit(0)\n"
+        "    world.comm.barrier()\n"
+    )
+    done = run(*HPCTRAIN, "run", "-n", "2", path)
+    assert done.code == 137, done.text
+    assert re.search(r"rank 1 on \S+ called os._exit\(0\) while other ranks", done.err), done.text
+    assert "died unexpectedly" not in done.text
+
+
 @pytest.mark.parametrize(
     ("words", "hinted"),
     [(["-n", "2"], "-n"), (["--ranks=2"], "--ranks"), (["--epochs", "2"], None)],

@@ -90,7 +90,7 @@ def test_a_stopped_rank_is_named_in_every_collective(tmp_path, launcher, engine)
     [
         ("hpctrain run", "saver.save_and_wait", "Saver.save: saving a run"),
         ("mpirun", "store.save", "Store.save: agree"),
-        ("mpirun", stopping.END, "the end of the world's block"),
+        ("mpirun", stopping.END, "the end of `with hpc.init()`"),
     ],
 )
 def test_a_stopped_rank_ends_the_job(tmp_path, launcher, name, says):

@@ -26,8 +26,8 @@ def test_equal_trouble_is_told_once(comm):
     size = comm.Get_size()
     with pytest.raises(CollectiveError) as caught:
         agree(comm, "no data")
-    ranks = "0" if size == 1 else f"0-{size - 1}"
-    assert str(caught.value) == f"rank {ranks} of {size}: no data"
+    ranks = "rank 0" if size == 1 else f"ranks 0-{size - 1}"
+    assert str(caught.value) == f"{ranks} of {size}: no data"
 
 
 @pytest.mark.parametrize("late", ["first", "last"])

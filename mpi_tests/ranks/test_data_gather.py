@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def test_duplicates_are_refused_and_missing_samples_named(world):
     padded = np.append(mine(world, 10), 0)
     with pytest.raises(ConfigError, match="sample 0 was given more than once") as caught:
         hpc.gather(world, np.zeros(len(padded)), padded, num_samples=10)
-    assert "rank 0" in str(caught.value)
+    assert re.search(r"ranks? 0", str(caught.value))
     own = mine(world, 10)
     own = own[own != 4]
     with pytest.raises(ConfigError, match="1 of 10 samples are missing: 4"):

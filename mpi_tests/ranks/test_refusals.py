@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hpctrain as hpc
 from hpctrain.errors import CollectiveError, ConfigError
@@ -368,3 +369,65 @@ def test_buffers_can_be_made_rank_zeros(world, engines):
         replica.engine.broadcast_(buffer)
     assert len(set(world.comm.allgather(digest(model.buffers())))) == 1
     replica.close()
+
+
+def test_a_closed_replica_says_so(world):
+    model = nn.Linear(4, 2)
+    replica = hpc.distribute(world, model, torch.optim.AdamW(model.parameters()))
+    x, y = torch.ones(3, 4), torch.ones(3, 2)
+    replica.learn(nn.functional.mse_loss, x, y)
+    replica.close()
+    for call in (
+        lambda: replica.learn(nn.functional.mse_loss, x, y),
+        lambda: replica(x),
+        lambda: replica.backward(model(x).mean()),
+        replica.step,
+        replica.synchronize,
+    ):
+        with pytest.raises(ConfigError, match="this replica is closed"):
+            call()
+    with torch.no_grad():
+        assert torch.equal(replica(x), model(x))
+
+
+def test_a_refused_pass_of_a_closed_replica_leaves_the_next_one_alone(world):
+    def train(reentrant):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        replica = hpc.distribute(world, model, optimizer, update="auto")
+        x = torch.ones(3, 4, requires_grad=True)
+        out = checkpoint(model, x, use_reentrant=True) if reentrant else model(x)
+        out.mean().backward()
+        return optimizer, replica
+
+    optimizer, first = train(reentrant=True)
+    with pytest.raises(ConfigError, match="reentrant activation checkpoint"):
+        optimizer.step()
+    first.close()
+    optimizer, second = train(reentrant=False)
+    optimizer.step()
+    assert second.num_calls == (1, 1)
+    second.close()
+
+
+def test_a_loss_without_a_graph_is_refused(pair):
+    p = pair()
+    with pytest.raises(ConfigError, match=r"no graph.*torch\.no_grad\(\).*detached"):
+        p.replica.backward(torch.ones(()))
+    p.replica.close()
+
+
+@pytest.mark.parametrize("kind", ["lazy", "meta"])
+def test_a_model_without_weights_is_refused_with_what_to_do(world, kind):
+    model = nn.LazyLinear(2) if kind == "lazy" else nn.Linear(4, 2, device="meta")
+    told = "run one batch through the model" if kind == "lazy" else "meta device.*to_empty"
+    with pytest.raises(ConfigError, match=told):
+        hpc.distribute(world, model, sgd(model))
+
+
+def test_a_model_that_is_frozen_altogether_is_told_of(world, capfd):
+    model = nn.Linear(4, 2).requires_grad_(False)
+    hpc.distribute(world, model, sgd(model)).close()
+    assert ("every parameter of the optimizer is frozen" in capfd.readouterr().err) == (
+        world.rank == 0
+    )

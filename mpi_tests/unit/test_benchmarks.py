@@ -142,7 +142,7 @@ def test_busy_time_leaves_out_waiting_and_interrupts_and_counts_stolen_time():
         busy_ticks("intr 5\n")
 
 
-def test_foreign_load_is_what_is_not_ours():
+def test_background_load_is_what_is_not_ours():
     before = Reading(wall_s=10.0, busy_s=100.0, own_s=5.0)
     after = Reading(wall_s=12.0, busy_s=103.0, own_s=7.0)
     assert background_load(before, after, num_cores=2) == pytest.approx(0.25)
@@ -175,7 +175,7 @@ def make_result(num_noisy: int = 0) -> dict[str, object]:
             order=["ddp", "mpi", "compute"],
             seconds={"compute": 0.010 * i, "mpi": 0.011 * i, "ddp": 0.014 * i},
             counts={"compute": {}, "mpi": {"messages": 1.0}, "ddp": {}},
-            foreign_load=load,
+            background_load=load,
         )
         for i, load in enumerate(loads, start=1)
     ]

@@ -147,7 +147,7 @@ def test_parts_that_never_come_are_named(tmp_path):
     (draft, folder), records = unfinished(tmp_path), Records()
     writers = (0, 2, 3)
     records.add(Record(part=0, file=FileSpec(name="a", num_bytes=0, blocks=()), own={}))
-    with pytest.raises(CheckpointError, match="parts of rank 2-3 were not on disk in time"):
+    with pytest.raises(CheckpointError, match="parts of ranks 2-3 were not on disk in time"):
         finish(draft, folder, writers, "{}", records, deadline=time.monotonic() + 0.05)
     (folder / "part-00001.failed").write_text("rank 2 has no room")
     with pytest.raises(CheckpointError, match="rank 2 has no room"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
 import re
 from importlib import import_module
 from pathlib import Path
@@ -82,3 +84,37 @@ def test_the_make_targets_are_there():
     makefile = (ROOT / "Makefile").read_text()
     assert len(targets) > 3
     assert [t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)] == []
+
+
+def test_the_page_has_the_floors_of_the_import_contract():
+    contract = configparser.ConfigParser()
+    contract.read(ROOT / "setup.cfg")
+    layers = contract["importlinter:contract:floors"]["layers"].strip().splitlines()
+    text = (ROOT / "docs/architecture.md").read_text()
+    table = text[text.index("| floor |") : text.index("Three rules")]
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines()[2:] if line]
+    assert rows == [[room.strip() for room in layer.split("|")] for layer in layers]
+
+
+def literals() -> str:
+    """All texts of the package, with what is filled in left out."""
+    found = []
+    for path in (ROOT / "hpctrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (str(p.value) if isinstance(p, ast.Constant) else "\0" for p in node.values)
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_the_messages_that_the_readme_quotes_are_in_the_code():
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("| what you see |") :].split("\n\n")[0].splitlines()[2:]
+    quotes = [quote for row in table for quote in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(quotes) > 5
+    said = literals()
+    varying = r"\d[\d,]*|\.\.\.|\btorchrun\b|\bGPU\b|\branks?\b|\b(?:have|has)\b|\b\w+Error:"
+    pieces = [piece.strip() for quote in quotes for piece in re.split(varying, quote)]
+    assert [piece for piece in pieces if piece not in said] == []

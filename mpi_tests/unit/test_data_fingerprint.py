@@ -145,7 +145,7 @@ def opened(*samples):
         ([opened(0, 1), opened(0, 1)], None, None),
         ([opened(0, 1), opened(0, 2)], None, ["sample 1", "rank 1 of 2", "split='already'"]),
         ([opened(0, 1), opened(0)], None, ["sample 1", "rank 1 of 2"]),
-        ([opened(0), opened(1), opened(0), opened(2)], None, ["rank 1,3 of 4", "on rank 0"]),
+        ([opened(0), opened(1), opened(0), opened(2)], None, ["ranks 1,3 of 4", "on rank 0"]),
         ([opened(0, 1), opened(2, 3)], "already", None),
         ([opened(0), opened()], "already", ["rank 1 of 2 has no samples"]),
         ([opened(), opened()], "already", None),
@@ -176,9 +176,9 @@ def read(num_read, *samples):
         ),
         ([read(20, 1, 2), read(19, 4)], ["sample 18 on rank 1 of 2"]),
         # Shorter ones have ended.
-        ([read(21, 1, 2), read(20, 1)], ["rank 1 of 2 has ended", "20 on rank 1", "rank 0 has"]),
-        ([read(20, 1), read(21, 1, 2)], ["rank 0 of 2 has ended", "20 on rank 0", "read 21"]),
-        ([read(20), read(21), read(9)], ["rank 0,2 of 3 has ended", "20 on rank 0, 9 on rank 2"]),
+        ([read(21, 1, 2), read(20, 1)], ["rank 1 of 2 ended early", "20 on rank 1", "rank 0 has"]),
+        ([read(20, 1), read(21, 1, 2)], ["rank 0 of 2 ended early", "20 on rank 0", "read 21"]),
+        ([read(20), read(21), read(9)], ["ranks 0,2 of 3 ended early", "20 on rank 0, 9 on rank"]),
     ],
 )
 def test_readings_that_differ_are_named(told, words):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cli import main
 from hpctrain.submit.lint import RULES
 from mpi_tests.unit.lint_kit import (
     END,
@@ -422,3 +423,12 @@ def test_the_figures_of_the_page_are_those_of_the_corpus():
 @pytest.mark.parametrize("good", [SLURM, PBS, LSF, of_slurm((SRUN, LOOP))])
 def test_good_scripts_are_left_alone(good):
     assert found(good) == []
+
+
+def test_a_python_file_is_not_linted_as_a_job_script(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("import torch\n\nprint('hello')\n")
+    assert main(["job", "lint", str(path)]) == 2
+    assert "is a Python file and not a job script" in capsys.readouterr().err
+    path.write_text("#!/usr/bin/env python3\n#SBATCH --nodes=2\nprint('hello')\n")
+    assert main(["job", "lint", str(path)]) != 2

@@ -37,7 +37,7 @@ def test_each_difference_is_named_by_rank_and_host(field):
     (finding,) = compare(reports(**{field: "other"}))
     assert finding.corrupts
     assert "other on rank 2 (node2)" in finding.text
-    assert "on rank 0-1 (node1)" in finding.text
+    assert "on ranks 0-1 (node1)" in finding.text
 
 
 @pytest.mark.parametrize(

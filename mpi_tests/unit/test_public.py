@@ -71,6 +71,13 @@ def test_names_that_have_moved_still_work(name):
     assert found is getattr(importlib.import_module(f"hpctrain.{home}"), last)
 
 
+def test_a_name_that_has_moved_is_warned_of_once_where_it_is_imported():
+    with pytest.warns(DeprecationWarning, match="EMA") as told:
+        from hpctrain import EMA  # noqa: F401
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_flags(verb):
     parser = argparse.ArgumentParser()
@@ -154,6 +161,17 @@ def test_help_and_mistakes_show_the_verb_itself(words, told, capsys):
     shown = capsys.readouterr()
     assert told in shown.out + shown.err
     assert ("unrecognized arguments: --" in shown.err) == (ended.value.code == 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "verb"),
+    [("lint", "job lint"), ("submit", "job submit"), ("check", "doctor"), ("dcotor", "doctor")],
+)
+def test_a_word_that_is_no_verb_is_answered_with_the_verb(word, verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([word, "train.sh"])
+    assert ended.value.code == 2
+    assert f"did you mean `hpctrain {verb}`?" in capsys.readouterr().err
 
 
 def test_every_public_module_says_what_is_public():

@@ -25,6 +25,7 @@ from hpctrain.faults.diagnosis import (
     summarize,
 )
 from hpctrain.faults.peers import choose_address
+from hpctrain.world import END_OF_BLOCK, Watching
 
 NAMES = [f"allreduce bucket {n}" for n in range(40)]
 
@@ -51,6 +52,32 @@ def outside(last, seconds=9.0, **more):
     recent = {n: NAMES[n] for n in range(1, last + 1)}
     state = CallState(entered=last, ended=ended, recent=recent)
     return Reply(state=state, patience_s=0.0, **more)
+
+
+def test_a_rank_at_the_end_of_the_block_has_left_the_loop():
+    at_end = f"'{END_OF_BLOCK}: allgather' #20 of world for 6.0 s"
+    found = diagnose({0: inside(5), 1: outside(4, elsewhere=(at_end,))})
+    (missing,) = found.missing
+    assert missing.doing == (
+        "has left the training loop and is at the end of `with hpc.init()`, after 4 calls"
+    )
+
+
+def test_calls_go_by_what_the_user_has_called():
+    watching, calls = Watching(), CallLog((0,), "world")
+    watching.watches["comm"] = calls
+    with watching.called(END_OF_BLOCK), watching.announce("allgather"):
+        (call,) = calls.state().open
+    assert call.name == "the end of `with hpc.init()`: allgather"
+    with watching.announce("allgather"):
+        (call,) = calls.state().open
+    assert call.name == "allgather"
+
+
+def test_a_rank_that_has_closed_its_connection_is_not_said_to_have_made_no_call():
+    closed = Reply(state=CallState(entered=4), patience_s=0.0)
+    (missing,) = diagnose({0: inside(5), 1: closed}).missing
+    assert missing.doing == "has closed this connection, after 4 calls"
 
 
 def renamed(number, name):

@@ -15,6 +15,7 @@ from hpctrain.submit import LEVELS, LintFinding, lint_script
 __all__ = ["add_arguments", "main"]
 
 _BASH = re.compile(r"#!.*\b(ba|da)?sh\b|(?!#!)")
+_DIRECTIVE = re.compile(r"^#\s*(SBATCH|PBS|BSUB|flux:)", re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,11 @@ def main(args: argparse.Namespace) -> int:
             text = path.read_bytes().decode("utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        if path.suffix == ".py" and not _DIRECTIVE.search(text):
+            raise ConfigError(
+                f"{path} is a Python file and not a job script; lint the script that starts it, or "
+                f"write one: `hpctrain job render ... -- python {path}`"
+            )
         every = lint_script(
             text, exists=lambda folder: Path(folder).is_dir(), slurm=slurm, syntax=check(path, text)
         )
