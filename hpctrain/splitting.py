@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.grid import DIMENSIONS, Grid
 from hpctrain.replica import broadcast_tensors, check_equal, check_structure
 from hpctrain.sharding import (
     SHARDED,
+    Deferred,
+    build_deferred,
     choose_units,
     match_units,
     module_facts,
@@ -31,7 +34,7 @@ _ORDER = "call split(grid, model, shard=...)"
 
 def split(
     grid: Grid,
-    model: torch.nn.Module,
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
     *,
     shard: str | None = None,
     units: Sequence[str] | None = None,
@@ -46,11 +49,15 @@ def split(
 
     Args:
         grid: The ranks.
-        model: Whole and built alike on every rank, on `world.device`.
+        model: Whole and built alike on every rank, on `world.device`. Or a function that builds it,
+            such as `lambda: GPT(config)`, for models that fit on no rank: it is called without
+            data, and each rank then makes one tensor after the other and keeps its shard. The
+            values are those that one process would have.
         shard: What lies in shards over the data dimension. `parameters`: weights, gradients and the
             optimizer's state; a unit's weights are gathered just before it runs and freed
-            afterwards. `gradients`: gathered weights stay from forward to backward. None: nothing,
-            every rank has all of it.
+            afterwards. `gradients`: gathered weights stay from forward to backward. `state`: the
+            optimizer's state; weights stay until the step, gradients are whole and reduced once.
+            None: nothing, every rank has all of it.
         units: Patterns of module names, such as `layers.*`, that are gathered each for itself;
             None: the repeated blocks of the model.
         whole_gradients: Keep gradients whole between the backward calls of a step, and reduce them
@@ -71,18 +78,44 @@ def split(
         )
     world = grid.world
     given = {"shard": shard, "units": units, "whole_gradients": whole_gradients}
-    mistake = _find_mistake(model, shard, units, stages, tensor)
+    deferred, mistake = _build(grid, model, shard)
+    module = cast("torch.nn.Module", model if deferred is None else deferred.model)
+    mistake = mistake or _find_mistake(module, shard, units, stages, tensor, deferred is not None)
     agree(world.comm, mistake, error=ConfigError)
     _check_same(world, {name: repr(value) for name, value in given.items()})
     if shard is None:
-        return model
-    facts, sizes = module_facts(model)
+        return module
+    facts, sizes = module_facts(module)
     names = choose_units(facts, sizes) if units is None else match_units(facts, units)
-    agree(world.comm, trouble_with_model(model, names), error=ConfigError)
-    _make_equal(grid, model)
+    agree(world.comm, trouble_with_model(module, names), error=ConfigError)
     kind = next(one for one in SHARDED if one == shard)
-    shard_model(model, grid.mesh("data"), kind, names, whole_gradients=whole_gradients)
-    return model
+    if deferred is None:
+        _make_equal(grid, module)
+    shard_model(module, grid.mesh("data"), kind, names, whole_gradients=whole_gradients)
+    if deferred is not None:
+        deferred.materialize(world.device)
+    return module
+
+
+def _build(grid: Grid, model: object, shard: object) -> tuple[Deferred | None, str | None]:
+    """Collective where a function was given: build its model without data.
+
+    Returns:
+        The model to be filled, or None; and what went wrong.
+    """
+    builds = callable(model) and not isinstance(model, torch.nn.Module) and shard is not None
+    told = grid.world.comm.allgather(builds)
+    if not any(told):
+        return None, None
+    if not all(told):
+        odd = log.format_ranges([rank for rank, one in enumerate(told) if not one])
+        return None, f"split: rank {odd} gives a model, and the others a function; give the same"
+    # All ranks draw what rank 0 would have drawn.
+    torch.set_rng_state(grid.world.comm.bcast(torch.get_rng_state(), root=0))
+    try:
+        return build_deferred(cast("Callable[[], torch.nn.Module]", model)), None
+    except ConfigError as error:
+        return None, str(error)
 
 
 def _find_mistake(
@@ -91,30 +124,29 @@ def _find_mistake(
     units: object,
     stages: object,
     tensor: object,
+    is_deferred: bool,
 ) -> str | None:
     """What is wrong with this rank's arguments, or None. Pure."""
     if not isinstance(model, torch.nn.Module):
-        return f"split: the model is a {type(model).__name__}, and must be a torch.nn.Module"
+        return (
+            f"split: the model is a {type(model).__name__}, and must be a torch.nn.Module, or with "
+            "shard= a function that builds one"
+        )
     if sharding_of(model) is not None:
         return "split: this model is divided already; build a new one to divide it in another way"
     if stages is not None:
         return f"split: stages={stages!r}: pipelines are not in this version; leave it out"
     if tensor is not None:
         return f"split: tensor={tensor!r}: tensor parallel is not in this version; leave it out"
-    if shard == "state":
-        return (
-            "split: shard='state' is not in this version; choose 'gradients' or 'parameters', or "
-            "distribute(update='sharded') on CPU nodes, which holds the state once a node"
-        )
     if shard is not None and shard not in SHARDED:
         return f"split: shard={shard!r} is unknown; choose {', '.join(map(repr, SHARDED))} or None"
     if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
         return f"split: units={units!r} must be a list of patterns, such as ['layers.*']"
     on_meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if on_meta is not None:
+    if on_meta is not None and not is_deferred:
         return (
-            f"split: {on_meta} is on the meta device and has no values; build the model on "
-            "world.device"
+            f"split: {on_meta} is on the meta device, and its first values are not known; give the "
+            "function that builds the model: split(grid, lambda: Model(...), shard=...)"
         )
     return None
 

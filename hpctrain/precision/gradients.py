@@ -306,7 +306,9 @@ class ScaleAndClip:
         Fused optimizers do. Not at their first update, which allocates what it would then not fill.
         """
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        return bool(fused) and overflow.is_cuda and self._has_stepped
+        parameter = optimizer.param_groups[0]["params"][0]
+        is_shard = hasattr(parameter, "to_local")  # its kernels take shards alone, not this tensor
+        return bool(fused) and overflow.is_cuda and self._has_stepped and not is_shard
 
     def check_collapse(self, done: UpdateResult, *, number: int) -> None:
         """Collective after the last chance: end the run on all ranks, with what was found on each.

@@ -32,6 +32,8 @@ class Precision:
         scale_and_clip: Loss scaling and clipping.
         model: What runs forward.
         optimizer: The user's; callers of its `step` are distinguished.
+        keeps_masters: Whether `bf16-pure` turns weights into bfloat16 with float32 masters; shards
+            stay float32, and only what is gathered from them is not.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class Precision:
         scale_and_clip: ScaleAndClip,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        *,
+        keeps_masters: bool = True,
     ) -> None:
         self.casting = casting
         self.scale_and_clip = scale_and_clip
@@ -48,7 +52,7 @@ class Precision:
         # Before the masters' hooks, so that a refused step has touched nothing.
         self._guard = optimizer.register_step_pre_hook(lambda *_: self._check_caller())
         pure = casting.precision == "bf16-pure"
-        self.masters = Masters(model, optimizer) if pure else None
+        self.masters = Masters(model, optimizer) if pure and keeps_masters else None
 
     def _check_caller(self) -> None:
         if self.scale_and_clip.owns_step and not self._steps:

@@ -27,6 +27,7 @@ from hpctrain.precision import (
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.policy import Options
+from hpctrain.sharding import sharding_of
 from hpctrain.wire import wire_names
 from hpctrain.world import World, agree
 
@@ -336,7 +337,16 @@ def choose_precision(
         clip_value=clip_value,
         spread=spread,
     )
-    return Precision(Casting(precision, world.device.type), scale_and_clip, model, optimizer)
+    sharding = sharding_of(model)
+    if sharding is not None and precision == "bf16-pure":
+        sharding.compute_in_bfloat16()
+    return Precision(
+        Casting(precision, world.device.type),
+        scale_and_clip,
+        model,
+        optimizer,
+        keeps_masters=sharding is None,
+    )
 
 
 def check_trained(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import hpctrain.grid as grids
 from hpctrain.errors import ConfigError
 from hpctrain.optim import members_of
 from hpctrain.replica.modes import ShardedMode
@@ -43,6 +44,12 @@ def find_grid_mistake(
         if given.micro_batches is not None:
             return f"distribute: micro_batches={given.micro_batches} needs grid= with a pipeline"
         return None
+    odd: object = grid
+    if not isinstance(odd, grids.Grid):
+        return (
+            f"distribute: grid={odd!r} must be the grid that hpctrain.Grid(world) made; call "
+            "distribute(world, model, optimizer, grid=grid)"
+        )
     if not isinstance(engine, str) or engine != "auto":
         return "distribute: engine= and grid= were both given; a grid brings its own engine"
     if grid.pipeline > 1 or grid.tensor > 1:
@@ -75,11 +82,6 @@ def _find_option(given: DistributeArguments) -> str | None:
                 f"distribute: {name}={value!r} with a model that split() has sharded: torch sends "
                 "its gradients, and each rank updates its shards; leave it out"
             )
-    if given.precision == "bf16-pure":
-        return (
-            "distribute: precision='bf16-pure' keeps masters of whole weights, and this model is "
-            "sharded; use precision='bf16'"
-        )
     return None
 
 

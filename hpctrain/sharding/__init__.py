@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpctrain.sharding.deferred import Deferred, build_deferred
 from hpctrain.sharding.fsdp import (
     SHARDED,
     Sharding,
@@ -23,10 +24,12 @@ from hpctrain.sharding.units import ModuleFacts, choose_units, match_units
 
 __all__ = [
     "SHARDED",
+    "Deferred",
     "ModuleFacts",
     "ShardKind",
     "Sharding",
     "as_pieces",
+    "build_deferred",
     "choose_units",
     "fit_optimizer_state",
     "is_sharded",

@@ -37,12 +37,25 @@ __all__ = [
     "trouble_with_model",
 ]
 
-ShardKind = Literal["gradients", "parameters"]
-SHARDED: tuple[ShardKind, ...] = ("gradients", "parameters")
+ShardKind = Literal["state", "gradients", "parameters"]
+SHARDED: tuple[ShardKind, ...] = ("state", "gradients", "parameters")
 
 _ATTRIBUTE = "_hpctrain_sharding"
 _OLDEST = "2.6"
 _GATHER, _REDUCE = 0, 1
+_NEEDED = (
+    "_all_gather_result",
+    "_to_sharded",
+    "_training_state",
+    "fsdp_params",
+    "is_unsharded",
+    "post_backward",
+    "pre_backward",
+    "pre_forward",
+    "reduce_grads",
+    "unshard",
+)
+"""What is used of torch's parameter groups, which are its own affair."""
 
 
 def module_facts(model: nn.Module) -> tuple[list[ModuleFacts], dict[int, int]]:
@@ -86,7 +99,7 @@ class Sharding:
     Args:
         model: torch has sharded it.
         mesh: Over which ranks.
-        kind: `gradients` or `parameters`.
+        kind: `state`, `gradients` or `parameters`.
         units: Names of its units.
         whole_gradients: Whether gradients stay whole until the exchange.
     """
@@ -112,11 +125,41 @@ class Sharding:
         self._units = [self._watch(name, group) for name, group in _groups_of(model, units)]
         if whole_gradients:
             _fsdp(model).set_requires_gradient_sync(False)
+        if kind == "state":  # until the step, before which everything is freed
+            _fsdp(model).set_reshard_after_backward(False)
+
+    def compute_in_bfloat16(self) -> None:
+        """Gather weights as bfloat16, and reduce gradients in float32; shards stay as they are.
+
+        Raises:
+            ConfigError: the model was run already, so that torch has settled its dtypes.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        modules = dict(self._model.named_modules())
+        states = [_fsdp(modules[name])._get_fsdp_state() for name in ["", *self.names]]
+        if any(state._is_root is not None and state._mp_policy != policy for state in states):
+            raise ConfigError(
+                "precision='bf16-pure' comes too late for a sharded model that has run already; "
+                "call distribute before its first forward pass"
+            )
+        for state in states:
+            state._mp_policy = policy
+        for unit in self._units:
+            unit.group.mp_policy = policy
 
     # What torch does, seen and made the same on all ranks
 
     def _watch(self, name: str, group: Any) -> _Unit:
         """Put this object between torch and the two calls that communicate."""
+        missing = [one for one in _NEEDED if not hasattr(group, one)]
+        if missing:
+            raise ConfigError(
+                f"torch {torch.__version__} has no {missing[0]} in its FSDPParamGroup, by which "
+                "gathers are seen here (2.6 to 2.13 have); use one of these, or train it without "
+                "shard="
+            )
         unit = _Unit(name, group)
         unshard, pre_forward = group.unshard, group.pre_forward
         pre_backward, post_backward = group.pre_backward, group.post_backward
@@ -237,6 +280,11 @@ class Sharding:
         state._reset_iter_state()
         self.end_window()
 
+    @property
+    def is_half_way(self) -> bool:
+        """Whether a unit is in the middle of a pass: between passes that means an exception."""
+        return any(unit.group._training_state.name != "IDLE" for unit in self._units)
+
     def reshard(self) -> None:
         """Free gathered weights everywhere: they are about to change."""
         for unit in self._units:
@@ -280,23 +328,26 @@ def shard_model(
         model: Whole, with the same parameters on all ranks.
         mesh: One dimension.
         kind: `parameters`: units are freed after their forward pass and gathered again in the
-            backward pass; `gradients`: they stay until the backward pass has used them.
+            backward pass; `gradients`: they stay until the backward pass has used them; `state`:
+            they stay until the step.
         units: Names of modules that are gathered each for itself, outer before inner.
         whole_gradients: Keep gradients whole between the backward passes of a step, so that they
-            are reduced once a step.
+            are reduced once a step; `state` always does.
 
     Raises:
         ConfigError: this torch has no such sharding.
     """
     fully_shard = _fully_shard()
     options: dict[str, Any] = {"mesh": mesh}
-    if kind == "gradients":
+    if kind != "parameters":
         options["reshard_after_forward"] = False
     modules = dict(model.named_modules())
     for name in reversed(units):
         fully_shard(modules[name], **options)
     fully_shard(model, **options)
-    sharding = Sharding(model, mesh, kind, units, whole_gradients=whole_gradients)
+    sharding = Sharding(
+        model, mesh, kind, units, whole_gradients=whole_gradients or kind == "state"
+    )
     model.__dict__[_ATTRIBUTE] = sharding
     return sharding
 

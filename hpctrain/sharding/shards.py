@@ -18,6 +18,7 @@ from hpctrain.tensor_names import fit_keys
 
 __all__ = [
     "as_pieces",
+    "block_of",
     "fit_optimizer_state",
     "is_sharded",
     "load_shards",
@@ -112,7 +113,7 @@ def load_shards(model: nn.Module, state: Mapping[str, Tensor | Piece]) -> None:
     for name, tensor in own.items():
         if not isinstance(tensor, Tensor):
             raise ConfigError(f"{name} is a {type(tensor).__name__}, not a tensor")
-        local_tensor(tensor).copy_(_block(tensor, given[name], name))
+        local_tensor(tensor).copy_(block_of(tensor, given[name], name))
 
 
 def fit_optimizer_state(
@@ -149,7 +150,7 @@ def _like(parameter: Tensor, value: Any, name: str) -> Any:
     from torch.distributed.tensor import DTensor
 
     shard: Any = parameter
-    local = _block(parameter, value, name).to(parameter.device, copy=True)
+    local = block_of(parameter, value, name).to(parameter.device, copy=True)
     return DTensor.from_local(
         local,
         shard.device_mesh,
@@ -160,7 +161,7 @@ def _like(parameter: Tensor, value: Any, name: str) -> Any:
     )
 
 
-def _block(target: Tensor, value: Tensor | Piece, name: str) -> Tensor:
+def block_of(target: Tensor, value: Tensor | Piece, name: str) -> Tensor:
     """This rank's block of what came."""
     region = region_of(target) if is_sharded(target) else Region.whole(target.shape)
     if isinstance(value, Piece):

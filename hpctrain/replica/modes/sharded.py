@@ -86,7 +86,7 @@ class ShardedMode(TorchGradientsMode):
 
     def zero(self) -> bool:
         """Forget all gradients; units that an exception has left half-way begin anew."""
-        if self._is_interrupted:
+        if self._is_interrupted or self.sharding.is_half_way:
             self.sharding.recover()
             self._is_interrupted = False
         self.sharding.forget()
@@ -180,7 +180,8 @@ class ShardedMode(TorchGradientsMode):
         if sharding.kind == "parameters":
             gathered = f"and at most {format_bytes(largest)} of a unit at a time, gathered"
         else:
-            gathered = f"and {format_bytes(everything)} gathered from forward to backward"
+            until = "step" if sharding.kind == "state" else "backward"
+            gathered = f"and {format_bytes(everything)} gathered from forward to {until}"
         kept = "whole between backward passes" if sharding.whole_gradients else "in shards"
         held = everything if sharding.whole_gradients else shards
         return [
