@@ -223,7 +223,7 @@ def test_copies_keep_their_ranks_and_pickles_say_that_they_have_none(world, engi
     model.norm.eval()
     assert torch.equal(loaded(x), model(x))
     loaded.norm.train()
-    with pytest.raises(ConfigError, match="norm came out of a file"):
+    with pytest.raises(ConfigError, match="norm was loaded from a file"):
         loaded(x)
 
 

@@ -203,7 +203,7 @@ def test_what_differs_between_ranks_is_named(world, directory):
         for wrong, what in (
             ({"state": {"lr": world.rank}}, r"state\['lr'\] is 1 and on rank 0 0"),
             ({"state": {"x": torch.ones(1 + world.rank)}}, r"state\['x'\] is .*\(2,\).*\(1,\)"),
-            ({"state": {"mean": torch.full((9,), world.rank)}}, "tensor mean has other values"),
+            ({"state": {"mean": torch.full((9,), world.rank)}}, "tensor mean has different values"),
             ({"state": 1, "step": world.rank}, "step is 1 and on rank 0 0"),
             ({"state": 1, "own": None if world.rank else 1}, "own is given"),
             ({"state": {"b": 1} if world.rank else {}}, r"state\['b'\] is not on|state is not"),

@@ -27,6 +27,6 @@ def test_a_state_on_the_gpu(world, tmp_path):
     assert loaded is not None
     assert bits(loaded.state) == bits(wanted)
     if world.size > 1:
-        with pytest.raises(CheckpointError, match="tensor mean has other values"):
+        with pytest.raises(CheckpointError, match="tensor mean has different values"):
             store.save({"mean": torch.full((9,), float(world.rank), device="cuda")}, step=2)
     store.close()

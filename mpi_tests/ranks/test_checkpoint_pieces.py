@@ -147,7 +147,7 @@ def test_wrong_pieces_are_refused_on_all_ranks(world, directory):
         store.save({}, step=1, own={"a": piece(0, 1, 1)})
     assert store.load() is None
     store.save({"a": piece(r, r + 1, n)}, step=1, wait=True)
-    with pytest.raises(CheckpointError, match=f"its a is .* is {n} in it and {n + 1} here"):
+    with pytest.raises(CheckpointError, match=f"its a belongs .* is {n} in it and {n + 1} here"):
         store.load(like={"a": piece(r, r + 1, n + 1)})
     store.close()
 

@@ -286,7 +286,7 @@ def test_a_name_is_taken_once(outside):
     (outside.info.parent / "other.py").write_text(text)
     (outside.info / "entry_points.txt").write_text(f"[{GROUP}]\nother = other:SYSTEM\n")
     done = outside("-c", "from hpctrain.batch_systems import all_systems; all_systems()")
-    assert "has the name 'pbs' of another" in done.stderr
+    assert "uses the name 'pbs', which is taken" in done.stderr
 
 
 def test_no_torch_and_no_mpi_is_loaded(outside):
