@@ -11,7 +11,7 @@
 | measuring, fit | measure this machine, and fit a machine file |
 | footprint | what a model holds and computes, unit by unit (pure) |
 | fake_device, unit_watch | a footprint measured without memory, on torch's fake device |
-| grid_shapes, grid_costs | factorings of N ranks; bytes and seconds of one grid (pure) |
+| grid_shapes, grid_costs | groups of a grid on nodes; bytes and seconds of one grid (pure) |
 | grid_choice | every grid of N ranks, and which to take (pure) |
 | configured | a configuration of `hpctrain train` as the predictor sees it |
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         choose_grid,
         plan_grids,
     )
-    from hpctrain.predict.grid_shapes import SCHEDULES, GridShape
+    from hpctrain.predict.grid_shapes import SCHEDULES
     from hpctrain.predict.machine import (
         LOAD_LIMIT,
         TOPOLOGIES,
@@ -88,7 +88,6 @@ __all__ = [
     "Footprint",
     "GridChoice",
     "GridPlan",
-    "GridShape",
     "JobLimits",
     "Layer",
     "Link",
@@ -172,10 +171,7 @@ __getattr__ = lazy(
             "choose_grid",
             "plan_grids",
         ),
-        ".grid_shapes": (
-            "GridShape",
-            "SCHEDULES",
-        ),
+        ".grid_shapes": ("SCHEDULES",),
         ".machine": (
             "Costs",
             "LOAD_LIMIT",

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 from hpctrain.errors import ConfigError
+from hpctrain.grid import Shape, factorings
 from hpctrain.log import format_bytes, format_seconds
 from hpctrain.pipeline import LayerCost, balance_stages
 from hpctrain.predict.costs import RankLayout
@@ -25,7 +26,7 @@ from hpctrain.predict.grid_costs import (
     time_of,
     unit_costs,
 )
-from hpctrain.predict.grid_shapes import GridShape, ScheduleName, factorings
+from hpctrain.predict.grid_shapes import ScheduleName
 from hpctrain.predict.machine import Machine
 from hpctrain.tables import count_of, number_of
 from hpctrain.train import SHARDS, ShardLevel
@@ -53,7 +54,7 @@ class Compute:
 class GridChoice:
     """One way to train on so many ranks."""
 
-    shape: GridShape
+    shape: Shape
     shard: ShardLevel
     stages: tuple[tuple[str, ...], ...]
     """By stage: the names of its units."""
@@ -97,7 +98,7 @@ class GridPlan:
     global_batch: int
     memory_per_rank: int | None
     choices: tuple[GridChoice, ...]
-    refused: tuple[tuple[GridShape, str], ...]
+    refused: tuple[tuple[Shape, str], ...]
     """What is not possible, and why."""
     why: tuple[str, ...]
 
@@ -200,7 +201,7 @@ def plan_grids(
     layout = RankLayout(num_ranks=num_ranks, ranks_per_node=per_node)
     setting = _Setting(footprint, layout, batch, micro_batch, compute, schedule, memory_per_rank)
     found: list[GridChoice] = []
-    refused: list[tuple[GridShape, str]] = []
+    refused: list[tuple[Shape, str]] = []
     for shape in factorings(num_ranks):
         if trouble := setting.trouble(shape):
             refused.append((shape, trouble))
@@ -255,7 +256,7 @@ class _Setting:
     schedule: ScheduleName
     memory: int | None
 
-    def trouble(self, shape: GridShape) -> str | None:
+    def trouble(self, shape: Shape) -> str | None:
         """Why a grid is not possible."""
         units = len(self.footprint.units)
         if shape.pipeline > units:
@@ -276,14 +277,14 @@ class _Setting:
                     return f"{name} has {size} to divide, which {shape.tensor} does not"
         return None
 
-    def _counts(self, shape: GridShape) -> list[int]:
+    def _counts(self, shape: Shape) -> list[int]:
         """The numbers of micro-batches there can be."""
         share = self.global_batch // shape.data
         if self.micro_batch is not None:
             return [] if share % self.micro_batch else [share // self.micro_batch]
         return [count for count in range(1, share + 1) if share % count == 0]
 
-    def best(self, shape: GridShape, shard: ShardLevel, shared_by: int) -> GridChoice:
+    def best(self, shape: Shape, shard: ShardLevel, shared_by: int) -> GridChoice:
         """With the best number of micro-batches: the fewest among about equally fast ones."""
         all_ = [self._choice(shape, shard, count, shared_by) for count in self._counts(shape)]
         fitting = [choice for choice in all_ if choice.fits]
@@ -302,9 +303,7 @@ class _Setting:
         enough = [choice for choice in fitting if choice.micro_batches >= wanted]
         return enough[0] if enough else fitting[-1]
 
-    def _choice(
-        self, shape: GridShape, shard: ShardLevel, count: int, shared_by: int
-    ) -> GridChoice:
+    def _choice(self, shape: Shape, shard: ShardLevel, count: int, shared_by: int) -> GridChoice:
         stages = _stages(self.footprint, shape.pipeline, shape.tensor)
         placed = PlacedModel(
             footprint=self.footprint,
@@ -330,7 +329,7 @@ class _Setting:
                 engine=given.engine,
             )
             alone = given.compute_s * self.global_batch / self.footprint.batch
-            efficiency = alone / shape.num_ranks / time.step_s
+            efficiency = alone / shape.size / time.step_s
         spare = None
         if self.memory is not None:
             spare = int(self.memory * (1 - HEADROOM)) - need.total
@@ -361,7 +360,7 @@ def _stages(footprint: Footprint, num_stages: int, tensor: int) -> tuple[range, 
 
 
 def _reasons(
-    choices: Sequence[GridChoice], refused: Sequence[tuple[GridShape, str]], memory: int | None
+    choices: Sequence[GridChoice], refused: Sequence[tuple[Shape, str]], memory: int | None
 ) -> Iterator[str]:
     """Why the first is taken, in plain words."""
     if not choices:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hpctrain.grid import Shape
 from hpctrain.predict.costs import RankLayout, allreduce_s, slowest_of
 from hpctrain.predict.exchange import Exchange, default_exchange
 from hpctrain.predict.footprint import Footprint, Unit
 from hpctrain.predict.grid_shapes import (
-    GridShape,
     RankGroup,
     ScheduleName,
     group_of,
@@ -45,7 +45,7 @@ class PlacedModel:
     """A model on a grid: everything that a rank's costs follow from."""
 
     footprint: Footprint
-    shape: GridShape
+    shape: Shape
     shard: ShardLevel
     stages: tuple[range, ...]
     """By stage: its units."""

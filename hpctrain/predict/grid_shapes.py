@@ -1,4 +1,4 @@
-"""Ways to arrange N ranks: data x pipeline x tensor, who is whose neighbour. Pure.
+"""Ranks of a grid on nodes: which of them communicate, and what they share; schedules. Pure.
 
 Ranks of a tensor group are neighbours, so that they stay inside a node; then come the stages of a
 pipeline; ranks with the same part of the model are farthest apart.
@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from hpctrain.errors import ConfigError
 from hpctrain.predict.costs import RankLayout
 from hpctrain.predict.machine import Costs, Link
-from hpctrain.tables import count_of
 
 __all__ = [
     "SCHEDULES",
-    "GridShape",
     "RankGroup",
     "ScheduleName",
-    "factorings",
     "group_of",
     "in_flight",
     "shared_link",
@@ -28,34 +25,6 @@ __all__ = [
 
 ScheduleName = Literal["1f1b", "gpipe"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-
-
-class GridShape(NamedTuple):
-    """The sizes of a grid."""
-
-    data: int
-    pipeline: int
-    tensor: int
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks it takes."""
-        return self.data * self.pipeline * self.tensor
-
-    def __str__(self) -> str:
-        return f"data={self.data}, pipeline={self.pipeline}, tensor={self.tensor}"
-
-
-def factorings(num_ranks: int) -> list[GridShape]:
-    """Every way to write a number of ranks as data x pipeline x tensor, most data first."""
-    count_of(num_ranks, "num_ranks")
-    divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
-    return [
-        GridShape(data, pipeline, num_ranks // data // pipeline)
-        for data in reversed(divisors)
-        for pipeline in reversed(divisors)
-        if (num_ranks // data) % pipeline == 0
-    ]
 
 
 def in_flight(schedule: ScheduleName, micro_batches: int, num_stages: int, stage: int) -> int:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpctrain.cli.plan.sizing import memory_of, parse_memory, parse_tensor
 from hpctrain.errors import ConfigError
+from hpctrain.grid import Shape
 from hpctrain.pipeline import LayerCost, balance_stages
 from hpctrain.predict import (
     HEADROOM,
     Compute,
     Costs,
     Footprint,
-    GridShape,
     Layer,
     Link,
     Machine,
@@ -30,7 +28,7 @@ from hpctrain.predict import (
     predict,
 )
 from hpctrain.predict.grid_costs import PlacedModel, bytes_of, sent_by, time_of
-from hpctrain.predict.grid_shapes import factorings, group_of, in_flight
+from hpctrain.predict.grid_shapes import group_of, in_flight
 from hpctrain.train import Memory, UnitSize
 
 MIB = 1 << 20
@@ -78,21 +76,6 @@ def cut(shape, *, shard="none", micro_batches=1, micro_batch=4, schedule="1f1b",
         micro_batch=micro_batch,
         schedule=schedule,
     )
-
-
-@given(st.integers(1, 300))
-def test_factorings_are_all_and_each_once(count):
-    found = factorings(count)
-    assert len(set(found)) == len(found)
-    every = {
-        (a, b, count // a // b)
-        for a in range(1, count + 1)
-        if count % a == 0
-        for b in range(1, count + 1)
-        if (count // a) % b == 0
-    }
-    assert {tuple(shape) for shape in found} == every
-    assert found[0] == (count, 1, 1)
 
 
 def test_micro_batches_under_way():
@@ -158,7 +141,7 @@ def test_sharding_and_shared_memory_do_not_go_together():
 
 
 def test_bytes_of_a_pipeline_by_hand():
-    shape = GridShape(1, 4, 1)
+    shape = Shape(1, 4, 1)
     for schedule, counts in (("1f1b", [4, 3, 2, 1]), ("gpipe", [6] * 4)):
         one = cut(shape, micro_batches=6, micro_batch=2, schedule=schedule)
         for stage, count in enumerate(counts):
@@ -170,23 +153,23 @@ def test_bytes_of_a_pipeline_by_hand():
 
 
 def test_tensor_parallelism_divides_what_was_named():
-    need = bytes_of(cut(GridShape(1, 1, 4)), 0)
+    need = bytes_of(cut(Shape(1, 1, 4)), 0)
     assert need.weights == 8 * (4 + 8 // 4) * MIB
     assert need.activations == 8 * (2 + 4 // 4) * MIB
-    assert sent_by(cut(GridShape(1, 1, 4)), 0).tensor == 2 * 8 * 2 * MIB * 3 // 4
+    assert sent_by(cut(Shape(1, 1, 4)), 0).tensor == 2 * 8 * 2 * MIB * 3 // 4
 
 
 def test_a_tied_weight_is_held_by_both_stages():
     tie = TiedWeight(first=0, other=7, num_bytes=5 * MIB)
-    alone = cut(GridShape(1, 1, 1), ties=(tie,))
+    alone = cut(Shape(1, 1, 1), ties=(tie,))
     assert bytes_of(alone, 0).weights == 96 * MIB
-    two = cut(GridShape(1, 2, 1), ties=(tie,))
+    two = cut(Shape(1, 2, 1), ties=(tie,))
     assert [bytes_of(two, stage).weights for stage in range(2)] == [48 * MIB, 53 * MIB]
 
 
 def test_what_travels_over_the_data_dimension():
     per = {
-        shard: sent_by(cut(GridShape(4, 1, 1), shard=shard, micro_batches=3), 0).data
+        shard: sent_by(cut(Shape(4, 1, 1), shard=shard, micro_batches=3), 0).data
         for shard in ("none", "state", "gradients", "parameters")
     }
     whole = 96 * MIB * 3 // 4
@@ -202,7 +185,7 @@ def test_what_travels_over_the_data_dimension():
 def test_the_bubble_of_equal_stages(stages, micro_batches):
     free = Link(latency_s=0.0, bytes_per_s=1e18)
     machine = replace(MACHINE, costs=Costs(topology="ring", intra=free, inter=free))
-    one = cut(GridShape(1, stages, 1), micro_batches=micro_batches, num_units=12)
+    one = cut(Shape(1, stages, 1), micro_batches=micro_batches, num_units=12)
     layout = RankLayout(num_ranks=stages, ranks_per_node=4)
     found = time_of(one, machine, layout, compute_s=1.2)
     assert found.step_s == pytest.approx(1.2 / stages * (micro_batches + stages - 1))
@@ -228,13 +211,13 @@ def test_without_cuts_a_step_is_the_one_that_is_predicted(num_ranks):
     )
     machine = replace(MACHINE, jitter=0.03)
     layout = RankLayout(num_ranks=num_ranks, ranks_per_node=4)
-    found = time_of(cut(GridShape(num_ranks, 1, 1)), machine, layout, compute_s=0.8, update_s=0.02)
+    found = time_of(cut(Shape(num_ranks, 1, 1)), machine, layout, compute_s=0.8, update_s=0.02)
     assert found.step_s == pytest.approx(predict(profile, machine, num_ranks).step_s.value)
 
 
 def test_sharding_trades_time_for_memory():
     layout = RankLayout(num_ranks=4, ranks_per_node=4)
-    cuts = [cut(GridShape(4, 1, 1), shard=s) for s in ("none", "state", "gradients", "parameters")]
+    cuts = [cut(Shape(4, 1, 1), shard=s) for s in ("none", "state", "gradients", "parameters")]
     held = [bytes_of(each, 0).held for each in cuts]
     assert held[0] > held[1] > held[2] == held[3]
     gathered = [bytes_of(each, 0).gathered for each in cuts]
@@ -284,9 +267,9 @@ def test_impossible_grids_are_named():
     assert "12 does not divide by data=8" in refused[(8, 1, 1)]
     odd = replace(footprint(), tensor_sizes=(("up", 6),))
     refused = dict(plan_grids(odd, 4, memory_per_rank=1 << 34).refused)
-    assert refused == {GridShape(1, 1, 4): "up has 6 to divide, which 4 does not"}
+    assert refused == {Shape(1, 1, 4): "up has 6 to divide, which 4 does not"}
     none = dict(plan_grids(footprint(tensor_sizes=()), 2, memory_per_rank=1 << 34).refused)
-    assert "--tensor" in none[GridShape(1, 1, 2)]
+    assert "--tensor" in none[Shape(1, 1, 2)]
 
 
 def test_the_global_batch_is_the_same_on_every_grid():
@@ -298,19 +281,19 @@ def test_the_global_batch_is_the_same_on_every_grid():
 
 
 def test_precisions():
-    half = cut(GridShape(8, 1, 1), shard="parameters", precision="bf16")
-    whole = cut(GridShape(8, 1, 1), shard="parameters")
+    half = cut(Shape(8, 1, 1), shard="parameters", precision="bf16")
+    whole = cut(Shape(8, 1, 1), shard="parameters")
     assert bytes_of(half, 0).held == bytes_of(whole, 0).held
     # Gradients are added up in float32, when the unit's activations are gone.
     assert bytes_of(half, 0).gathered == (3 * 6 + 12 - 6) * MIB
-    pure = bytes_of(cut(GridShape(1, 1, 1), precision="bf16-pure"), 0)
+    pure = bytes_of(cut(Shape(1, 1, 1), precision="bf16-pure"), 0)
     assert (pure.weights, pure.gradients, pure.state) == (48 * MIB, 48 * MIB, 3 * 96 * MIB)
     with pytest.raises(ConfigError, match="fp8"):
         footprint(precision="fp8")
 
 
 def test_ranks_of_a_cpu_node_share_sums_and_state():
-    shared = bytes_of(cut(GridShape(4, 1, 1)), 0, shared_by=4)
+    shared = bytes_of(cut(Shape(4, 1, 1)), 0, shared_by=4)
     model = 96 * MIB
     assert shared.weights == model
     assert shared.held == 2 * model + (2 * model + 2 * model) // 4
