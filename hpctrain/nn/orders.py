@@ -35,7 +35,7 @@ MERGE_LIMIT = 2**22
 """Elements that cores multiplied ahead of the batch may have: 16 MiB in float32."""
 
 SMALL_PRODUCTS = 8
-"""A lookup multiplies small matrices for each row: that runs at about an eighth of the speed."""
+"""A lookup multiplies small matrices for each row, which is slower; an estimate, not measured."""
 
 
 class Cost(NamedTuple):

@@ -1,0 +1,116 @@
+"""Which layers of a model are divided, and how: decided from names and sizes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from hpctrain.errors import ConfigError
+from hpctrain.name_patterns import match_names
+
+__all__ = ["KINDS", "plan_layers"]
+
+KINDS = ("column", "row", "vocabulary")
+_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads")
+
+
+def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    """The kind of each layer that is divided, by its name.
+
+    Args:
+        model: Whole.
+        patterns: Of names, each with its kind. `column`: a linear layer's outputs are divided.
+            `row`: its inputs are. `vocabulary`: an embedding's rows, or the outputs of the last
+            layer, whose scores stay divided for `vocabulary_cross_entropy`.
+        num_ranks: Of the tensor dimension.
+
+    Raises:
+        ConfigError: an unknown kind, a pattern without a layer, a layer with two kinds, sizes that
+            do not divide (the message has those that would), or what cannot be divided exactly.
+    """
+    for pattern, kind in patterns.items():
+        if kind not in KINDS:
+            raise ConfigError(
+                f"tensor: {pattern!r} is {kind!r}; choose {', '.join(map(repr, KINDS))}"
+            )
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if name and isinstance(module, nn.Linear | nn.Embedding)
+    }
+    plan: dict[str, str] = {}
+    for pattern, names in match_names(patterns, layers, what="linear or embedding layer").items():
+        for name in names:
+            if plan.setdefault(name, patterns[pattern]) != patterns[pattern]:
+                raise ConfigError(
+                    f"tensor: {name} is both {plan[name]!r} and {patterns[pattern]!r}; keep one"
+                )
+    for name, kind in plan.items():
+        _check_layer(name, layers[name], kind, num_ranks)
+        _check_heads(model, name, num_ranks)
+    _check_model(model, plan)
+    return plan
+
+
+def _check_layer(name: str, layer: nn.Module, kind: str, num_ranks: int) -> None:
+    if isinstance(layer, nn.Embedding):
+        if kind != "vocabulary":
+            raise ConfigError(
+                f"tensor: {name} is an embedding and can be 'vocabulary', not {kind!r}"
+            )
+        odd = [n for n in ("padding_idx", "max_norm") if getattr(layer, n) is not None]
+        odd += [n for n in ("scale_grad_by_freq", "sparse") if getattr(layer, n)]
+        if odd:
+            raise ConfigError(f"tensor: {name} has {', '.join(odd)} and cannot be divided exactly")
+        size, what = layer.num_embeddings, "rows"
+    elif isinstance(layer, nn.Linear):
+        if type(layer) is not nn.Linear:
+            raise ConfigError(
+                f"tensor: {name} is a {type(layer).__name__}, whose owner uses its weight itself; "
+                "leave it out"
+            )
+        size, what = (
+            (layer.in_features, "inputs") if kind == "row" else (layer.out_features, "outputs")
+        )
+    if size % num_ranks:
+        raise ConfigError(
+            f"tensor: {name} has {size} {what}, which tensor={num_ranks} does not divide; "
+            f"{size // num_ranks * num_ranks or num_ranks} or {-(-size // num_ranks) * num_ranks} "
+            f"would, or tensor={_divisors(size)}"
+        )
+
+
+def _check_heads(model: nn.Module, name: str, num_ranks: int) -> None:
+    """Attention that lies across ranks would need parts of a head from a peer."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    for attribute in _HEADS:
+        heads = getattr(owner, attribute, None)
+        if isinstance(heads, int) and heads % num_ranks:
+            raise ConfigError(
+                f"tensor: {name} belongs to attention with {attribute}={heads}, which "
+                f"tensor={num_ranks} does not divide; tensor={_divisors(heads)} would"
+            )
+
+
+def _check_model(model: nn.Module, plan: Mapping[str, str]) -> None:
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for names in owners.values():
+        divided = [name for name in names if name.rpartition(".")[0] in plan]
+        if divided and len(names) > 1:
+            raise ConfigError(f"tensor: {' and '.join(names)} are one tensor; untie them")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ConfigError(
+                f"tensor: {name} drops at random, which ranks that share a layer cannot do as one "
+                "process does; set its p to 0"
+            )
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(f"tensor: {name} is a batch normalisation; use LayerNorm")
+
+
+def _divisors(size: int) -> str:
+    found = [str(number) for number in range(1, min(size, 64) + 1) if size % number == 0]
+    return " or ".join(found[:6])
