@@ -346,7 +346,8 @@ class Engine(Meeting, ABC):
 
         Args:
             output: As many elements as all ranks' tensors together, of the same dtype.
-            tensor: Shape and dtype must match on all ranks.
+            tensor: Shape and dtype must match on all ranks. It may be this rank's part of the
+                output.
             what: What this is, for messages.
 
         Raises:

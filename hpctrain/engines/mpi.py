@@ -218,7 +218,9 @@ class MpiEngine(Engine):
         if buffers is not None:
             self._worker.run(lambda: buffers.allgather(flat, joined, counts))
             return
-        self._worker.run(lambda: self._data.Allgatherv(_buffer(flat), _buffer(joined, counts)))
+        # MPI refuses memory that is sent and received, as where a rank gathers in place.
+        given = flat.clone() if _overlap(flat, joined) else flat
+        self._worker.run(lambda: self._data.Allgatherv(_buffer(given), _buffer(joined, counts)))
 
     def _alltoall(self, what: str, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
         staged = self._stage(flat)
@@ -275,6 +277,12 @@ class _Staged:
         """Put the result where the tensor is."""
         if self._by_host:
             self._tensor.copy_(self.memory, non_blocking=True)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether flat tensors share memory. Pure."""
+    first, second = sorted((one, other), key=lambda flat: flat.data_ptr())
+    return second.data_ptr() < first.data_ptr() + first.nbytes
 
 
 def _buffer(tensor: Tensor, counts: list[int] | None = None) -> list[object]:

@@ -188,6 +188,10 @@ def test_allgather_into_memory_that_is_there(engine):
             engine.allgather_into(output, values(rank, shape, dtype))
             close(output, want)
             assert output._version > before or not want.numel()
+    for count in (3, 5000):
+        output = torch.full((size, count), float(rank))
+        engine.allgather_into(output, output[rank])  # in place, as FSDP does
+        close(output, torch.arange(float(size))[:, None].expand(size, count).contiguous())
     strided = torch.zeros(size * 2, 6, dtype=torch.float64)[:, ::2]
     engine.allgather_into(strided, values(rank, (3, 2)).t())
     want = torch.cat([values(r, (3, 2)).t().reshape(-1) for r in range(size)])

@@ -29,6 +29,9 @@ def test_large_tensors_are_gathered_and_scattered_turn_by_turn(world, small_piec
     output = torch.empty(size * 2100, dtype=torch.float64)
     engine.allgather_into(output, values(rank, (700, 3)))
     close(output, torch.cat([values(r, (700, 3)).reshape(-1) for r in range(size)]))
+    output = output.view(size, -1).fill_(rank)
+    engine.allgather_into(output, output[rank])  # in place
+    assert (output == torch.arange(size)[:, None]).all()
     for op in (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX):
         for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int16):
             if allowed(op, dtype):
