@@ -341,6 +341,31 @@ class Engine(Meeting, ABC):
         """
         return self.allgather_rows(tensor, what=what)[0]
 
+    def allgather_into(self, output: Tensor, tensor: Tensor, *, what: str = "") -> None:
+        """Collective: join equal tensors of all ranks in memory that is there.
+
+        Args:
+            output: As many elements as all ranks' tensors together, of the same dtype.
+            tensor: Shape and dtype must match on all ranks. It may be this rank's part of the
+                output.
+            what: What this is, for messages.
+
+        Raises:
+            ConfigError: the output does not fit.
+        """
+        self._check_into(output, tensor)
+        encoding.store(self.allgather(tensor.reshape(-1), what=what), output)
+
+    def _check_into(self, output: Tensor, tensor: Tensor) -> None:
+        self._check("allgather", tensor, written=False)
+        self._check("allgather", output)
+        if output.numel() != tensor.numel() * self.size or output.dtype != tensor.dtype:
+            raise ConfigError(
+                f"allgather: the output is {output.dtype} {tuple(output.shape)}, the tensor of "
+                f"each of {self.size} ranks {tensor.dtype} {tuple(tensor.shape)}; the output must "
+                f"have {self.size} times as many elements of the same dtype"
+            )
+
     def allgather_rows(self, tensor: Tensor, *, what: str = "") -> tuple[Tensor, list[int]]:
         """Collective: the result of `allgather`, and how many rows came from each rank."""
         self._check("allgather", tensor, written=False)

@@ -138,7 +138,7 @@ class MpiEngine(Engine):
         return finish
 
     def _allreduce(self, flat: Tensor, op: Op, what: str) -> None:
-        if flat.device.type == "cpu" and self.size > 1 and is_large(flat):
+        if flat.device.type == "cpu" and self.size > 1 and is_large(flat.nbytes):
             buffers = self._node_buffers()
             if buffers.shares_memory:
                 self._worker.run(lambda: buffers.allreduce(flat, op))
@@ -149,12 +149,49 @@ class MpiEngine(Engine):
         self._worker.run(lambda: self._data.Allreduce(MPI.IN_PLACE, memory, op=_OPS[op]))
         staged.bring_back()
 
+    def allgather_into(self, output: Tensor, tensor: Tensor, *, what: str = "") -> None:
+        """Collective: as on every engine, without a copy where the output is contiguous."""
+        self._check_into(output, tensor)
+        if tensor.nbytes * self.size > self.chunk:
+            super().allgather_into(output, tensor, what=what)
+            return
+        if tensor.numel() == 0:
+            return
+        flat = encoding.to_bytes(encoding.flatten(tensor))
+        whole = encoding.flatten(output)  # the output itself, or a copy of its size
+        counts = [flat.numel()] * self.size
+
+        def exchange() -> None:
+            if whole.device.type == "cpu":
+                self._gather(flat, encoding.to_bytes(whole), counts)
+            else:
+                whole.copy_(self._allgather(what, flat, counts).view(whole.dtype))
+
+        self.meet(exchange, "allgather", what, tensor)
+        encoding.store(whole, output)
+
+    def _buffers_for(self, device: torch.device, num_bytes: int) -> NodeBuffers | None:
+        """Collective at the first large tensor: the memory all ranks share, where that is faster.
+
+        Decided by what is equal on all ranks.
+        """
+        if device.type != "cpu" or self.size == 1 or not is_large(num_bytes):
+            return None
+        buffers = self._node_buffers()
+        return buffers if buffers.is_one_node else None
+
     def _reduce_scatter(self, lines: Tensor, op: Op, what: str) -> Tensor:
-        staged = self._stage(lines)
         num_rows, width = lines.shape
         share = encoding.shares(num_rows, self.size)
-        part = staged.memory.new_empty(share[self.rank], width)
         counts = [count * width for count in share]
+        buffers = self._buffers_for(lines.device, lines.nbytes)
+        if buffers is not None:
+            own = lines.new_empty(share[self.rank], width)
+            flat, kept = lines.reshape(-1), own.view(-1)
+            self._worker.run(lambda: buffers.reduce_scatter(flat, kept, counts, op))
+            return own
+        staged = self._stage(lines)
+        part = staged.memory.new_empty(share[self.rank], width)
         staged.ready()
         self._worker.run(
             lambda: self._data.Reduce_scatter(
@@ -173,10 +210,17 @@ class MpiEngine(Engine):
         staged = self._stage(flat)
         joined = staged.memory.new_empty(sum(counts))
         staged.ready()
-        self._worker.run(
-            lambda: self._data.Allgatherv(_buffer(staged.memory), _buffer(joined, counts))
-        )
+        self._gather(staged.memory, joined, counts)
         return joined.to(flat.device)
+
+    def _gather(self, flat: Tensor, joined: Tensor, counts: list[int]) -> None:
+        buffers = self._buffers_for(flat.device, sum(counts))
+        if buffers is not None:
+            self._worker.run(lambda: buffers.allgather(flat, joined, counts))
+            return
+        # MPI refuses memory that is sent and received, as where a rank gathers in place.
+        given = flat.clone() if _overlap(flat, joined) else flat
+        self._worker.run(lambda: self._data.Allgatherv(_buffer(given), _buffer(joined, counts)))
 
     def _alltoall(self, what: str, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
         staged = self._stage(flat)
@@ -233,6 +277,12 @@ class _Staged:
         """Put the result where the tensor is."""
         if self._by_host:
             self._tensor.copy_(self.memory, non_blocking=True)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether flat tensors share memory. Pure."""
+    first, second = sorted((one, other), key=lambda flat: flat.data_ptr())
+    return second.data_ptr() < first.data_ptr() + first.nbytes
 
 
 def _buffer(tensor: Tensor, counts: list[int] | None = None) -> list[object]:

@@ -1,4 +1,4 @@
-"""Allreduce through the memory of a node: of any tensor, and of buffers made for it.
+"""Collectives through the memory of a node: of any tensor, and allreduce of buffers made for it.
 
 A tensor from anywhere is copied in and out, piece by piece, so that the pieces stay in the cache. A
 buffer that the engine allocated lies in shared memory already: each rank adds its slice up and
@@ -8,6 +8,7 @@ writes the sums into all buffers, while they are in its cache.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,15 +26,17 @@ PIECE_BYTES = 8 << 20
 """Chunk size for tensors that go through shared memory; see `benchmarks.collectives`."""
 SMALLEST_BYTES = 4 << 20
 """Below this, a tensor outside the buffers is faster as a plain MPI message."""
+_ALLGATHER, _REDUCE_SCATTER = -1, -2
+_PASSED = {0: "another tensor", _ALLGATHER: "allgather", _REDUCE_SCATTER: "reduce_scatter"}
 _MOST_TEXTS = 64
 _HANDED_BYTES = 2 << 20
 """How much of a sum is computed before the others copy it: it is still in the cache then, and
 Python overhead is small."""
 
 
-def is_large(flat: Tensor) -> bool:
+def is_large(num_bytes: int) -> bool:
     """Whether shared memory is quicker than a message. Pure; the same on every rank."""
-    return flat.numel() * flat.element_size() >= SMALLEST_BYTES
+    return num_bytes >= SMALLEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,13 @@ class NodeBuffers:
         self._notes = group.allocate(8 * group.local_size, "which buffers are combined")
         numbers = self._notes.tensor(torch.int64, num_elements=group.local_size)
         self._passed = numbers.numpy()
-        """What each rank of the node has passed: the number of a buffer, 0 for any other tensor."""
+        """What each rank of the node has passed: the number of a buffer, 0 for any other tensor; or
+        another collective."""
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all ranks share memory. The same on every rank."""
+        return self.group.num_nodes == 1
 
     @property
     def shares_memory(self) -> bool:
@@ -155,7 +164,7 @@ class NodeBuffers:
         self.group.barrier.wait()
         if self._passed.tolist() == notes:
             return
-        told = [f"buffer {n}" if n else "another tensor" for n in self._passed.tolist()]
+        told = [_PASSED.get(n, f"buffer {n}") for n in self._passed.tolist()]
         by_rank = ", ".join(f"{what} on local rank {rank}" for rank, what in enumerate(told))
         self.group.barrier.wait()  # all have read
         raise CollectiveError(
@@ -179,11 +188,9 @@ class NodeBuffers:
     def _combine_copied(self, flat: Tensor, op: Op) -> None:
         group = self.group
         self._meet([0] * group.local_size)
-        if self._scratch is None:
-            self._scratch = group.allocate(PIECE_BYTES * (group.local_size + 1), "pieces under way")
         most = PIECE_BYTES // flat.element_size()
         parts = [
-            self._scratch.tensor(flat.dtype, start=PIECE_BYTES * part, num_elements=most)
+            self._pieces().tensor(flat.dtype, start=PIECE_BYTES * part, num_elements=most)
             for part in range(group.local_size + 1)
         ]
         for piece in torch.split(flat, most):
@@ -191,6 +198,83 @@ class NodeBuffers:
             parts[group.local_rank][:count].copy_(piece)
             group.reduce([part[:count] for part in parts[:-1]], parts[-1][:count], op)
             piece.copy_(parts[-1][:count])
+
+    def _pieces(self) -> SharedBlock:
+        """Collective at the first call: memory for pieces under way."""
+        if self._scratch is None:
+            size = PIECE_BYTES * (self.group.local_size + 1)
+            self._scratch = self.group.allocate(size, "pieces under way")
+        return self._scratch
+
+    def _turns(self, dtype: torch.dtype) -> list[list[Tensor]]:
+        """Each rank's piece, twice: what is written in one turn is read while the next is written.
+
+        So one barrier for each turn is enough: who writes to a piece again has passed the next
+        turn's barrier, to which all come when they have read it.
+        """
+        half = PIECE_BYTES // 2
+        most = half // torch.empty(0, dtype=dtype).element_size()
+        return [
+            [
+                self._pieces().tensor(dtype, start=PIECE_BYTES * r + half * turn, num_elements=most)
+                for r in range(self.group.local_size)
+            ]
+            for turn in (0, 1)
+        ]
+
+    def allgather(self, flat: Tensor, joined: Tensor, counts: Sequence[int]) -> None:
+        """Collective on one node: every rank's values, one after the other.
+
+        Args:
+            flat: This rank's.
+            joined: Where they go.
+            counts: How many each rank has.
+        """
+        group = self.group
+        me = group.local_rank
+        self._meet([_ALLGATHER] * group.local_size)
+        targets = torch.split(joined, list(counts))
+        turns = self._turns(flat.dtype)
+        targets[me].copy_(flat)
+        for number, (start, stop) in enumerate(encoding.rounds(max(counts), len(turns[0][0]))):
+            pieces = turns[number % 2]
+            own = flat[start:stop]
+            pieces[me][: len(own)].copy_(own)
+            group.barrier.wait()
+            for step in range(1, group.local_size):  # nobody reads where everybody reads
+                rank = (me + step) % group.local_size
+                target = targets[rank][start:stop]
+                target.copy_(pieces[rank][: len(target)])
+
+    def reduce_scatter(self, flat: Tensor, share: Tensor, counts: Sequence[int], op: Op) -> None:
+        """Collective on one node: combine values and keep this rank's share of them.
+
+        Args:
+            flat: The values of all shares, one after the other.
+            share: Where this rank's go.
+            counts: How many elements each rank's share has.
+            op: SUM, MIN or MAX.
+        """
+        group = self.group
+        me, size = group.local_rank, group.local_size
+        self._meet([_REDUCE_SCATTER] * size)
+        given = torch.split(flat, list(counts))
+        turns = self._turns(flat.dtype)
+        most = len(turns[0][0]) // size
+        for number, (start, stop) in enumerate(encoding.rounds(max(counts), most)):
+            pieces = turns[number % 2]
+            for rank, part in enumerate(given):
+                sent = part[start:stop]
+                if rank != me:
+                    pieces[me][most * rank : most * rank + len(sent)].copy_(sent)
+            group.barrier.wait()
+            total = share[start:stop]
+            if len(total):
+                place = slice(most * me, most * me + len(total))
+                terms = [
+                    given[me][start:stop] if r == me else pieces[r][place] for r in range(size)
+                ]
+                combine(terms, total, op)
 
     def close(self) -> None:
         """Let the files go; buffers that are still held stay readable."""

@@ -172,8 +172,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if output.numel() != given.numel() * self._num_ranks or output.dtype != given.dtype:
             trouble = self._does_not_fit(output, given, "output", "input")
         self._compare("all_gather_single", _words(given), trouble)
-        joined = self._engine.allgather(given.reshape(-1))
-        output.detach().copy_(joined.view(output.shape))
+        self._engine.allgather_into(output.detach(), given.detach())
         return Ended([output])
 
     def all_gather_single_coalesced(

@@ -273,6 +273,12 @@ def engine__allgather(kit):
     return lambda: engine.allgather(torch.ones(3))
 
 
+@case("allgather", own=True)
+def engine__allgather_into(kit):
+    engine = kit.link().engine
+    return lambda: engine.allgather_into(torch.ones(6), torch.ones(3))
+
+
 @case("alltoall", own=True)
 def engine__alltoall(kit):
     engine = kit.link().engine

@@ -31,6 +31,16 @@ def test_all_layouts_train_alike(tmp_path):
 
 
 @slow
+def test_gathering_is_compared_with_copies_of_the_output(tmp_path):
+    result = result_of("gathering", tmp_path / "result.json", "--variants", "memcpy,mpi")
+    assert {(item["case"], item["variant"]) for item in result["series"]} == {
+        (case, variant)
+        for case in ("allgather", "allgather_into", "reduce_scatter")
+        for variant in ("memcpy", "mpi")
+    }
+
+
+@slow
 def test_barriers_are_compared_below_and_above_the_number_of_cores(tmp_path):
     many = max(3, len(os.sched_getaffinity(0)) + 1)
     result = result_of("barrier", tmp_path / "result.json", "--ranks", f"2,{many}")

@@ -178,6 +178,30 @@ def test_a_buffer_of_the_engines_own(engine):
         close(part, expected(engine.size, Op.MAX, (count // 2,)))
 
 
+def test_allgather_into_memory_that_is_there(engine):
+    size, rank = engine.size, engine.rank
+    for dtype in DTYPES:
+        for shape in ((2, 3), (), (0, 2)):
+            want = torch.cat([values(r, shape, dtype).reshape(-1) for r in range(size)])
+            output = torch.zeros(want.numel(), dtype=dtype)
+            before = output._version
+            engine.allgather_into(output, values(rank, shape, dtype))
+            close(output, want)
+            assert output._version > before or not want.numel()
+    for count in (3, 5000):
+        output = torch.full((size, count), float(rank))
+        engine.allgather_into(output, output[rank])  # in place, as FSDP does
+        close(output, torch.arange(float(size))[:, None].expand(size, count).contiguous())
+    strided = torch.zeros(size * 2, 6, dtype=torch.float64)[:, ::2]
+    engine.allgather_into(strided, values(rank, (3, 2)).t())
+    want = torch.cat([values(r, (3, 2)).t().reshape(-1) for r in range(size)])
+    close(strided.reshape(-1), want)
+    with pytest.raises(ConfigError, match="times as many elements of the same dtype"):
+        engine.allgather_into(torch.zeros(2 * size + 1), torch.zeros(2))
+    with pytest.raises(ConfigError, match="times as many elements of the same dtype"):
+        engine.allgather_into(torch.zeros(2 * size, dtype=torch.float64), torch.zeros(2))
+
+
 def test_a_foreign_tensor_in_pieces_through_shared_memory(engine, monkeypatch):
     monkeypatch.setattr("hpctrain.engines.node_buffers.SMALLEST_BYTES", 1)
     for op in (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX):
