@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from hpctrain.pipeline.balancing import LayerCost, balance_stages
     from hpctrain.pipeline.cutting import Cut, StageModel
     from hpctrain.pipeline.micro_batches import divide_batch
-    from hpctrain.pipeline.running import PipelineRunner
+    from hpctrain.pipeline.running import PipelineRunner, PreparedBatch
     from hpctrain.pipeline.splitting import cut_model
 
 __all__ = [
     "Cut",
     "LayerCost",
     "PipelineRunner",
+    "PreparedBatch",
     "StageModel",
     "balance_stages",
     "cut_model",
@@ -32,7 +33,7 @@ __getattr__ = lazy(
         ".balancing": ("LayerCost", "balance_stages"),
         ".cutting": ("Cut", "StageModel"),
         ".micro_batches": ("divide_batch",),
-        ".running": ("PipelineRunner",),
+        ".running": ("PipelineRunner", "PreparedBatch"),
         ".splitting": ("cut_model",),
     },
 )
