@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hpctrain.pipeline.micro_batches import divide_batch
     from hpctrain.pipeline.running import PipelineRunner, PreparedBatch
     from hpctrain.pipeline.splitting import cut_model
+    from hpctrain.pipeline.state import StageState
 
 __all__ = [
     "Cut",
@@ -22,6 +23,7 @@ __all__ = [
     "PipelineRunner",
     "PreparedBatch",
     "StageModel",
+    "StageState",
     "balance_stages",
     "cut_model",
     "divide_batch",
@@ -35,5 +37,6 @@ __getattr__ = lazy(
         ".micro_batches": ("divide_batch",),
         ".running": ("PipelineRunner", "PreparedBatch"),
         ".splitting": ("cut_model",),
+        ".state": ("StageState",),
     },
 )

@@ -280,11 +280,11 @@ class _Layout:
         with self.numerics.full():
             make_equal(self.company, self.engine, self.model, self.optimizer, broadcast=broadcast)
         self.numerics.adopt()
-        names, parameters = named_parameters(self.model, self.optimizer)
         if given.grid is not None and isinstance(self.model, StageModel):
             return build_pipeline(
-                self.engine, given.grid, self.model, given, self.numerics, names, parameters
+                self.engine, given.grid, self.model, given, self.numerics, self.optimizer
             )
+        names, parameters = named_parameters(self.model, self.optimizer)
         facts = gather_facts(
             self.world,
             self.engine,

@@ -10,8 +10,9 @@ import torch
 import hpctrain.grid as grids
 from hpctrain.errors import ConfigError
 from hpctrain.optim import members_of
-from hpctrain.pipeline import PipelineRunner, StageModel
+from hpctrain.pipeline import PipelineRunner, StageModel, StageState
 from hpctrain.replica.modes import PipelineMode, ShardedMode
+from hpctrain.replica.naming import named_parameters
 from hpctrain.sharding import sharding_of
 from hpctrain.update import shards_by
 
@@ -154,8 +155,7 @@ def build_pipeline(
     model: StageModel,
     given: DistributeArguments,
     numerics: Precision,
-    names: Sequence[str],
-    parameters: Sequence[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
 ) -> PipelineMode:
     """Collective: the mode of a model that `split` has cut into stages."""
     casting = numerics.casting
@@ -168,7 +168,8 @@ def build_pipeline(
             return module(*arguments)
 
     runner = PipelineRunner(grid, model, micro_batches=given.micro_batches or 1, call=call)
-    mode = PipelineMode(engine, names, parameters, runner)
+    state = StageState(grid.comm("pipeline"), model, optimizer)
+    mode = PipelineMode(engine, *named_parameters(model, optimizer), runner, state)
     mode.chosen = f"pipeline: split() has cut the model into {grid.pipeline} stages"
     return mode
 

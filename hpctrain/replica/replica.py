@@ -39,6 +39,9 @@ from hpctrain.sharding import fit_optimizer_state, sharding_of
 from hpctrain.tensor_names import plain_keys
 from hpctrain.world import Observer, World, keep_freed_memory, phase
 
+if TYPE_CHECKING:
+    from hpctrain.pipeline import StageState
+
 __all__ = ["Replica", "Step"]
 
 
@@ -495,6 +498,8 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to resume: the optimizer's state in torch's form, and the model's.
 
+        Of a model in stages this rank's stage; a Saver puts the stages together.
+
         The weights are under the key `model`. `fp16` adds the key `scaler`, `bf16-pure` the key
         `masters`; torch's own optimizers load the state all the same and leave these out.
         """
@@ -522,6 +527,12 @@ class Replica:
     def is_mid_step(self) -> bool:
         """Whether gradients of an unfinished step are waiting: no place for a checkpoint."""
         return self._window.calls > 0 and not self._window.stepped
+
+    @property
+    def stage_state(self) -> StageState | None:
+        """Where a stage's state is in a checkpoint of the whole model; None: all is here."""
+        mode = self._exchange.mode
+        return mode.state if isinstance(mode, PipelineMode) else None
 
     @property
     def is_sharded(self) -> bool:

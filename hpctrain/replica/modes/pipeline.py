@@ -19,7 +19,7 @@ from hpctrain.replica.modes.arena import ArenaMode
 if TYPE_CHECKING:
     from hpctrain.engines import Engine
     from hpctrain.fusion import Arrived
-    from hpctrain.pipeline import PipelineRunner, PreparedBatch
+    from hpctrain.pipeline import PipelineRunner, PreparedBatch, StageState
     from hpctrain.replica.control_words import ControlWords
 
 __all__ = ["PipelineMode", "StagedPass"]
@@ -53,6 +53,7 @@ class PipelineMode(ArenaMode):
         names: Of the stage's parameters.
         parameters: Themselves.
         runner: What runs the stages.
+        state: Where this stage's state is in a checkpoint.
     """
 
     needs_every_pass = True
@@ -65,9 +66,11 @@ class PipelineMode(ArenaMode):
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
         runner: PipelineRunner,
+        state: StageState,
     ) -> None:
         super().__init__(engine, names, parameters, bucket_bytes=None, overlap=False)
         self.runner: PipelineRunner = runner
+        self.state = state
         self._elsewhere = frozenset(
             index for index, p in enumerate(parameters) if id(p) in runner.ties.elsewhere
         )
