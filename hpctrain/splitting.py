@@ -73,7 +73,8 @@ def split(
         tensor: Layers that are divided over the tensor dimension, by name.
 
     Returns:
-        The model, changed in place.
+        The model, changed in place; with `stages` this rank's stage, whose parameters have the
+        names that they have in the whole model.
 
     Raises:
         ConfigError: on all ranks; an argument is wrong, or the model cannot be divided so.
@@ -93,7 +94,7 @@ def split(
     given = {"shard": shard, "units": units, "whole_gradients": whole_gradients}
     deferred, mistake = _build(grid, model, shard)
     module = cast("torch.nn.Module", model if deferred is None else deferred.model)
-    mistake = mistake or _find_mistake(module, shard, units, stages, tensor, deferred is not None)
+    mistake = mistake or _find_mistake(module, shard, units, tensor, deferred is not None)
     agree(world.comm, mistake, error=ConfigError)
     _check_same(world, {name: repr(value) for name, value in given.items()})
     if shard is None:
@@ -135,7 +136,6 @@ def _find_mistake(
     model: object,
     shard: object,
     units: object,
-    stages: object,
     tensor: object,
     is_deferred: bool,
 ) -> str | None:
@@ -147,8 +147,6 @@ def _find_mistake(
         )
     if sharding_of(model) is not None:
         return "split: this model is divided already; build a new one to divide it in another way"
-    if stages is not None:
-        return f"split: stages={stages!r}: pipelines are not in this version; leave it out"
     if tensor is not None:
         return f"split: tensor={tensor!r}: tensor parallel is not in this version; leave it out"
     if shard is not None and shard not in SHARDED:
