@@ -10,6 +10,7 @@ import torch
 from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.grid import DIMENSIONS, Grid
+from hpctrain.pipeline import StageModel, cut_model
 from hpctrain.replica import broadcast_tensors, check_equal, check_structure
 from hpctrain.sharding import (
     SHARDED,
@@ -34,12 +35,13 @@ _ORDER = "call split(grid, model, shard=...)"
 
 def split(
     grid: Grid,
-    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    model: torch.nn.Module | Sequence[torch.nn.Module] | Callable[[], torch.nn.Module],
     *,
     shard: str | None = None,
     units: Sequence[str] | None = None,
     whole_gradients: bool = False,
-    stages: object = None,
+    stages: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
+    example: torch.Tensor | Sequence[torch.Tensor] | None = None,
     tensor: Mapping[str, str] | None = None,
 ) -> torch.nn.Module:
     """Collective: divide a model among the ranks of a grid; every rank passes the same arguments.
@@ -62,11 +64,17 @@ def split(
             None: the repeated blocks of the model.
         whole_gradients: Keep gradients whole between the backward calls of a step, and reduce them
             once: less traffic with `accumulate`, and the memory of all gradients on every rank.
-        stages: Of a pipeline.
+        stages: How the model, a chain of modules, is cut along the pipeline dimension. `auto`: so
+            that the slowest stage is as fast as possible; or the names of the layers at which the
+            stages but the first begin; or a list of names for each stage. A list of modules is one
+            for each stage, and wants `auto`.
+        example: With `stages="auto"`: the inputs of one micro-batch, to measure the layers on;
+            None: they are weighed by the bytes of their weights.
         tensor: Layers that are divided over the tensor dimension, by name.
 
     Returns:
-        The model, changed in place.
+        The model, changed in place; with `stages` this rank's stage, whose parameters have the
+        names that they have in the whole model.
 
     Raises:
         ConfigError: on all ranks; an argument is wrong, or the model cannot be divided so.
@@ -77,10 +85,16 @@ def split(
             f"hpctrain.Grid(world) made; {_ORDER}"
         )
     world = grid.world
+    agree(world.comm, _find_odd_stages(grid, model, shard, stages, tensor), error=ConfigError)
+    _check_same(world, {"stages": repr(stages)})
+    if stages is not None:
+        whole = model if isinstance(model, torch.nn.Module) else _joined(model)
+        _make_equal(grid, whole)
+        return cut_model(grid, cast("torch.nn.Module", model), stages, example=example)
     given = {"shard": shard, "units": units, "whole_gradients": whole_gradients}
     deferred, mistake = _build(grid, model, shard)
     module = cast("torch.nn.Module", model if deferred is None else deferred.model)
-    mistake = mistake or _find_mistake(module, shard, units, stages, tensor, deferred is not None)
+    mistake = mistake or _find_mistake(module, shard, units, tensor, deferred is not None)
     agree(world.comm, mistake, error=ConfigError)
     _check_same(world, {name: repr(value) for name, value in given.items()})
     if shard is None:
@@ -122,7 +136,6 @@ def _find_mistake(
     model: object,
     shard: object,
     units: object,
-    stages: object,
     tensor: object,
     is_deferred: bool,
 ) -> str | None:
@@ -134,8 +147,6 @@ def _find_mistake(
         )
     if sharding_of(model) is not None:
         return "split: this model is divided already; build a new one to divide it in another way"
-    if stages is not None:
-        return f"split: stages={stages!r}: pipelines are not in this version; leave it out"
     if tensor is not None:
         return f"split: tensor={tensor!r}: tensor parallel is not in this version; leave it out"
     if shard is not None and shard not in SHARDED:
@@ -148,6 +159,39 @@ def _find_mistake(
             f"split: {on_meta} is on the meta device, and its first values are not known; give the "
             "function that builds the model: split(grid, lambda: Model(...), shard=...)"
         )
+    return None
+
+
+def _joined(modules: object) -> torch.nn.Module:
+    """A list of modules as one."""
+    return torch.nn.ModuleList(cast("Sequence[torch.nn.Module]", modules))
+
+
+def _find_odd_stages(
+    grid: Grid, model: object, shard: object, stages: object, tensor: object
+) -> str | None:
+    """What of the arguments does not go together with `stages`, or None. Pure."""
+    if isinstance(model, StageModel):
+        return "split: this model is divided already; build a new one to divide it in another way"
+    if stages is None:
+        if grid.pipeline > 1:
+            return (
+                f"split: the grid has pipeline={grid.pipeline}, and stages= does not say how to "
+                "cut the model; give stages='auto'"
+            )
+        return None
+    if shard is not None or tensor is not None:
+        other = f"shard={shard!r}" if shard is not None else f"tensor={tensor!r}"
+        return f"split: {other} and stages= together are not in this version; choose one of them"
+    parts = model if isinstance(model, Sequence) else [model]
+    odd = next((one for one in parts if not isinstance(one, torch.nn.Module)), None)
+    if odd is not None:
+        return (
+            f"split: stages= with a {type(odd).__name__}; give a torch.nn.Module, or a list of "
+            "them, one for each stage"
+        )
+    if any(p.is_meta for one in parts for p in cast("torch.nn.Module", one).parameters()):
+        return "split: stages= with a model on the meta device; build it on world.device"
     return None
 
 

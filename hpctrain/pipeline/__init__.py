@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from hpctrain.pipeline.balancing import LayerCost, balance_stages
     from hpctrain.pipeline.cutting import Cut, StageModel
     from hpctrain.pipeline.micro_batches import divide_batch
-    from hpctrain.pipeline.running import PipelineRunner
+    from hpctrain.pipeline.running import PipelineRunner, PreparedBatch
     from hpctrain.pipeline.splitting import cut_model
+    from hpctrain.pipeline.state import StageState
 
 __all__ = [
     "Cut",
     "LayerCost",
     "PipelineRunner",
+    "PreparedBatch",
     "StageModel",
+    "StageState",
     "balance_stages",
     "cut_model",
     "divide_batch",
@@ -32,7 +35,8 @@ __getattr__ = lazy(
         ".balancing": ("LayerCost", "balance_stages"),
         ".cutting": ("Cut", "StageModel"),
         ".micro_batches": ("divide_batch",),
-        ".running": ("PipelineRunner",),
+        ".running": ("PipelineRunner", "PreparedBatch"),
         ".splitting": ("cut_model",),
+        ".state": ("StageState",),
     },
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
@@ -42,6 +43,12 @@ class Cut:
     """Parameters that more than one stage has."""
     why: str
     """How the division was chosen, in words."""
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
+    """Name, shape and dtype of all that a checkpoint of the whole model has."""
+    parameters: tuple[str, ...] = ()
+    """Of the whole model, in its order; a tied one once, under the first of its names."""
+    first_names: Mapping[str, str] = field(default_factory=dict)
+    """Of parameters, by any of their names."""
 
     @property
     def num_stages(self) -> int:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from hpctrain.grid import Grid
 
-__all__ = ["PipelineRunner"]
+__all__ = ["PipelineRunner", "PreparedBatch"]
 
 Call = Callable[[nn.Module, tuple[Any, ...]], Any]
 LossFn = Callable[[Any, Any], Tensor]
@@ -51,6 +51,15 @@ class _Shapes(NamedTuple):
     """Out of it."""
     result: tuple[TensorFacts, ...]
     """Out of the last stage."""
+
+
+class PreparedBatch(NamedTuple):
+    """A batch that all ranks have agreed to run."""
+
+    runs: tuple[Run, ...]
+    loss_fn: LossFn
+    inputs: tuple[Tensor, ...]
+    target: Tensor
 
 
 class PipelineRunner:
@@ -134,20 +143,37 @@ class PipelineRunner:
         Raises:
             ConfigError: on all ranks, before anything is sent.
         """
+        return self.run(self.prepare(loss_fn, inputs, target), factor=factor)
+
+    def prepare(
+        self, loss_fn: LossFn, inputs: Sequence[Tensor], target: Tensor, *, settings: str = ""
+    ) -> PreparedBatch:
+        """Collective: check a batch on all ranks; what `run` then does cannot be refused.
+
+        Args:
+            loss_fn: As in `forward_backward`.
+            inputs: As in `forward_backward`.
+            target: As in `forward_backward`.
+            settings: What else must be the same on all stages, in words.
+        """
         trouble = trouble_with_batch(inputs, target)
-        runs = self._admit(trouble, inputs, target, loss_fn)
+        runs = self._admit(trouble, inputs, target, loss_fn, settings)
+        return PreparedBatch(runs, loss_fn, tuple(inputs), target)
+
+    def run(self, batch: PreparedBatch, *, factor: float | Tensor = 1.0) -> Tensor:
+        """Collective over the stages: add a batch's gradients to `p.grad`; its mean loss."""
         total = torch.zeros((), dtype=torch.float64, device=self._place.device)
-        num_rows = num_rows_of(inputs)
-        for run in runs:
+        num_rows = num_rows_of(batch.inputs)
+        for run in batch.runs:
             share = run.size / num_rows
-            self._loss_fn, self._factor, self._losses = loss_fn, factor * share, []
+            self._loss_fn, self._factor, self._losses = batch.loss_fn, factor * share, []
             try:
-                self._learn(run, inputs, target)
+                self._learn(run, batch.inputs, batch.target)
             finally:
                 self._loss_fn = None
             for loss in self._losses:
                 total += loss.double() * share
-        if self._place.num_stages > 1 and runs:
+        if self._place.num_stages > 1 and batch.runs:
             self._engine.broadcast_(total, self._place.num_stages - 1, what="the loss")
         return total
 
@@ -211,14 +237,25 @@ class PipelineRunner:
 
     # Norms
 
-    def norm_squared(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> Tensor:
+    def norm_squared(self) -> Tensor:
         """Collective over the stages: the sum of squares of all gradients, tied ones once."""
-        device = self._place.device
-        own = [g for p, g in gradients if id(p) not in self.ties.elsewhere]
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for gradient in own:
+        gradients = [
+            p.grad
+            for p in self.model.parameters()
+            if p.grad is not None and id(p) not in self.ties.elsewhere
+        ]
+        total = torch.zeros((), dtype=torch.float64, device=self._place.device)
+        for gradient in gradients:
             total += gradient.detach().double().square().sum()
-        return self._engine.allreduce_(total, Op.SUM, what="the norm of the gradients")
+        return self.sum_over_stages(total)
+
+    def sum_over_stages(self, values: Tensor) -> Tensor:
+        """Collective over the stages: small sums that each has made of what it holds."""
+        if self._place.num_stages == 1:
+            return values
+        wide = values.double()
+        self._engine.allreduce_(wide, Op.SUM, what="sums over the stages")
+        return wide.to(values.dtype)
 
     # Before anything is sent
 
@@ -228,6 +265,7 @@ class PipelineRunner:
         inputs: Sequence[Tensor],
         target: Tensor | None,
         loss_fn: LossFn | None,
+        settings: str = "",
     ) -> tuple[Run, ...]:
         """Collective: check a batch on all ranks, and find the shapes that are not known yet.
 
@@ -244,7 +282,7 @@ class PipelineRunner:
         is_changed = now != self._parameters
         is_known = all((facts, trains) in self._shapes for facts in wanted) and not is_changed
         batch = (*inputs, target) if target is not None else tuple(inputs)
-        told = "" if trouble else self._describe(batch)
+        told = "" if trouble else f"{settings}{self._describe(batch)}"
         fine, known = self._compare(whole, trouble is None, told, is_known)
         if not fine:
             trouble = self._differences(trouble, told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -73,7 +73,7 @@ def cut_model(
     ranges, why, digest = told
     try:
         _check_alike(digest, layers)
-        cut = Cut(names, ranges, find_ties(layers, ranges), why)
+        cut = Cut(names, ranges, find_ties(layers, ranges), why, **_whole_facts(model))
         made = StageModel(layers, cut, grid.coordinate.pipeline)
         _check_trainable(made)
     except ConfigError as error:
@@ -150,6 +150,27 @@ def _digest(layers: Sequence[Layer]) -> int:
         for name, tensor in layer.module.named_parameters()
     ]
     return zlib.crc32(repr((text, [layer.name for layer in layers])).encode())
+
+
+def _whole_facts(model: nn.Module | Sequence[nn.Module]) -> dict[str, Any]:
+    """What a checkpoint of the whole model has.
+
+    Raises:
+        ConfigError: it has something that is no tensor.
+    """
+    whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    state = whole.state_dict()
+    odd = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
+    if odd is not None:
+        raise ConfigError(f"{odd} of the model's state is no tensor; a stage can hold tensors only")
+    first = {id(p): name for name, p in whole.named_parameters()}
+    return {
+        "tensors": tuple((name, tuple(t.shape), t.dtype) for name, t in state.items()),
+        "parameters": tuple(first.values()),
+        "first_names": {
+            name: first[id(p)] for name, p in whole.named_parameters(remove_duplicate=False)
+        },
+    }
 
 
 def _check_alike(digest: int, layers: Sequence[Layer]) -> None:

@@ -62,6 +62,19 @@ class TiedWeights:
             for alike in _by_kind(wanted):
                 _sum_fused(engine, alike)
 
+    def used_anywhere(self, used: frozenset[int]) -> frozenset[int]:
+        """Collective over the stages that hold them: what some stage has used, by `id`.
+
+        Args:
+            used: What this stage has.
+        """
+        found = set(used)
+        for engine, parameters in self._groups:
+            marks = torch.tensor([id(p) in used for p in parameters], dtype=torch.int32)
+            engine.allreduce_(marks, what="which tied weights were used")
+            found |= {id(p) for p, n in zip(parameters, marks.tolist(), strict=True) if n}
+        return frozenset(found)
+
     def close(self) -> None:
         """Collective: give back what the groups hold."""
         for group in self._groups:

@@ -74,6 +74,11 @@ class DistributeArguments:
     micro_batches: int | None = None
 
     @property
+    def is_in_stages(self) -> bool:
+        """Whether ranks hold different parts of the model."""
+        return self.grid is not None and self.grid.pipeline > 1
+
+    @property
     def options(self) -> Options:
         """What of them the policy chooses by."""
         return Options(
@@ -208,13 +213,15 @@ def _describe_engine(engine: object) -> str:
     return f"an engine over {engine.name}" if isinstance(engine, Engine) else str(engine)
 
 
-def _describe_optimizer(optimizer: object) -> str:
+def _describe_optimizer(optimizer: object, *, sizes: bool) -> str:
     """A description of what must be the same of optimizers on all ranks. Pure."""
     members: tuple[object, ...] = members_of(optimizer)  # type: ignore[arg-type]
     known = [member for member in members if isinstance(member, torch.optim.Optimizer)]
-    sizes = [str(len(group["params"])) for member in known for group in member.param_groups]
+    groups = [group for member in known for group in member.param_groups]
     name = " + ".join(type(member).__name__ for member in members)
-    return f"{name} (parameters in its groups: {', '.join(sizes)})"
+    if not sizes:  # stages have different ones
+        return f"{name} ({len(groups)} groups)"
+    return f"{name} (parameters in its groups: {', '.join(str(len(g['params'])) for g in groups)})"
 
 
 def agree_on_arguments(
@@ -247,7 +254,7 @@ def agree_on_arguments(
     must_match = {field.name: getattr(given, field.name) for field in fields(given)}
     del must_match["averages_statistics"]  # what each rank prints, not what it does
     must_match["engine"] = _describe_engine(engine)
-    must_match["optimizer"] = _describe_optimizer(optimizer)
+    must_match["optimizer"] = _describe_optimizer(optimizer, sizes=not given.is_in_stages)
     mine = {name: v if isinstance(v, str) else repr(v) for name, v in must_match.items()}
     everyone: list[dict[str, str]] = world.comm.allgather(mine)
     for name, first in everyone[0].items():

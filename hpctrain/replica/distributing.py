@@ -16,6 +16,7 @@ from hpctrain.engines import AUTO, BetweenNodes, Engine
 from hpctrain.errors import CollectiveError
 from hpctrain.fusion import is_dense
 from hpctrain.optim import combine, members_of, spans_of
+from hpctrain.pipeline import StageModel
 from hpctrain.precision import LossScaling, Precision, PrecisionName
 from hpctrain.replica.arguments import (
     DistributeArguments,
@@ -25,11 +26,16 @@ from hpctrain.replica.arguments import (
     choose_precision,
 )
 from hpctrain.replica.checks import own_statistics
-from hpctrain.replica.equal_ranks import make_equal, make_equal_state
+from hpctrain.replica.equal_ranks import Company, make_equal, make_equal_state
 from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode, NodeMode
 from hpctrain.replica.naming import named_parameters
-from hpctrain.replica.on_grid import build_sharded, find_grid_mistake
+from hpctrain.replica.on_grid import (
+    StageCompany,
+    build_pipeline,
+    build_sharded,
+    find_grid_mistake,
+)
 from hpctrain.replica.plain_loops import has_replica
 from hpctrain.replica.policy import (
     Choice,
@@ -117,7 +123,7 @@ def distribute(
         averages_statistics: Whether the caller averages the running statistics of BatchNorm itself
             before they are used (`average_batchnorm`), and need not be told to.
         grid: The grid that the model was divided on by `split`; its engine is used.
-        micro_batches: Of a pipeline.
+        micro_batches: Into how many parts a batch is cut, where the model is in stages.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
@@ -203,7 +209,7 @@ def _build(
         keep_freed_memory()
     lay_out = _Layout(world, engine, model, optimizer, given, numerics)
     mode = lay_out(True)
-    make_equal_state(world, engine, model, optimizer)
+    make_equal_state(lay_out.company, engine, model, optimizer)
     world.streams.bind_own()
     if world.rank == 0:
         _tell(model, mode, engine.size, averages_statistics=given.averages_statistics)
@@ -251,6 +257,14 @@ class _Layout:
     given: DistributeArguments
     numerics: Precision
 
+    @property
+    def company(self) -> Company:
+        """The ranks that have the same model: all, or those of one stage."""
+        grid = self.given.grid
+        if grid is not None and isinstance(self.model, StageModel):
+            return StageCompany(grid.comm("data"))
+        return self.world
+
     def __call__(self, broadcast: bool) -> Mode:
         """Collective: make weights equal (or check that they are), choose a mode and build it."""
         given = self.given
@@ -264,8 +278,12 @@ class _Layout:
             names, parameters = named_parameters(self.model, self.optimizer)
             return build_sharded(self.engine, sharding, self.optimizer, names, parameters)
         with self.numerics.full():
-            make_equal(self.world, self.engine, self.model, self.optimizer, broadcast=broadcast)
+            make_equal(self.company, self.engine, self.model, self.optimizer, broadcast=broadcast)
         self.numerics.adopt()
+        if given.grid is not None and isinstance(self.model, StageModel):
+            return build_pipeline(
+                self.engine, given.grid, self.model, given, self.numerics, self.optimizer
+            )
         names, parameters = named_parameters(self.model, self.optimizer)
         facts = gather_facts(
             self.world,

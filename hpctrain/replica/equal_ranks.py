@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,14 +15,17 @@ from torch import Tensor
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.log import name_ranks
 from hpctrain.replica.naming import named_parameters
-from hpctrain.world import World, agree, roll_call
+from hpctrain.world import agree, roll_call
 
 if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
     from hpctrain.engines import Engine
     from hpctrain.replica.exchange import Exchange
     from hpctrain.replica.replica import Replica
 
 __all__ = [
+    "Company",
     "Joining",
     "broadcast_optimizer",
     "broadcast_tensors",
@@ -34,8 +37,20 @@ __all__ = [
 ]
 
 
+class Company(Protocol):
+    """The ranks that have the same model: a world, or those of one stage."""
+
+    @property
+    def comm(self) -> Comm:
+        """Over them."""
+
+    @property
+    def rank(self) -> int:
+        """This one's place among them."""
+
+
 def make_equal(
-    world: World,
+    world: Company,
     engine: Engine,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -69,7 +84,7 @@ def make_equal(
 
 
 def make_equal_state(
-    world: World, engine: Engine, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    world: Company, engine: Engine, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Collective: give all ranks rank 0's buffers and optimizer state."""
     buffers = dict(model.named_buffers())
@@ -79,7 +94,7 @@ def make_equal_state(
     broadcast_optimizer(world, engine, optimizer)
 
 
-def check_structure(world: World, names: Iterable[str], tensors: Iterable[Tensor]) -> None:
+def check_structure(world: Company, names: Iterable[str], tensors: Iterable[Tensor]) -> None:
     """Collective: refuse models that differ between ranks, before anything of them is sent."""
     roll_call(world.comm, "comparing the model of all ranks")
     mine = [
@@ -95,7 +110,7 @@ def check_structure(world: World, names: Iterable[str], tensors: Iterable[Tensor
     agree(world.comm, trouble, error=ConfigError)
 
 
-def _check_order(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_order(world: Company, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Collective: refuse an optimizer that has the parameters in another order on some rank."""
     names = iter(named_parameters(model, optimizer)[0])
     mine = [
@@ -129,7 +144,7 @@ def broadcast_tensors(
 
 
 def broadcast_optimizer(
-    world: World, engine: Engine, optimizer: torch.optim.Optimizer, root: int = 0
+    world: Company, engine: Engine, optimizer: torch.optim.Optimizer, root: int = 0
 ) -> None:
     """Collective: overwrite group options and state with the root's."""
     mine = optimizer.state_dict()
@@ -186,7 +201,7 @@ def digest(tensors: Iterable[Tensor]) -> bytes:
     return summed.digest()
 
 
-def check_equal(world: World, names: Iterable[str], tensors: Iterable[Tensor], what: str) -> None:
+def check_equal(world: Company, names: Iterable[str], tensors: Iterable[Tensor], what: str) -> None:
     """Collective: raise on all ranks, naming rank and tensor, unless all have the same bits.
 
     Raises:

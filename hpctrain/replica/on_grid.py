@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 import hpctrain.grid as grids
 from hpctrain.errors import ConfigError
 from hpctrain.optim import members_of
-from hpctrain.replica.modes import ShardedMode
+from hpctrain.pipeline import PipelineRunner, StageModel, StageState
+from hpctrain.replica.modes import PipelineMode, ShardedMode
+from hpctrain.replica.naming import named_parameters
 from hpctrain.sharding import sharding_of
 from hpctrain.update import shards_by
 
 if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
     from hpctrain.engines import Engine
+    from hpctrain.grid import Grid
+    from hpctrain.precision import Precision
     from hpctrain.replica.arguments import DistributeArguments
     from hpctrain.sharding import Sharding
 
-__all__ = ["build_sharded", "find_grid_mistake"]
+__all__ = ["StageCompany", "build_pipeline", "build_sharded", "find_grid_mistake"]
 
 _ELEMENTWISE = (
     "shards of a parameter are updated apart, and that needs an optimizer that treats every "
@@ -36,7 +42,7 @@ def find_grid_mistake(
     """What is wrong with arguments for a grid or a divided model, or None. Pure."""
     grid, sharding = given.grid, sharding_of(model)
     if grid is None:
-        if sharding is not None:
+        if sharding is not None or isinstance(model, StageModel):
             return (
                 "distribute: this model was divided by split(grid, model); give the grid as well: "
                 "distribute(world, model, optimizer, grid=grid)"
@@ -52,6 +58,8 @@ def find_grid_mistake(
         )
     if not isinstance(engine, str) or engine != "auto":
         return "distribute: engine= and grid= were both given; a grid brings its own engine"
+    if isinstance(model, StageModel):
+        return _find_odd_pipeline(grid, model, optimizer, given)
     if grid.pipeline > 1 or grid.tensor > 1:
         return (
             f"distribute: the grid has pipeline={grid.pipeline} and tensor={grid.tensor}, and the "
@@ -83,6 +91,87 @@ def _find_option(given: DistributeArguments) -> str | None:
                 "its gradients, and each rank updates its shards; leave it out"
             )
     return None
+
+
+def _find_odd_pipeline(
+    grid: Grid,
+    model: StageModel,
+    optimizer: torch.optim.Optimizer,
+    given: DistributeArguments,
+) -> str | None:
+    """What is wrong with arguments for a model in stages, or None."""
+    num_stages, micro_batches = model.hpctrain_cut.num_stages, given.micro_batches
+    if num_stages != grid.pipeline:
+        return (
+            f"distribute: the model was cut into {num_stages} stages, and this grid has "
+            f"pipeline={grid.pipeline}; give the grid that it was cut on"
+        )
+    if micro_batches is None:
+        return (
+            "distribute: a pipeline needs micro_batches=, the number of parts that a batch is cut "
+            f"into; take at least {4 * num_stages}, 4 for each stage"
+        )
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        return f"distribute: micro_batches={micro_batches!r} must be a whole number, at least 1"
+    for name, value, default in (
+        ("overlap", given.overlap, None),
+        ("bucket_bytes", given.bucket_bytes, None),
+        ("update", given.update, "auto"),
+        ("share_parameters", given.share_parameters, False),
+        ("horovod", given.horovod, None),
+        ("wire", given.wire, "none"),
+    ):
+        if value != default:
+            return f"distribute: {name}={value!r} is not for a model in stages; leave it out"
+    if given.precision == "bf16-pure":
+        return (
+            "distribute: precision='bf16-pure' is not for a model in stages; use precision='bf16'"
+        )
+    if any(type(member).__name__ == "LBFGS" for member in members_of(optimizer)):
+        return "distribute: LBFGS evaluates the loss several times a step; a pipeline cannot"
+    own = {id(p) for p in model.parameters()}
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        return (
+            "distribute: the optimizer has parameters that are not this stage's; make it over the "
+            "parameters of what split() returned"
+        )
+    return None
+
+
+class StageCompany(NamedTuple):
+    """The ranks that hold the same stage."""
+
+    comm: Comm
+
+    @property
+    def rank(self) -> int:
+        """This one's data coordinate."""
+        return int(self.comm.Get_rank())
+
+
+def build_pipeline(
+    engine: Engine,
+    grid: Grid,
+    model: StageModel,
+    given: DistributeArguments,
+    numerics: Precision,
+    optimizer: torch.optim.Optimizer,
+) -> PipelineMode:
+    """Collective: the mode of a model that `split` has cut into stages."""
+    casting = numerics.casting
+    is_last = grid.coordinate.pipeline == grid.pipeline - 1
+
+    def call(module: torch.nn.Module, arguments: tuple[Any, ...]) -> Any:
+        if is_last:
+            return casting.forward(module, arguments, {})
+        with casting.autocast():
+            return module(*arguments)
+
+    runner = PipelineRunner(grid, model, micro_batches=given.micro_batches or 1, call=call)
+    state = StageState(grid.comm("pipeline"), model, optimizer)
+    mode = PipelineMode(engine, *named_parameters(model, optimizer), runner, state)
+    mode.chosen = f"pipeline: split() has cut the model into {grid.pipeline} stages"
+    return mode
 
 
 def _find_odd_optimizer(sharding: Sharding, optimizer: torch.optim.Optimizer) -> str | None:

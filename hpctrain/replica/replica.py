@@ -30,7 +30,7 @@ from hpctrain.replica.checks import (
 )
 from hpctrain.replica.equal_ranks import Joining
 from hpctrain.replica.exchange import Exchange
-from hpctrain.replica.modes import Mode
+from hpctrain.replica.modes import Mode, PipelineMode, StagedPass
 from hpctrain.replica.naming import load_model
 from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_stepped
 from hpctrain.replica.window import Step, Turn
@@ -38,6 +38,9 @@ from hpctrain.replica.wire_state import trouble_with_wire_state
 from hpctrain.sharding import fit_optimizer_state, sharding_of
 from hpctrain.tensor_names import plain_keys
 from hpctrain.world import Observer, World, keep_freed_memory, phase
+
+if TYPE_CHECKING:
+    from hpctrain.pipeline import StageState
 
 __all__ = ["Replica", "Step"]
 
@@ -145,6 +148,8 @@ class Replica:
         if torch.is_grad_enabled() and exchange.mode.watch.foreign() and not self._plain.is_open:
             exchange.check_gradients()  # another replica's loss, or an unobserved plain one
         self._plain.has_forwarded = True
+        if isinstance(exchange.mode, PipelineMode):
+            return exchange.mode.evaluate(arguments, named)
         return self._precision.casting.forward(self.model, arguments, named)
 
     def backward(
@@ -173,6 +178,17 @@ class Replica:
             ConfigError: the call does not fit earlier calls; the message says what to do.
         """
         self._check_open()
+        if isinstance(self._exchange.mode, PipelineMode):
+            raise ConfigError(self._exchange.mode.backward_refusal)
+        self._observed_backward(loss, num_samples, retain_graph, create_graph)
+
+    def _observed_backward(
+        self,
+        loss: Tensor | StagedPass,
+        num_samples: int | None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
         observers = self._exchange.observers
         if observers:
             self._plain.stop()  # what was interrupted ends before this begins
@@ -183,7 +199,11 @@ class Replica:
             self._backward(loss, num_samples, retain_graph, create_graph)
 
     def _backward(
-        self, loss: Tensor, num_samples: int | None, retain_graph: bool | None, create_graph: bool
+        self,
+        loss: Tensor | StagedPass,
+        num_samples: int | None,
+        retain_graph: bool | None,
+        create_graph: bool,
     ) -> None:
         exchange, window = self._exchange, self._window
         self._precision.recover()
@@ -199,10 +219,8 @@ class Replica:
         self._turn.admit()
         weight = window.admit(num_samples)
         self._scale_and_clip.admit(exchanged=window.exchanged)
-        if weight > 0:
-            check_loss(loss)
-        elif exchange.mode.needs_every_pass:
-            check_empty_loss(loss)
+        if not isinstance(loss, StagedPass):
+            self._check_loss(loss, weight)
         exchange.check_gradients()
         if window.exchanged:
             exchange.set_aside()
@@ -215,7 +233,7 @@ class Replica:
         exchange.agree_on_scale(weight, counted=num_samples is not None)
         if fresh:
             exchange.finite.finding = None  # of a window that is over
-        if weight > 0:
+        if weight > 0 and isinstance(loss, Tensor):
             exchange.finite.look_at_loss(loss, step=exchange.num_steps)
         if closing:
             so_far = 0.0 if fresh else window.weight
@@ -227,20 +245,40 @@ class Replica:
         if closing:
             exchange.run()
 
+    def _check_loss(self, loss: Tensor, weight: float) -> None:
+        if weight > 0:
+            check_loss(loss)
+        elif self._exchange.mode.needs_every_pass:
+            check_empty_loss(loss)
+
     def _differentiate(
-        self, loss: Tensor, weight: float, retain_graph: bool | None, create_graph: bool
+        self,
+        loss: Tensor | StagedPass,
+        weight: float,
+        retain_graph: bool | None,
+        create_graph: bool,
     ) -> None:
         share = weight / (self._exchange.scale or 1.0)
-        seed = self._scale_and_clip.seed(loss, share)
         try:
             with own_pass(), self._exchange.mode.around_pass(weight):
-                torch.autograd.backward(
-                    loss, seed, retain_graph=retain_graph, create_graph=create_graph
-                )
+                if isinstance(loss, StagedPass):
+                    self._run_stages(loss, share)
+                else:
+                    seed = self._scale_and_clip.seed(loss, share)
+                    torch.autograd.backward(
+                        loss, seed, retain_graph=retain_graph, create_graph=create_graph
+                    )
         except BaseException as error:
             self._window.broken = type(error).__name__
             self._window.calls += 1
             raise
+
+    def _run_stages(self, staged: StagedPass, share: float) -> None:
+        """Collective over the stages: forward and backward, after which there is a loss."""
+        scaler = self._scale_and_clip.scaler
+        staged.run(share if scaler is None else scaler.scale.double() * share)
+        if share > 0:
+            self._exchange.finite.look_at_loss(staged.loss, step=self._exchange.num_steps)
 
     def learn(
         self,
@@ -277,6 +315,14 @@ class Replica:
         *inputs, target = batch
         if num_samples is None and self._exchange.mode.weighs_samples:
             num_samples = count_samples(target)
+        mode = self._exchange.mode
+        if isinstance(mode, PipelineMode):
+            rates = self._learning_rates()
+            staged = mode.prepare(
+                loss_fn, inputs, target, named, num_samples=num_samples, rates=rates
+            )
+            self._observed_backward(staged, num_samples)
+            return replace(self.step(), loss=staged.loss)
         if self._needs_closure:
             return self._learn_by_closure(loss_fn, inputs, target, num_samples, named)
         loss = loss_fn(self(*inputs, **named), target)
@@ -452,6 +498,8 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to resume: the optimizer's state in torch's form, and the model's.
 
+        Of a model in stages this rank's stage; a Saver puts the stages together.
+
         The weights are under the key `model`. `fp16` adds the key `scaler`, `bf16-pure` the key
         `masters`; torch's own optimizers load the state all the same and leave these out.
         """
@@ -479,6 +527,12 @@ class Replica:
     def is_mid_step(self) -> bool:
         """Whether gradients of an unfinished step are waiting: no place for a checkpoint."""
         return self._window.calls > 0 and not self._window.stepped
+
+    @property
+    def stage_state(self) -> StageState | None:
+        """Where a stage's state is in a checkpoint of the whole model; None: all is here."""
+        mode = self._exchange.mode
+        return mode.state if isinstance(mode, PipelineMode) else None
 
     @property
     def is_sharded(self) -> bool:

@@ -131,10 +131,15 @@ class Parts:
     def like(self) -> dict[str, Any]:
         """Which tensors a checkpoint must have, and which pieces this rank needs of them."""
         models = {_key(name, "model"): _model_state(one) for name, one in self.replicas.items()}
-        states = {
+        states: dict[str, Any] = {
             _key(name, "optimizer"): partial(piece_of_state, one.optimizer)
             for name, one in self.replicas.items()
             if one.is_sharded
+        }
+        states |= {
+            _key(name, "optimizer"): one.stage_state.wanted
+            for name, one in self.replicas.items()
+            if one.stage_state is not None
         }
         sharded = {n: part.piece_of for n, part in self.others.items() if isinstance(part, Sharded)}
         return models | states | sharded
@@ -172,9 +177,11 @@ class Parts:
             common[_key(name, "model")] = model
             optimizer = replica.state_dict()
             del optimizer["model"]  # it is above, with rank 0's statistics
-            common[_key(name, "optimizer")] = (
-                as_pieces(optimizer) if replica.is_sharded else optimizer
-            )
+            if replica.stage_state is not None:
+                optimizer = replica.stage_state.optimizer_pieces(optimizer)
+            elif replica.is_sharded:
+                optimizer = as_pieces(optimizer)
+            common[_key(name, "optimizer")] = optimizer
             kind = label_of(replica.optimizer)
             counters = replica.counters() | {"optimizer": kind}
             told, mine = replica.wire_state()
@@ -221,11 +228,15 @@ class Parts:
     def restore(self, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Collective: take over a state that `capture` gave, on any number of ranks."""
         for name, replica in self.replicas.items():
-            if replica.is_sharded:
+            optimizer = common[_key(name, "optimizer")]
+            if replica.stage_state is not None:
+                replica.stage_state.load_model(common[_key(name, "model")])
+                optimizer = replica.stage_state.own_optimizer(optimizer)
+            elif replica.is_sharded:
                 load_shards(replica.model, common[_key(name, "model")])
             else:
                 _load_model(replica.model, common[_key(name, "model")])
-            replica.load_state_dict(common[_key(name, "optimizer")])
+            replica.load_state_dict(optimizer)
             counters = common[_key(name, "counters")]
             replica.load_counters(counters)
             mine = {} if own is None else own.get(_key(name, "counters"), {})
@@ -248,7 +259,9 @@ def _key(name: str, what: str) -> str:
 
 
 def _model_state(replica: Replica) -> dict[str, Any]:
-    """A model's tensors by their plain names; of sharded ones this rank's pieces."""
+    """A model's tensors by their plain names; of divided ones this rank's pieces."""
+    if replica.stage_state is not None:
+        return dict(replica.stage_state.model_pieces())
     state = plain_keys(replica.model.state_dict(keep_vars=replica.is_sharded))
     pieces: dict[str, Any] = as_pieces(state) if replica.is_sharded else state
     return pieces
@@ -263,7 +276,8 @@ def _load_model(model: Module, saved: Mapping[str, Any]) -> None:
 def _load_buffers(replica: Replica, saved: Mapping[str, Tensor]) -> None:
     buffers = plain_keys(dict(replica.model.named_buffers()))
     for key, value in plain_keys(saved).items():
-        buffers[key].copy_(value)
+        if key in buffers or replica.stage_state is None:  # else another stage's
+            buffers[key].copy_(value)
 
 
 def _trouble_with_optimizer(saved: str, optimizer: torch.optim.Optimizer) -> str | None:
