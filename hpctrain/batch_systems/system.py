@@ -217,7 +217,7 @@ class BatchSystem:
     @property
     def not_submitted(self) -> str:
         """Why hpctrain submits nothing to this system, and what to do instead."""
-        return f"hpctrain submits no jobs to {self.title}; write a script by hand"
+        return f"hpctrain does not submit to {self.title}; write a script by hand"
 
     def read_id(self, said: str) -> str:
         """The job's id in what that command printed."""

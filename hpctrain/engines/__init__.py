@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         HorovodState,
         probe_horovod,
     )
-    from hpctrain.engines.mpi import MpiEngine
+    from hpctrain.engines.mpi import MpiEngine, over_mpi
     from hpctrain.engines.node import NodeGroup
     from hpctrain.engines.registry import (
         AUTO,
@@ -59,6 +59,7 @@ __all__ = [
     "engine_names",
     "needs_horovod_state",
     "open_store",
+    "over_mpi",
     "probe_horovod",
 ]
 
@@ -76,7 +77,7 @@ __getattr__ = lazy(
             "probe_horovod",
         ),
         ".between_nodes": ("BetweenNodes",),
-        ".mpi": ("MpiEngine",),
+        ".mpi": ("MpiEngine", "over_mpi"),
         ".node": ("NodeGroup",),
         ".registry": (
             "AUTO",

@@ -29,7 +29,7 @@ from hpctrain.world import SharedBlock, environment
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["MpiEngine", "Worker", "WorkerCall", "mpi_reads_device_memory"]
+__all__ = ["MpiEngine", "Worker", "WorkerCall", "mpi_reads_device_memory", "over_mpi"]
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -390,3 +390,8 @@ def mpi_reads_device_memory(kind: str) -> bool:
     if "CRAY MPICH" in MPI.Get_library_version().upper():
         return environment().get("MPICH_GPU_SUPPORT_ENABLED") == "1"
     return bool(query())
+
+
+def over_mpi(comm: Comm, device: torch.device) -> MpiEngine:
+    """Collective: the engine whose collectives are MPI's, for ranks that are not a world's."""
+    return MpiEngine(comm, device)

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from hpctrain.engines import EngineWatchdog, MpiEngine
+from hpctrain.engines import EngineWatchdog, over_mpi
 from hpctrain.errors import CollectiveError, ConfigError, HpcTrainError
 from hpctrain.log import format_ranges
 from hpctrain.torch_backend.reducing import Reduction, as_reduction, check_fold, fold
@@ -70,7 +70,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._where = f"group of ranks {format_ranges(members, limit=16)}"
         self._device = device
         self._timeout_s = timeout_s
-        self._engine = MpiEngine(comm, device, watch=None)
+        self._engine = over_mpi(comm, device)
         if len(self._members) > 1:
             self._engine.watch_among(watchdog, self._members)
         self._num_ranks = comm.Get_size()

@@ -196,5 +196,5 @@ def test_misfits_by_key():
     refuse_misfit(tree, flatten_like({"tied": [torch.ones(2, 3), torch.ones(2, 3)]}))
     with pytest.raises(CheckpointError, match="weight is 2x3 in it and 2x4 here"):
         refuse_misfit(tree, flatten_like({"model": torch.nn.Linear(4, 2).state_dict()}))
-    with pytest.raises(CheckpointError, match="holds no ema"):
+    with pytest.raises(CheckpointError, match="contains no ema"):
         refuse_misfit(tree, flatten_like({"ema": {}}))

@@ -104,7 +104,7 @@ def test_an_engine_of_another_package_is_found_by_its_entry_point(monkeypatch):
     [
         ("no_such_module:Engine", "cannot be imported"),
         ("math:pi", "must be a subclass of"),
-        ("outside_engine:OutsideEngine", "calls itself 'outside'"),
+        ("outside_engine:OutsideEngine", "has name='outside'"),
     ],
 )
 def test_an_entry_point_that_is_no_engine_is_refused(tmp_path, monkeypatch, value, word):
