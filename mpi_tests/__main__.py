@@ -1,7 +1,8 @@
 """One runner for all tests: `python -m mpi_tests [unit|ranks|launch ...] [-n 1,2,3,4] [-- pytest]`.
 
-`--quick` runs what shows in minutes that everything works: all of `unit`, `ranks` at n = 2, and the
-files of `launch` that start and train as users do. Without it, everything runs.
+`--quick` runs what shows in minutes that everything works: all of `unit`, `ranks` at n = 2 without
+Horovod and loggers, and the files of `launch` that start and train as users do. Without it,
+everything runs.
 
 Each part runs in a process of its own with an outer time limit; the last line counts all of them.
 Where there are cores for it, parts run side by side: the halves of `unit`, one rank and a few
@@ -26,8 +27,9 @@ HERE = Path(__file__).resolve().parent
 _LONG = ("bench", "bench_slurm", "chaos", "jobs_restart_slurm", "plan", "stopped_ranks")
 PARTS = ("unit-1", "unit-2", "ranks", "launch")
 _QUICK = ("run", "plain_scripts", "train")
+_QUICK_RANKS = "not horovod and not trainer_results"
 LIMIT_S = {"unit": 600, "ranks": 900, "launch": 2100, "nodes": 900, "benchmarks": 900, "long": 2400}
-LIMIT_S |= {"unit-1": 600, "unit-2": 600, "launch-quick": 600}
+LIMIT_S |= {"unit-1": 600, "unit-2": 600, "launch-quick": 600, "ranks-quick": 600}
 _UNIT = sorted(f"unit/{path.name}" for path in (HERE / "unit").glob("test_*.py"))
 MORE_PARTS = {
     "unit-1": _UNIT[::2],  # halves: there is work for two cores
@@ -36,8 +38,9 @@ MORE_PARTS = {
     "benchmarks": ["launch/test_benchmarks.py", "launch/test_benchmarks_node.py"],
     "long": [f"launch/test_{name}.py" for name in _LONG],
     "launch-quick": [f"launch/test_{name}.py" for name in _QUICK],
+    "ranks-quick": ["ranks"],
 }
-QUICK_PARTS = ("unit-1", "unit-2", "launch-quick", "ranks")
+QUICK_PARTS = ("unit-1", "unit-2", "launch-quick", "ranks-quick")
 LAUNCH = {
     "launch cluster": "cluster and not alone",
     "launch others": "not cluster and not alone",
@@ -56,11 +59,13 @@ def commands(parts: list[str], sizes: list[int], extra: list[str]) -> list[tuple
     for part in parts:
         places = [str(HERE / place) for place in MORE_PARTS.get(part, [part])]
         pytest = ["-m", "pytest", *places, "--durations=12", *extra]
-        if part == "ranks":
+        if part in ("ranks", "ranks-quick"):
+            if part == "ranks-quick" and "-k" not in extra:
+                pytest += ["-k", _QUICK_RANKS]
             for size in sizes:
                 run = ["-m", "hpctrain", "run", "-n", str(size), "--quiet"]
                 together = ["-p", "mpi_tests.together"]
-                todo.append((f"ranks n={size}", [sys.executable, *run, *pytest, *together]))
+                todo.append((f"{part} n={size}", [sys.executable, *run, *pytest, *together]))
         elif part == "launch" and not extra and _num_cores() > 1:  # extra words may choose tests
             for name, marks in LAUNCH.items():
                 todo.append((name, [sys.executable, *pytest, "-m", marks]))

@@ -129,7 +129,7 @@ def test_parts_that_share_the_machine():
     assert groups == [first, ["ranks n=2"], two, ["launch alone"]]
     quick = commands(list(QUICK_PARTS), [2], [])
     groups = [[name for name, _ in group] for group in groups_of(quick)]
-    assert groups == [["unit-1", "unit-2", "launch-quick"], ["ranks n=2"]]
+    assert groups == [["unit-1", "unit-2", "launch-quick"], ["ranks-quick n=2"]]
     chosen = commands(["launch"], [1], ["-k", "x"])  # a piece without tests would be a failure
     assert [name for name, _ in chosen] == ["launch"]
 
