@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.fusion.arena import Arena, Arrived
+from hpctrain.fusion.arena import Arena
 from hpctrain.fusion.layout import (
     CONTROL_WORDS,
     Bucket,
@@ -12,7 +12,7 @@ from hpctrain.fusion.layout import (
     like_parameter,
     plan,
 )
-from hpctrain.fusion.usage import Usage, Watcher, complete, hook_gradient, specs_of
+from hpctrain.fusion.usage import Arrived, Usage, Watcher, complete, hook_gradient, specs_of
 
 __all__ = [
     "CONTROL_WORDS",

@@ -27,9 +27,9 @@ from hpctrain.fusion.layout import (
     like_parameter,
     plan,
 )
-from hpctrain.fusion.usage import hook_gradient, specs_of
+from hpctrain.fusion.usage import Arrived, hook_gradient, specs_of
 
-__all__ = ["Arena", "Arrived", "Carrier", "PendingMessage"]
+__all__ = ["Arena", "Carrier", "PendingMessage"]
 
 
 class PendingMessage(Protocol):
@@ -42,28 +42,6 @@ class PendingMessage(Protocol):
 Carrier = Callable[[Tensor, int, str], PendingMessage]
 """Collective: starts summing a flat tensor over all ranks in place. It gets the tensor, how many of
 its first elements are gradients, and what it is."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arrived:
-    """Results of an exchange besides gradients. Reading them on a GPU synchronizes it."""
-
-    control: Tensor
-    """The control words of `layout`, summed over all ranks."""
-    flags: tuple[tuple[tuple[int, ...], Tensor], ...]
-    """For each bucket: its members, and how many ranks used each."""
-    all_used_here: bool
-    """Whether this rank used every parameter that is not frozen, so that flags are not needed."""
-
-    def used(self) -> frozenset[int] | None:
-        """Parameters that some rank used, by index; None means all."""
-        if self.all_used_here:
-            return None
-        found: set[int] = set()
-        for members, flags in self.flags:
-            marks = flags.real.tolist() if flags.is_complex() else flags.tolist()
-            found.update(i for i, mark in zip(members, marks, strict=True) if mark > 0)
-        return frozenset(found)
 
 
 @dataclass(eq=False, slots=True)

@@ -7,6 +7,7 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,29 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.fusion.layout import ParameterSpec
 
-__all__ = ["Usage", "Watcher", "complete", "hook_gradient", "specs_of"]
+__all__ = ["Arrived", "Usage", "Watcher", "complete", "hook_gradient", "specs_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrived:
+    """Results of an exchange besides gradients. Reading them on a GPU synchronizes it."""
+
+    control: Tensor
+    """The control words of `layout`, summed over all ranks."""
+    flags: tuple[tuple[tuple[int, ...], Tensor], ...]
+    """For each bucket: its members, and how many ranks used each."""
+    all_used_here: bool
+    """Whether this rank used every parameter that is not frozen, so that flags are not needed."""
+
+    def used(self) -> frozenset[int] | None:
+        """Parameters that some rank used, by index; None means all."""
+        if self.all_used_here:
+            return None
+        found: set[int] = set()
+        for members, flags in self.flags:
+            marks = flags.real.tolist() if flags.is_complex() else flags.tolist()
+            found.update(i for i, mark in zip(members, marks, strict=True) if mark > 0)
+        return frozenset(found)
 
 
 class Usage:

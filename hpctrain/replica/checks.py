@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_closure",
+    "check_empty_loss",
     "check_finished",
     "check_gradients",
     "check_learning",
+    "check_loss",
     "check_not_in_backward",
     "check_open",
     "check_plain",
@@ -292,3 +294,41 @@ def own_statistics(model: torch.nn.Module, size: int) -> list[tuple[str, str]]:
         "call average_batchnorm before, or share them by sync_batchnorm"
     )
     return [("BatchNorm", text)]
+
+
+def check_loss(loss: object) -> None:
+    """Refuse what cannot be differentiated. Pure.
+
+    Raises:
+        ConfigError: it is not a tensor, not one number, or has no graph.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"backward: the loss is a {type(loss).__name__} ({loss!r}), and must be the tensor "
+            "returned by the loss function, before .item() or float()"
+        )
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"the loss has shape {tuple(loss.shape)}; reduce it to one number, a mean over the "
+            "samples"
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "backward: the loss has no graph to differentiate: it was computed under "
+            "torch.no_grad() or inference_mode(), was detached, or depends on frozen parameters "
+            "alone; compute it with gradients enabled, from parameters with requires_grad=True"
+        )
+
+
+def check_empty_loss(loss: object) -> None:
+    """Refuse a loss that no model was run for, where every rank must run it. Pure.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if not (isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1):
+        raise ConfigError(
+            "num_samples=0 with a sharded model: the other ranks gather its parameters in their "
+            "passes, and this one must as well; run the model on a batch of no rows (or any rows) "
+            "and give the loss of that: it counts nothing"
+        )

@@ -29,7 +29,7 @@ from hpctrain.replica.control_words import (
 from hpctrain.replica.equal_ranks import check_equal
 from hpctrain.replica.finite import FiniteCheck
 from hpctrain.replica.modes import Mode
-from hpctrain.replica.naming import identity, named_parameters
+from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.window import Window
 from hpctrain.world import World, phase
 
@@ -97,7 +97,7 @@ class Exchange:
         self._model = model
         self._optimizer = optimizer
         self._rebuild = rebuild
-        self._identity = identity(optimizer)
+        self._identity = _identity(optimizer)
         self._names = named_parameters(model, optimizer)[0]
         self._aside: list[Tensor | None] | None = None
         """Averages of earlier backward calls, while later ones of the same step are collected."""
@@ -118,7 +118,7 @@ class Exchange:
 
     def is_outgrown(self) -> bool:
         """Whether the optimizer has other parameters than the mode was made for."""
-        return identity(self._optimizer) != self._identity or not self.mode.fits()
+        return _identity(self._optimizer) != self._identity or not self.mode.fits()
 
     def rebuild(self, *, broadcast: bool) -> None:
         """Collective: make a new mode for the parameters that there are now."""
@@ -129,7 +129,7 @@ class Exchange:
         num_loads = self.num_loads
         self.mode = self._rebuild(broadcast)
         self.num_loads = num_loads  # others take rank 0's state there
-        self._identity = identity(self._optimizer)
+        self._identity = _identity(self._optimizer)
         self._names = named_parameters(self._model, self._optimizer)[0]
         self.when_rebuilt()
 
@@ -356,3 +356,8 @@ class Exchange:
         if self.engine.size == 1 or (self.window.exchanged and not self.window.stepped):
             return False
         return not (self.mode.has_none() or self.is_seen())
+
+
+def _identity(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Which parameters an optimizer has now, in its order."""
+    return tuple(id(p) for group in optimizer.param_groups for p in group["params"])

@@ -10,12 +10,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.sharding import load_shards, sharding_of
 from hpctrain.tensor_names import fit_keys, plain_name
 
-__all__ = ["identity", "load_model", "named_parameters"]
-
-
-def identity(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Which parameters an optimizer has now, in its order."""
-    return tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+__all__ = ["load_model", "named_parameters"]
 
 
 def load_model(

@@ -15,11 +15,12 @@ from hpctrain.engines import Engine
 from hpctrain.errors import ConfigError
 from hpctrain.optim import label_of
 from hpctrain.precision import Precision
-from hpctrain.replica.arguments import check_empty_loss, check_loss
 from hpctrain.replica.checks import (
     check_closure,
+    check_empty_loss,
     check_finished,
     check_learning,
+    check_loss,
     check_not_in_backward,
     check_open,
     check_state,
