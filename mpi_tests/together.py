@@ -43,6 +43,8 @@ LEFT_OUT = {
     ),
 }
 """Suites in which so many ranks show nothing that two do not: for MPI_TESTS_FULL=1."""
+_HOROVOD_UP_TO = 4
+"""Ranks from which on Horovod is left out as well: three show what more ranks than two do."""
 TEST_LIMIT_S = float(os.environ.get("MPI_TESTS_LIMIT_S", "120"))
 """How long a rank that is done waits for the others."""
 
@@ -64,8 +66,14 @@ class Together:
             others = [rank for rank, equal in enumerate(same) if not equal]
             raise pytest.UsageError(f"ranks {others} collected other tests than rank 0")
         if not FULL and not self.config.option.keyword:  # whoever names tests gets them
-            names = {f"test_{name}.py" for name in LEFT_OUT.get(self.comm.Get_size(), ())}
-            left_out = [item for item in items if item.path.name in names]
+            size = self.comm.Get_size()
+            names = {f"test_{name}.py" for name in LEFT_OUT.get(size, ())}
+            spins = size >= _HOROVOD_UP_TO  # more of Horovod's threads than cores
+            left_out = [
+                item
+                for item in items
+                if item.path.name in names or (spins and "horovod" in item.nodeid)
+            ]
             self.config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
         # Once started, Horovod's threads spin beside every later test: those that start it go last.

@@ -236,7 +236,7 @@ def test_files_that_differ_by_rank_are_refused(world, folder):
     np.save(own, np.full((ROWS, 2), world.rank))  # of one form: only their content tells them apart
     source = hpc.files(world, own)
     if world.size > 1:
-        with pytest.raises(ConfigError, match=r"rank 1.* but not the same ones"):
+        with pytest.raises(ConfigError, match=r"ranks? 1.* but not the same ones"):
             hpc.Loader(world, source, global_batch=8)
 
 
