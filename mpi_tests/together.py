@@ -34,7 +34,7 @@ _PAIRWISE = (
 )
 LEFT_OUT = {
     3: (
-        *(*_PAIRWISE, "checkpoint_stores", "habits", "horovod_mode", "node_ema", "nonfinite"),
+        *(*_PAIRWISE, "checkpoint_stores", "habits", "node_ema", "nonfinite"),
         *("precision", "sentinel", "trainer", "trainer_guards", "trainer_results", "watchdog"),
     ),
     4: (
@@ -43,8 +43,8 @@ LEFT_OUT = {
     ),
 }
 """Suites in which so many ranks show nothing that two do not: for MPI_TESTS_FULL=1."""
-_HOROVOD_UP_TO = 4
-"""Ranks from which on Horovod is left out as well: three show what more ranks than two do."""
+_NO_HOROVOD_FROM = 4
+"""From so many ranks on Horovod is left out as well: three ranks show what two do not."""
 TEST_LIMIT_S = float(os.environ.get("MPI_TESTS_LIMIT_S", "120"))
 """How long a rank that is done waits for the others."""
 
@@ -68,7 +68,7 @@ class Together:
         if not FULL and not self.config.option.keyword:  # whoever names tests gets them
             size = self.comm.Get_size()
             names = {f"test_{name}.py" for name in LEFT_OUT.get(size, ())}
-            spins = size >= _HOROVOD_UP_TO  # more of Horovod's threads than cores
+            spins = size >= _NO_HOROVOD_FROM  # more of Horovod's threads than cores
             left_out = [
                 item
                 for item in items
