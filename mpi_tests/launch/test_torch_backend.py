@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from mpi_tests.full import slow
 from mpi_tests.launch.commands import HPCTRAIN, run
 from mpi_tests.launch.test_deaths import mpirun
 
@@ -47,7 +48,9 @@ def test_the_default_group_needs_no_environment(tmp_path, launcher):
     assert sorted(re.findall(r"ended \d 2", done.out)) == ["ended 0 2", "ended 1 2"]
 
 
-@pytest.mark.parametrize("call", NOBODY_CAME)
+@pytest.mark.parametrize(
+    "call", [next(iter(NOBODY_CAME)), *(pytest.param(c, marks=slow) for c in [*NOBODY_CAME][1:])]
+)
 def test_a_rank_that_never_comes_is_named_with_the_line(tmp_path, call):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(late="time.sleep(60)", call=call))
