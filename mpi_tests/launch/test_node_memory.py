@@ -10,6 +10,7 @@ import pytest
 from mpi_tests.cluster.fixtures import do_without
 from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.cluster.nodes import Nodes
+from mpi_tests.full import slow
 from mpi_tests.launch.commands import HPCTRAIN, ROOT, run
 
 # 20 MiB of weights: three times that for the gradients of two ranks does not fit into 64 MiB.
@@ -129,7 +130,7 @@ def test_no_room_anywhere_is_one_error_on_all_ranks(small_node):
         assert re.search(words, text), text
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=slow)])
 def test_a_node_holds_state_and_weights_under_way_once(tmp_path, size):
     script = tmp_path / "measure.py"
     script.write_text(MEASURE)

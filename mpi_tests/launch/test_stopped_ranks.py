@@ -99,7 +99,8 @@ def test_a_stopped_rank_ends_the_job(tmp_path, launcher, name, says):
     assert done.code == 124, done.text
     (began,) = re.findall(r"^ready (\S+)$", done.out, re.MULTILINE)
     assert ended - float(began) < stopping.TIMEOUT_S + MARGIN_S, done.text
-    assert re.search(rf"rank 0 has waited .* in '{re.escape(says)}' #\d+ for rank 1", done.text), done.text
+    waited = rf"rank 0 has waited .* in '{re.escape(says)}' #\d+ for rank 1"
+    assert re.search(waited, done.text), done.text
     assert "ending all ranks with exit code 124" in done.text
 
 
