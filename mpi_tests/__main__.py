@@ -1,7 +1,7 @@
 """One runner for all tests: `python -m mpi_tests [unit|ranks|launch ...] [-n 1,2,3,4] [-- pytest]`.
 
 `--quick` runs what shows in minutes that everything works: all of `unit`, `ranks` at n = 2 without
-Horovod and loggers, and the files of `launch` that start and train as users do. Without it,
+Horovod and loggers, and scripts that know only torch under `hpctrain run` and mpirun. Without it,
 everything runs.
 
 Each part runs in a process of its own with an outer time limit; the last line counts all of them.
@@ -26,7 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 _LONG = ("bench", "bench_slurm", "chaos", "jobs_restart_slurm", "plan", "stopped_ranks")
 PARTS = ("unit-1", "unit-2", "ranks", "launch")
-_QUICK = ("run", "plain_scripts", "train")
+_QUICK = ("plain_scripts",)
 _QUICK_RANKS = "not horovod and not trainer_results"
 LIMIT_S = {"unit": 600, "ranks": 900, "launch": 2100, "nodes": 900, "benchmarks": 900, "long": 2400}
 LIMIT_S |= {"unit-1": 600, "unit-2": 600, "launch-quick": 600, "ranks-quick": 600}
