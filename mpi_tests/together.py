@@ -35,11 +35,8 @@ _PAIRWISE = (
     "travel",
 )
 LEFT_OUT = {
-    3: (*_PAIRWISE, "checkpoint_stores", "sentinel"),
-    4: (
-        *(*_PAIRWISE, "share_parameters", "sharded_habits", "taking", "tensor_train", "uneven"),
-        "watchdog",
-    ),
+    3: (*_PAIRWISE, "checkpoint_stores", "horovod_mode", "sentinel", "watchdog"),
+    4: (*_PAIRWISE, "share_parameters", "sharded_habits", "taking", "tensor_train", "uneven"),
 }
 """Suites in which so many ranks show nothing that two do not: for MPI_TESTS_FULL=1."""
 _NO_HOROVOD_FROM = 4
