@@ -85,7 +85,9 @@ def split(
             f"hpctrain.Grid(world) made; {_ORDER}"
         )
     world = grid.world
-    agree(world.comm, _find_odd_stages(grid, model, shard, stages, tensor), error=ConfigError)
+    trouble = _find_unused(shard, units, whole_gradients, stages, example)
+    trouble = trouble or _find_odd_stages(grid, model, shard, stages, tensor)
+    agree(world.comm, trouble, error=ConfigError)
     _check_same(world, {"stages": repr(stages)})
     if stages is not None:
         whole = model if isinstance(model, torch.nn.Module) else _joined(model)
@@ -148,7 +150,10 @@ def _find_mistake(
     if sharding_of(model) is not None:
         return "split: this model is divided already; build a new one to divide it in another way"
     if tensor is not None:
-        return f"split: tensor={tensor!r}: tensor parallel is not in this version; leave it out"
+        return (
+            f"split: tensor={tensor!r} is not in this version; use "
+            "hpctrain.tensor_parallel.split_layers with a loop of your own"
+        )
     if shard is not None and shard not in SHARDED:
         return f"split: shard={shard!r} is unknown; choose {', '.join(map(repr, SHARDED))} or None"
     if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
@@ -165,6 +170,19 @@ def _find_mistake(
 def _joined(modules: object) -> torch.nn.Module:
     """A list of modules as one."""
     return torch.nn.ModuleList(cast("Sequence[torch.nn.Module]", modules))
+
+
+def _find_unused(
+    shard: object, units: object, whole_gradients: object, stages: object, example: object
+) -> str | None:
+    """Which argument would have no effect, or None. Pure."""
+    if shard is None and units is not None:
+        return "split: units= divides a sharded model, and shard= is not given; give shard= too"
+    if shard is None and whole_gradients:
+        return "split: whole_gradients= is about shards, and shard= is not given; give shard= too"
+    if example is not None and stages != "auto":
+        return "split: example= is measured with stages='auto'; leave it out"
+    return None
 
 
 def _find_odd_stages(

@@ -341,3 +341,17 @@ def test_calls_that_do_not_fit_are_refused(world, grid):
     with pytest.raises(ConfigError, match="gradients leave while backward runs"):
         mse(replica(x, 0), x).backward()
     replica.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"units": ["blocks.*"]}, "units= .*give shard= too"),
+        ({"whole_gradients": True}, "whole_gradients= .*give shard= too"),
+        ({"shard": "parameters", "example": torch.ones(1)}, "example= .*stages='auto'; leave"),
+        ({"shard": "parameters", "tensor": {"*.up": "column"}}, "tensor_parallel.split_layers"),
+    ],
+)
+def test_arguments_without_effect_are_refused(grid, given, told):
+    with pytest.raises(ConfigError, match=told):
+        hpc.split(grid, build(), **given)
