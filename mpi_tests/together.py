@@ -35,7 +35,7 @@ _PAIRWISE = (
     "travel",
 )
 LEFT_OUT = {
-    3: (*_PAIRWISE, "checkpoint_stores", "horovod_mode", "sentinel", "watchdog"),
+    3: (*_PAIRWISE, "checkpoint_stores", "horovod_mode", "sentinel"),
     4: (*_PAIRWISE, "share_parameters", "sharded_habits", "taking", "tensor_train", "uneven"),
 }
 """Suites in which so many ranks show nothing that two do not: for MPI_TESTS_FULL=1."""

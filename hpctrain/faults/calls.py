@@ -6,7 +6,9 @@ locks, and nothing is formatted. Other threads read snapshots.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import operator
 import os
 import sys
 import sysconfig
@@ -19,6 +21,7 @@ from operator import itemgetter
 from sys import _getframe
 from time import monotonic
 from types import CodeType, FrameType
+from typing import cast
 
 __all__ = [
     "THREAD_PREFIX",
@@ -27,6 +30,7 @@ __all__ = [
     "CallLog",
     "CallState",
     "Site",
+    "current_frames",
     "describe_site",
     "format_stacks",
     "is_users",
@@ -237,9 +241,26 @@ class CallLog:
     def _open_stacks(self) -> list[tuple[_Entry, ...]]:
         """Copies of the stacks that are not empty; those of threads that died are dropped."""
         # Not the frames themselves: this one's would keep itself, and all others' variables, alive.
-        alive = frozenset(sys._current_frames())
+        alive = frozenset(current_frames())
         copies = [(ident, tuple(stack)) for ident, stack in list(self._stacks.items())]
         return [stack for ident, stack in copies if stack and ident in alive]
+
+
+def current_frames() -> dict[int, FrameType]:
+    """The frame of each thread that runs Python, by thread.
+
+    Python 3.11 may collect garbage inside `sys._current_frames`, which then waits forever for the
+    lock it holds: all threads stop (python/cpython#106883). Three calls by `map` are one step for
+    the other threads: none of them sees the collector disabled.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        return sys._current_frames()
+    try:
+        _, frames, _ = map(operator.call, (gc.disable, sys._current_frames, gc.enable))
+    except BaseException:
+        gc.enable()
+        raise
+    return cast("dict[int, FrameType]", frames)
 
 
 def is_users(path: str) -> bool:
@@ -305,7 +326,7 @@ def users_place() -> str:
 
     It reads no file, so that it answers even while a file system hangs.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = current_frames().get(threading.main_thread().ident or 0)
     found = frame
     while found is not None and not is_users(found.f_code.co_filename):
         found = found.f_back
@@ -326,7 +347,7 @@ def format_stacks() -> str:
     """The stacks of all threads but the watchdog's, the main thread first."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
+    frames = current_frames()
     parts = []
     for ident in sorted(frames, key=lambda ident: (ident != main, ident)):
         name = names.get(ident, "a thread that Python did not start")

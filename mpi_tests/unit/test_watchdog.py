@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
 import threading
 import time
 import timeit
@@ -267,6 +269,47 @@ def test_a_thread_that_died_in_a_call_is_forgotten():
     worker.start()
     worker.join()
     assert calls.state().open == ()
+
+
+GARBAGE = """
+import gc, sys, threading, time
+from hpctrain.faults.calls import CallLog, format_stacks, users_place
+
+class Cycle:
+    def __init__(self):
+        self.own, self.local = self, threading.local()
+        self.local.value = [self]
+
+    def __del__(self):
+        sum(range(50))
+
+def watch():
+    while True:
+        calls.pending(time.monotonic())
+        users_place()
+        format_stacks()
+        Cycle()
+
+calls = CallLog((0, 1), "world")
+calls.enter("barrier")
+gc.set_threshold(10)
+sys.setswitchinterval(1e-5)
+for _ in range(4):
+    threading.Thread(target=watch, daemon=True).start()
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    Cycle()
+    time.sleep(0)
+print("alive", gc.isenabled(), flush=True)
+"""
+
+
+def test_collecting_garbage_while_the_watchdog_looks_stops_nobody():
+    # Python 3.11 can wait for itself in sys._current_frames while it collects garbage.
+    done = subprocess.run(
+        [sys.executable, "-c", GARBAGE], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "alive True\n", done.stderr
 
 
 def test_a_long_history_keeps_the_last_calls():
