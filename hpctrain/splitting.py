@@ -64,6 +64,7 @@ def split(
             None: the repeated blocks of the model.
         whole_gradients: Keep gradients whole between the backward calls of a step, and reduce them
             once: less traffic with `accumulate`, and the memory of all gradients on every rank.
+            Within one call of `learn`, a stage always does: its micro-batches share one reduction.
         stages: How the model, a chain of modules, is cut along the pipeline dimension. `auto`: so
             that the slowest stage is as fast as possible; or the names of the layers at which the
             stages but the first begin; or a list of names for each stage. A list of modules is one
@@ -89,11 +90,17 @@ def split(
     trouble = trouble or _find_odd_stages(grid, model, shard, stages, tensor)
     agree(world.comm, trouble, error=ConfigError)
     _check_same(world, {"stages": repr(stages)})
+    given = {"shard": shard, "units": units, "whole_gradients": whole_gradients}
     if stages is not None:
         whole = model if isinstance(model, torch.nn.Module) else _joined(model)
+        agree(world.comm, _find_mistake(whole, shard, units, tensor, False), error=ConfigError)
+        _check_same(world, {name: repr(value) for name, value in given.items()})
         _make_equal(grid, whole)
-        return cut_model(grid, cast("torch.nn.Module", model), stages, example=example)
-    given = {"shard": shard, "units": units, "whole_gradients": whole_gradients}
+        names = () if shard is None else _choose_units(grid, whole, units)
+        stage = cut_model(grid, cast("torch.nn.Module", model), stages, example=example)
+        if shard is not None:
+            _shard_stage(grid, stage, shard, names, whole_gradients=whole_gradients)
+        return stage
     deferred, mistake = _build(grid, model, shard)
     module = cast("torch.nn.Module", model if deferred is None else deferred.model)
     mistake = mistake or _find_mistake(module, shard, units, tensor, deferred is not None)
@@ -101,16 +108,49 @@ def split(
     _check_same(world, {name: repr(value) for name, value in given.items()})
     if shard is None:
         return module
-    facts, sizes = module_facts(module)
-    names = choose_units(facts, sizes) if units is None else match_units(facts, units)
-    agree(world.comm, trouble_with_model(module, names), error=ConfigError)
-    kind = next(one for one in SHARDED if one == shard)
+    names = _choose_units(grid, module, units)
     if deferred is None:
         _make_equal(grid, module)
+    kind = next(one for one in SHARDED if one == shard)
     shard_model(module, grid.mesh("data"), kind, names, whole_gradients=whole_gradients)
     if deferred is not None:
         deferred.materialize(world.device)
     return module
+
+
+def _choose_units(
+    grid: Grid, model: torch.nn.Module, units: Sequence[str] | None
+) -> tuple[str, ...]:
+    """Collective: the units of a whole model, which can be sharded so.
+
+    Raises:
+        ConfigError: on all ranks; it cannot.
+    """
+    facts, sizes = module_facts(model)
+    names = choose_units(facts, sizes) if units is None else match_units(facts, units)
+    agree(grid.world.comm, trouble_with_model(model, names), error=ConfigError)
+    return names
+
+
+def _shard_stage(
+    grid: Grid, stage: StageModel, shard: str, units: Sequence[str], *, whole_gradients: bool
+) -> None:
+    """Collective: cut a stage into shards over the ranks that hold it, in place.
+
+    Args:
+        grid: The ranks.
+        stage: This rank's.
+        shard: What lies in shards.
+        units: Of the whole model; those of other stages are left out.
+        whole_gradients: As in `split`.
+    """
+    kind = next(one for one in SHARDED if one == shard)
+    own = dict(stage.named_modules())
+    mine = [name for name in units if name in own]
+    stage.keep_skeleton()
+    shard_model(
+        stage, grid.mesh("data"), kind, mine, whole_gradients=whole_gradients, in_stages=True
+    )
 
 
 def _build(grid: Grid, model: object, shard: object) -> tuple[Deferred | None, str | None]:
@@ -198,7 +238,7 @@ def _find_odd_stages(
                 "cut the model; give stages='auto'"
             )
         return None
-    if shard is not None or tensor is not None:
+    if shard == "state" or tensor is not None:
         other = f"shard={shard!r}" if shard is not None else f"tensor={tensor!r}"
         return f"split: {other} and stages= together are not in this version; choose one of them"
     parts = model if isinstance(model, Sequence) else [model]

@@ -12,12 +12,14 @@ from hpctrain.doors import lazy
 if TYPE_CHECKING:
     from hpctrain.pipeline.balancing import LayerCost, balance_stages
     from hpctrain.pipeline.cutting import Cut, StageModel
+    from hpctrain.pipeline.flow import SCHEDULES
     from hpctrain.pipeline.micro_batches import divide_batch
     from hpctrain.pipeline.running import PipelineRunner, PreparedBatch
     from hpctrain.pipeline.splitting import cut_model
     from hpctrain.pipeline.state import StageState
 
 __all__ = [
+    "SCHEDULES",
     "Cut",
     "LayerCost",
     "PipelineRunner",
@@ -34,6 +36,7 @@ __getattr__ = lazy(
     {
         ".balancing": ("LayerCost", "balance_stages"),
         ".cutting": ("Cut", "StageModel"),
+        ".flow": ("SCHEDULES",),
         ".micro_batches": ("divide_batch",),
         ".running": ("PipelineRunner", "PreparedBatch"),
         ".splitting": ("cut_model",),

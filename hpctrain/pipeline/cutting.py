@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
 from hpctrain.pipeline.chain import Layer
+from hpctrain.pipeline.shapes import follow, skeleton_of
 
 __all__ = ["Cut", "StageModel", "Tie", "cut_at", "find_ties"]
 
@@ -182,6 +183,7 @@ class StageModel(nn.Module):
         super().__init__()
         self.hpctrain_cut = cut
         self.hpctrain_stage = stage
+        self._skeleton: list[nn.Module] = []
         own = cut.stages[stage]
         self._names = cut.names_of(stage)
         for layer in layers[own.start : own.stop]:
@@ -200,6 +202,18 @@ class StageModel(nn.Module):
                 value = layer(value)
         is_last = self.hpctrain_stage == self.hpctrain_cut.num_stages - 1
         return value if is_last else _dense(value)
+
+    def keep_skeleton(self) -> None:
+        """Keep a copy without data, before torch divides the tensors of this stage."""
+        self._skeleton = [skeleton_of(self)]
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """What shapes are found on: that copy as this stage is now, or the stage itself."""
+        if not self._skeleton:
+            return self
+        follow(self._skeleton[0], self)
+        return self._skeleton[0]
 
     @property
     def tied_names(self) -> dict[str, Tie]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,6 +42,7 @@ Call = Callable[[nn.Module, tuple[Any, ...]], Any]
 LossFn = Callable[[Any, Any], Tensor]
 _SAMPLED = 64
 _LOOKS_ON_GPU = 3
+_ONE_ROW = Run(0, 1, 1)
 
 
 class _Shapes(NamedTuple):
@@ -72,6 +75,9 @@ class PipelineRunner:
         schedule: `1f1b`, which holds the activations of at most as many micro-batches as there are
             stages, or `gpipe`, which holds all of them. The gradients are the same.
         call: How a module is run: in the precision that was chosen.
+        gathered: Collective over the data dimension: has the stage's weights inside, where torch
+            has sharded them; None: they are there. All data coordinates then evaluate equally
+            often.
 
     Raises:
         ConfigError: on all ranks; the arguments do not fit each other.
@@ -85,6 +91,7 @@ class PipelineRunner:
         micro_batches: int,
         schedule: str = "1f1b",
         call: Call = lambda module, arguments: module(*arguments),
+        gathered: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         check_micro_batches(micro_batches)
         if schedule not in SCHEDULES:
@@ -99,6 +106,7 @@ class PipelineRunner:
         self.micro_batches = micro_batches
         self.schedule = schedule
         self._call = call
+        self._gathered = gathered
         self._place = Place(
             stage=grid.coordinate.pipeline,
             num_stages=grid.pipeline,
@@ -202,17 +210,34 @@ class PipelineRunner:
     def evaluate(self, *inputs: Tensor) -> Any:
         """Collective over the stages: what the model gives for a batch of any size, on all ranks.
 
-        Without gradients, and in the mode that the modules are in (`train()`, `eval()`).
+        Without gradients, and in the mode that the modules are in (`train()`, `eval()`). Over the
+        data dimension too, where the stage is sharded; a data coordinate that has run out of
+        batches then gives one without rows.
 
         Raises:
             ConfigError: on all ranks of this data coordinate, before anything is sent.
         """
         trouble = trouble_with_batch(inputs)
-        if trouble is None and num_rows_of(inputs) == 0:
+        is_empty = trouble is None and num_rows_of(inputs) == 0
+        if is_empty and self._gathered is None:
             trouble = "the batch has no rows; leave it out"
-        parts = [self._evaluate(run, inputs) for run in self._admit(trouble, inputs, None, None)]
-        joined = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+        runs = self._admit(trouble, inputs, None, None)
+        with self._gathered() if self._gathered is not None else nullcontext():
+            parts = [self._evaluate(run, inputs) for run in runs]
+        joined = (
+            [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+            if runs
+            else self._no_rows(inputs)
+        )
         return joined[0] if len(joined) == 1 else tuple(joined)
+
+    def _no_rows(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What the model gives for a batch without rows."""
+        shapes = self._shapes[_micro_facts(inputs, _ONE_ROW), False]
+        return [
+            torch.empty((0, *one.shape[1:]), dtype=one.dtype, device=self._place.device)
+            for one in shapes.result
+        ]
 
     def _evaluate(self, run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
         given = rows_of(inputs, run.start, run.stop)
@@ -269,16 +294,17 @@ class PipelineRunner:
     ) -> tuple[Run, ...]:
         """Collective: check a batch on all ranks, and find the shapes that are not known yet.
 
-        In training over the whole grid, in evaluation over the stages alone: there data coordinates
-        may have different numbers of batches.
+        In training over the whole grid, in evaluation over the stages alone where these have their
+        weights: there data coordinates may have different numbers of batches.
         """
         trains = loss_fn is not None
-        whole = ("data", "pipeline") if trains else ("pipeline",)
+        whole = ("data", "pipeline") if trains or self._gathered else ("pipeline",)
         now = _signature_of(self.model)
         if trouble is None:
             trouble = _trouble_with_parameters(self._parameters, now)
         runs = () if trouble else divide_batch(num_rows_of(inputs), self.micro_batches)
-        wanted = [_micro_facts(rows_of(inputs, run.start, run.stop), run) for run in runs]
+        looked = runs or (() if trains or trouble else (_ONE_ROW,))
+        wanted = [_micro_facts(rows_of(inputs, run.start, run.stop), run) for run in looked]
         is_changed = now != self._parameters
         is_known = all((facts, trains) in self._shapes for facts in wanted) and not is_changed
         batch = (*inputs, target) if target is not None else tuple(inputs)
@@ -396,7 +422,7 @@ class PipelineRunner:
     ) -> tuple[tuple[TensorFacts, ...], str | None]:
         with torch.set_grad_enabled(trains):
             return look_at_stage(
-                self.model,
+                self.model.skeleton,
                 given,
                 self._place.device,
                 call=self._call,
@@ -422,16 +448,19 @@ class PipelineRunner:
 
 
 class _Called(nn.Module):
-    """A stage as torch's schedule calls it: in the precision that was chosen."""
+    """A stage as torch's schedule calls it: in the precision that was chosen.
+
+    The model is no module within it: with a new schedule torch drops the gradients of sharded
+    modules that it finds, also those of earlier micro-batches.
+    """
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
-        self.model = model
-        self._call = call
+        self._run = partial(call, model)
 
     def forward(self, *arguments: Any) -> Any:
         """Run the stage."""
-        return self._call(self.model, arguments)
+        return self._run(arguments)
 
 
 def _as_list(output: Any) -> list[Tensor]:

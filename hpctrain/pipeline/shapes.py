@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["TensorFacts", "facts_of", "look_at_loss", "look_at_stage"]
+__all__ = ["TensorFacts", "facts_of", "follow", "look_at_loss", "look_at_stage", "skeleton_of"]
 
 
 class TensorFacts(NamedTuple):
@@ -48,7 +48,8 @@ def look_at_stage(
     """What a stage makes of its inputs, or why that cannot be sent, in words.
 
     Args:
-        module: Left as it is: parameters, buffers, attributes, and the random numbers too.
+        module: Left as it is: parameters, buffers, attributes, and the random numbers too. May be
+            a skeleton.
         given: Its inputs.
         device: Where it runs.
         call: How it is run, in the precision that was chosen.
@@ -56,7 +57,7 @@ def look_at_stage(
     """
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        copied = _copy_without_data(module, mode)
+        copied = _copy_without_data(module, mode, device)
         with _without_data(mode):
             output = call(copied, tuple(_fake(facts, device) for facts in given))
     except Exception as error:
@@ -128,18 +129,46 @@ def _fake(facts: TensorFacts, device: torch.device) -> Tensor:
     )
 
 
-def _copy_without_data(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _copy_without_data(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """A copy whose parameters and buffers have no data; memory and the module stay untouched."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        with mode:
-            fake: Tensor = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            )
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = fake
+    with mode:
+        memo = _like_tensors_of(module, lambda tensor: device if tensor.is_meta else tensor.device)
     return copy.deepcopy(module, memo)  # tensors that are plain attributes are copied with data
+
+
+def skeleton_of(module: nn.Module) -> nn.Module:
+    """A copy without data, made before torch divides the tensors of a module, and runs hooks in it.
+
+    Its shapes are found on this.
+    """
+    meta = torch.device("meta")
+    return copy.deepcopy(module, _like_tensors_of(module, lambda _tensor: meta))
+
+
+def follow(skeleton: nn.Module, module: nn.Module) -> None:
+    """Let a skeleton train, evaluate and be frozen as its module is now."""
+    modules, parameters = dict(skeleton.named_modules()), dict(skeleton.named_parameters())
+    for name, one in module.named_modules():
+        if name in modules:
+            modules[name].training = one.training
+    for name, parameter in module.named_parameters():
+        if name in parameters:
+            parameters[name].requires_grad_(parameter.requires_grad)
+
+
+def _like_tensors_of(
+    module: nn.Module, device_of: Callable[[Tensor], torch.device]
+) -> dict[int, Any]:
+    """By id of a parameter or buffer: one like it, without its values."""
+    made: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        like: Tensor = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device_of(tensor)
+        )
+        if isinstance(tensor, nn.Parameter):
+            like = nn.Parameter(like, requires_grad=tensor.requires_grad)
+        made[id(tensor)] = like
+    return made
 
 
 def _line(error: BaseException) -> str:

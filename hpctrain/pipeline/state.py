@@ -6,14 +6,14 @@ holds it: a run resumes from it on another grid, or on one process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
-from hpctrain.pieces import Piece
+from hpctrain.pieces import Piece, Region
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hpctrain.pipeline.cutting import Cut, StageModel
 
 __all__ = ["StageState"]
+
+Wanted = Callable[[str, tuple[int, ...]], Region | None]
 
 
 class _TensorKind(NamedTuple):
@@ -62,19 +64,21 @@ class StageState:
 
     # The model
 
-    def model_pieces(self) -> dict[str, Piece]:
-        """All tensors of the whole model by name: this stage's, and nothing of the others'."""
-        own = self._model.state_dict()
+    def model_pieces(self, own: Mapping[str, Tensor | Piece]) -> dict[str, Piece]:
+        """All tensors of the whole model by name: this stage's, and nothing of the others'.
+
+        Args:
+            own: This stage's state; pieces where its tensors are divided among ranks.
+        """
         found: dict[str, Piece] = {}
         for name, shape, dtype in self._model.hpctrain_cut.tensors:
             held = own.get(name)
             found[name] = _TensorKind(shape, dtype).nothing() if held is None else _all_of(held)
         return found
 
-    def load_model(self, saved: Mapping[str, Tensor | Piece]) -> None:
-        """Load this stage's tensors out of the whole model's."""
-        own = self._model.state_dict()
-        self._model.load_state_dict({name: _tensor_in(saved[name]) for name in own})
+    def own_model(self, saved: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
+        """This stage's tensors out of the whole model's."""
+        return {name: _tensor_in(saved[name]) for name in self._model.state_dict()}
 
     # The optimizer
 
@@ -82,7 +86,8 @@ class StageState:
         """Collective over the stages: this stage's optimizer state as a part of the whole's.
 
         Args:
-            state: As torch has it, and perhaps more under other keys.
+            state: As torch has it, and perhaps more under other keys; pieces where tensors are
+                divided among ranks.
         """
         mine = {
             self._numbers[n]: {key: _kind_of(value) for key, value in values.items()}
@@ -102,17 +107,21 @@ class StageState:
         ]
         return {**state, "state": whole, "param_groups": groups}
 
-    def wanted(self, place: str, shape: tuple[int, ...]) -> range | None:
+    def wanted(self, own: Wanted, place: str, shape: tuple[int, ...]) -> range | Region | None:
         """Which part of a saved tensor of the optimizer this rank wants; None: all of it.
 
         Args:
+            own: Says so of a place in this stage's own optimizer.
             place: Such as `state/0/exp_avg`.
             shape: Of the tensor.
         """
         first, _, rest = place.partition("/")
-        number = rest.partition("/")[0]
-        is_others = first == "state" and number.isdecimal() and int(number) not in self._numbers
-        return range(0) if is_others else None
+        number, _, key = rest.partition("/")
+        if first != "state" or not number.isdecimal():
+            return None
+        if int(number) not in self._numbers:
+            return range(0)
+        return own(f"state/{self._numbers.index(int(number))}/{key}", shape)
 
     def own_optimizer(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """This stage's optimizer state out of the whole's.
@@ -163,11 +172,15 @@ def _trouble_with_order(names: Sequence[str], groups: Sequence[Sequence[str]]) -
     return None
 
 
-def _all_of(tensor: Tensor) -> Piece:
+def _all_of(tensor: Tensor | Piece) -> Piece:
+    if isinstance(tensor, Piece):
+        return tensor
     return Piece(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
 
 
 def _kind_of(value: Any) -> Any:
+    if isinstance(value, Piece):
+        return _TensorKind(tuple(value.shape), value.tensor.dtype)
     return _TensorKind(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
 
@@ -178,4 +191,6 @@ def _piece(kind: Any, held: Any) -> Any:
 
 
 def _tensor_in(value: Any) -> Any:
-    return value.tensor if isinstance(value, Piece) else value
+    """A piece that is all of a tensor, as a tensor."""
+    is_all = isinstance(value, Piece) and tuple(value.tensor.shape) == tuple(value.shape)
+    return value.tensor if is_all else value

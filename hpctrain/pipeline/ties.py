@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hpctrain.pieces import local_tensor, place_like
 from hpctrain.pipeline.cutting import StageModel
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class TiedWeights:
                 ]
                 self._groups.append(_Shared(part, own))
                 for parameter in own:
-                    part.broadcast_(parameter.data, what="tied weights")
+                    part.broadcast_(local_tensor(parameter.detach()), what="tied weights")
 
     def sum_gradients(self) -> None:
         """Collective over the stages that hold them: add up what each has found.
@@ -94,16 +95,18 @@ def _sum_fused(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
     with torch.no_grad():
         flat = torch.cat([_gradient(p).reshape(-1) for p in parameters])
         engine.allreduce_(flat, what="gradients of tied weights")
-        parts = torch.split(flat, [p.numel() for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
+        held = [local_tensor(p.detach()) for p in parameters]
+        parts = torch.split(flat, [one.numel() for one in held])
+        for parameter, local, part in zip(parameters, held, parts, strict=True):
             if parameter.grad is None:
-                parameter.grad = part.view_as(parameter).clone()
+                parameter.grad = place_like(part.view_as(local).clone(), parameter)
             else:
-                parameter.grad.copy_(part.view_as(parameter))
+                local_tensor(parameter.grad).copy_(part.view_as(local))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(parameter)
+    """What this rank holds of it: the stages divide a tied weight in the same way."""
+    if parameter.grad is None:
+        return torch.zeros_like(local_tensor(parameter.detach()))
+    gradient = local_tensor(parameter.grad)
     return gradient.to_dense() if gradient.layout is not torch.strided else gradient

@@ -70,6 +70,7 @@ class DistributeArguments:
     averages_statistics: bool
     grid: Grid | None = None
     micro_batches: int | None = None
+    schedule: str | None = None
 
     @property
     def is_in_stages(self) -> bool:

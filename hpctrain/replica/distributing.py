@@ -32,8 +32,9 @@ from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode, Node
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.on_grid import (
     StageCompany,
-    build_pipeline,
     build_sharded,
+    build_stage,
+    build_stages,
     find_grid_mistake,
 )
 from hpctrain.replica.plain_loops import has_replica
@@ -56,6 +57,7 @@ from hpctrain.world import World, keep_freed_memory, takes_timeout
 
 if TYPE_CHECKING:
     from hpctrain.grid import Grid
+    from hpctrain.sharding import Sharding
 
 __all__ = ["distribute", "gather_facts", "optimizer_facts"]
 
@@ -83,6 +85,7 @@ def distribute(
     averages_statistics: bool = False,
     grid: Grid | None = None,
     micro_batches: int | None = None,
+    schedule: str | None = None,
 ) -> Replica:
     """Collective: train a model on all ranks as one; every rank passes the same arguments.
 
@@ -124,6 +127,8 @@ def distribute(
             before they are used (`average_batchnorm`), and need not be told to.
         grid: The grid that the model was divided on by `split`; its engine is used.
         micro_batches: Into how many parts a batch is cut, where the model is in stages.
+        schedule: In which order stages run them: `1f1b`, which holds the activations of at most as
+            many micro-batches as there are stages, or `gpipe`, which holds all; None: `1f1b`.
 
     Raises:
         ConfigError: an argument is wrong, the optimizer cannot be distributed, or the model differs
@@ -148,6 +153,7 @@ def distribute(
         averages_statistics=averages_statistics,
         grid=grid,
         micro_batches=micro_batches,
+        schedule=schedule,
     )
     sweep = sweep_of(world)
     if sweep is not None and sweep.asked.engine is not None and engine == AUTO and grid is None:
@@ -274,17 +280,33 @@ class _Layout:
         check_trained(
             self.model, self.optimizer, precision=given.precision, clip_value=given.clip_value
         )
-        if sharding is not None:
-            names, parameters = named_parameters(self.model, self.optimizer)
-            return build_sharded(self.engine, sharding, self.optimizer, names, parameters)
-        with self.numerics.full():
-            make_equal(self.company, self.engine, self.model, self.optimizer, broadcast=broadcast)
-        self.numerics.adopt()
-        if given.grid is not None and isinstance(self.model, StageModel):
-            return build_pipeline(
-                self.engine, given.grid, self.model, given, self.numerics, self.optimizer
-            )
+        if sharding is None:
+            with self.numerics.full():
+                make_equal(
+                    self.company, self.engine, self.model, self.optimizer, broadcast=broadcast
+                )
+            self.numerics.adopt()
         names, parameters = named_parameters(self.model, self.optimizer)
+        mode = self._choose(sharding, names, parameters)
+        if given.grid is not None and isinstance(self.model, StageModel):
+            stages = build_stages(
+                given.grid, self.model, given, self.numerics, self.optimizer, parameters
+            )
+            mode.carry(stages)
+        return mode
+
+    def _choose(
+        self,
+        sharding: Sharding | None,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> Mode:
+        """Collective: how gradients are summed over the ranks that hold the same of the model."""
+        given = self.given
+        if sharding is not None:
+            return build_sharded(self.engine, sharding, self.optimizer, names, parameters)
+        if isinstance(self.model, StageModel):
+            return build_stage(self.engine, self.model, names, parameters)
         facts = gather_facts(
             self.world,
             self.engine,

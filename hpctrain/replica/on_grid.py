@@ -1,4 +1,4 @@
-"""Training on a grid: what `distribute` is given with `grid=`, and the mode of a sharded model."""
+"""Training on a grid: what `distribute` is given with `grid=`, and modes of divided models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 import hpctrain.grid as grids
 from hpctrain.errors import ConfigError
 from hpctrain.optim import members_of
-from hpctrain.pipeline import PipelineRunner, StageModel, StageState
-from hpctrain.replica.modes import PipelineMode, ShardedMode
-from hpctrain.replica.naming import named_parameters
+from hpctrain.pipeline import SCHEDULES, PipelineRunner, StageModel, StageState
+from hpctrain.replica.modes import ArenaMode, ShardedMode, Stages
 from hpctrain.sharding import sharding_of
 from hpctrain.update import shards_by
 
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
     from hpctrain.replica.arguments import DistributeArguments
     from hpctrain.sharding import Sharding
 
-__all__ = ["StageCompany", "build_pipeline", "build_sharded", "find_grid_mistake"]
+__all__ = ["StageCompany", "build_sharded", "build_stage", "build_stages", "find_grid_mistake"]
 
+_OF_PIPELINES = ("micro_batches", "schedule")
 _ELEMENTWISE = (
     "shards of a parameter are updated apart, and that needs an optimizer that treats every "
     "element alone, such as AdamW"
@@ -47,8 +47,9 @@ def find_grid_mistake(
                 "distribute: this model was divided by split(grid, model); give the grid as well: "
                 "distribute(world, model, optimizer, grid=grid)"
             )
-        if given.micro_batches is not None:
-            return f"distribute: micro_batches={given.micro_batches} needs grid= with a pipeline"
+        for name in _OF_PIPELINES:
+            if getattr(given, name) is not None:
+                return f"distribute: {name}={getattr(given, name)!r} needs grid= with a pipeline"
         return None
     odd: object = grid
     if not isinstance(odd, grids.Grid):
@@ -59,17 +60,19 @@ def find_grid_mistake(
     if not isinstance(engine, str) or engine != "auto":
         return "distribute: engine= and grid= were both given; a grid brings its own engine"
     if isinstance(model, StageModel):
-        return _find_odd_pipeline(grid, model, optimizer, given)
+        odd = _find_odd_pipeline(grid, model, given) or _find_odd_stage(model, optimizer)
+        return odd or (None if sharding is None else _find_odd_optimizer(sharding, optimizer))
     if grid.pipeline > 1 or grid.tensor > 1:
         return (
             f"distribute: the grid has pipeline={grid.pipeline} and tensor={grid.tensor}, and the "
             "model is divided along neither; use Grid(world)"
         )
-    if given.micro_batches is not None:
-        return (
-            f"distribute: micro_batches={given.micro_batches}, and the grid has no pipeline; leave "
-            "it out, or use accumulate"
-        )
+    for name in _OF_PIPELINES:
+        if getattr(given, name) is not None:
+            return (
+                f"distribute: {name}={getattr(given, name)!r}, and the grid has no pipeline; leave "
+                "it out, or use accumulate"
+            )
     if sharding is None:
         return None
     return _find_option(given) or _find_odd_optimizer(sharding, optimizer)
@@ -96,7 +99,6 @@ def _find_option(given: DistributeArguments) -> str | None:
 def _find_odd_pipeline(
     grid: Grid,
     model: StageModel,
-    optimizer: torch.optim.Optimizer,
     given: DistributeArguments,
 ) -> str | None:
     """What is wrong with arguments for a model in stages, or None."""
@@ -113,6 +115,8 @@ def _find_odd_pipeline(
         )
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         return f"distribute: micro_batches={micro_batches!r} must be a whole number, at least 1"
+    if given.schedule is not None and given.schedule not in SCHEDULES:
+        return f"distribute: schedule={given.schedule!r} is unknown; choose {_SCHEDULES}"
     for name, value, default in (
         ("overlap", given.overlap, None),
         ("bucket_bytes", given.bucket_bytes, None),
@@ -127,6 +131,11 @@ def _find_odd_pipeline(
         return (
             "distribute: precision='bf16-pure' is not for a model in stages; use precision='bf16'"
         )
+    return None
+
+
+def _find_odd_stage(model: StageModel, optimizer: torch.optim.Optimizer) -> str | None:
+    """An optimizer that cannot be a stage's, or None."""
     if any(type(member).__name__ == "LBFGS" for member in members_of(optimizer)):
         return "distribute: LBFGS evaluates the loss several times a step; a pipeline cannot"
     own = {id(p) for p in model.parameters()}
@@ -136,6 +145,9 @@ def _find_odd_pipeline(
             "parameters of what split() returned"
         )
     return None
+
+
+_SCHEDULES = " or ".join(map(repr, SCHEDULES))
 
 
 class StageCompany(NamedTuple):
@@ -149,16 +161,30 @@ class StageCompany(NamedTuple):
         return int(self.comm.Get_rank())
 
 
-def build_pipeline(
+def build_stage(
     engine: Engine,
+    model: StageModel,
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+) -> ArenaMode:
+    """The mode of a stage that each of its data ranks holds whole."""
+    mode = ArenaMode(engine, names, parameters, bucket_bytes=None, overlap=False)
+    num_stages = model.hpctrain_cut.num_stages
+    mode.chosen = f"pipeline: split() has cut the model into {num_stages} stages"
+    return mode
+
+
+def build_stages(
     grid: Grid,
     model: StageModel,
     given: DistributeArguments,
     numerics: Precision,
     optimizer: torch.optim.Optimizer,
-) -> PipelineMode:
-    """Collective: the mode of a model that `split` has cut into stages."""
+    parameters: Sequence[torch.nn.Parameter],
+) -> Stages:
+    """Collective: the stages of a model that `split` has cut, to be carried by a mode."""
     casting = numerics.casting
+    sharding = sharding_of(model)
     is_last = grid.coordinate.pipeline == grid.pipeline - 1
 
     def call(module: torch.nn.Module, arguments: tuple[Any, ...]) -> Any:
@@ -167,11 +193,15 @@ def build_pipeline(
         with casting.autocast():
             return module(*arguments)
 
-    runner = PipelineRunner(grid, model, micro_batches=given.micro_batches or 1, call=call)
-    state = StageState(grid.comm("pipeline"), model, optimizer)
-    mode = PipelineMode(engine, *named_parameters(model, optimizer), runner, state)
-    mode.chosen = f"pipeline: split() has cut the model into {grid.pipeline} stages"
-    return mode
+    runner = PipelineRunner(
+        grid,
+        model,
+        micro_batches=given.micro_batches or 1,
+        schedule=given.schedule or "1f1b",
+        call=call,
+        gathered=None if sharding is None else sharding.gathered,
+    )
+    return Stages(runner, StageState(grid.comm("pipeline"), model, optimizer), parameters)
 
 
 def _find_odd_optimizer(sharding: Sharding, optimizer: torch.optim.Optimizer) -> str | None:
@@ -221,4 +251,6 @@ def build_sharded(
         raise ConfigError(trouble)
     mode = ShardedMode(engine, names, parameters, sharding, optimizer)
     mode.chosen = f"sharded: split() was asked for shard={sharding.kind!r}"
+    if sharding.in_stages:
+        mode.chosen += ", within each stage"
     return mode

@@ -31,7 +31,7 @@ from hpctrain.replica.checks import (
 )
 from hpctrain.replica.equal_ranks import Joining
 from hpctrain.replica.exchange import Exchange
-from hpctrain.replica.modes import Mode, PipelineMode, StagedPass
+from hpctrain.replica.modes import Mode, StagedPass
 from hpctrain.replica.naming import load_model
 from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_stepped
 from hpctrain.replica.window import Step, Turn
@@ -149,8 +149,8 @@ class Replica:
         if torch.is_grad_enabled() and exchange.mode.watch.foreign() and not self._plain.is_open:
             exchange.check_gradients()  # another replica's loss, or an unobserved plain one
         self._plain.has_forwarded = True
-        if isinstance(exchange.mode, PipelineMode):
-            return exchange.mode.evaluate(arguments, named)
+        if exchange.mode.stages is not None:
+            return exchange.mode.stages.evaluate(arguments, named)
         return self._precision.casting.forward(self.model, arguments, named)
 
     def backward(
@@ -179,8 +179,8 @@ class Replica:
             ConfigError: the call does not fit earlier calls; the message says what to do.
         """
         self._check_open()
-        if isinstance(self._exchange.mode, PipelineMode):
-            raise ConfigError(self._exchange.mode.backward_refusal)
+        if self._exchange.mode.stages is not None:
+            raise ConfigError(self._exchange.mode.stages.backward_refusal)
         self._observed_backward(loss, num_samples, retain_graph, create_graph)
 
     def _observed_backward(
@@ -316,10 +316,10 @@ class Replica:
         *inputs, target = batch
         if num_samples is None and self._exchange.mode.weighs_samples:
             num_samples = count_samples(target)
-        mode = self._exchange.mode
-        if isinstance(mode, PipelineMode):
+        stages = self._exchange.mode.stages
+        if stages is not None:
             rates = self._learning_rates()
-            staged = mode.prepare(
+            staged = stages.prepare(
                 loss_fn, inputs, target, named, num_samples=num_samples, rates=rates
             )
             self._observed_backward(staged, num_samples)
@@ -532,8 +532,8 @@ class Replica:
     @property
     def stage_state(self) -> StageState | None:
         """Where a stage's state is in a checkpoint of the whole model; None: all is here."""
-        mode = self._exchange.mode
-        return mode.state if isinstance(mode, PipelineMode) else None
+        stages = self._exchange.mode.stages
+        return None if stages is None else stages.state
 
     @property
     def is_sharded(self) -> bool:
@@ -645,7 +645,8 @@ class Replica:
         """Describe how gradients are exchanged, and why; as rows."""
         mode = self._exchange.mode
         wire = [("wire", mode.wire_chosen)] if mode.wire_chosen else []
-        return [("mode", mode.chosen), *mode.describe(), *wire]
+        stages = [] if mode.stages is None else mode.stages.describe()
+        return [("mode", mode.chosen), *stages, *mode.describe(), *wire]
 
     def close(self) -> None:
         """Collective, unless an engine was given: let the model go, and end what was connected.

@@ -137,7 +137,9 @@ class Parts:
             if one.is_sharded
         }
         states |= {
-            _key(name, "optimizer"): one.stage_state.wanted
+            _key(name, "optimizer"): partial(
+                one.stage_state.wanted, partial(piece_of_state, one.optimizer)
+            )
             for name, one in self.replicas.items()
             if one.stage_state is not None
         }
@@ -177,10 +179,10 @@ class Parts:
             common[_key(name, "model")] = model
             optimizer = replica.state_dict()
             del optimizer["model"]  # it is above, with rank 0's statistics
+            if replica.is_sharded:
+                optimizer = as_pieces(optimizer)
             if replica.stage_state is not None:
                 optimizer = replica.stage_state.optimizer_pieces(optimizer)
-            elif replica.is_sharded:
-                optimizer = as_pieces(optimizer)
             common[_key(name, "optimizer")] = optimizer
             kind = label_of(replica.optimizer)
             counters = replica.counters() | {"optimizer": kind}
@@ -228,14 +230,14 @@ class Parts:
     def restore(self, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Collective: take over a state that `capture` gave, on any number of ranks."""
         for name, replica in self.replicas.items():
-            optimizer = common[_key(name, "optimizer")]
+            model, optimizer = common[_key(name, "model")], common[_key(name, "optimizer")]
             if replica.stage_state is not None:
-                replica.stage_state.load_model(common[_key(name, "model")])
+                model = replica.stage_state.own_model(model)
                 optimizer = replica.stage_state.own_optimizer(optimizer)
-            elif replica.is_sharded:
-                load_shards(replica.model, common[_key(name, "model")])
+            if replica.is_sharded:
+                load_shards(replica.model, model)
             else:
-                _load_model(replica.model, common[_key(name, "model")])
+                _load_model(replica.model, model)
             replica.load_state_dict(optimizer)
             counters = common[_key(name, "counters")]
             replica.load_counters(counters)
@@ -260,10 +262,10 @@ def _key(name: str, what: str) -> str:
 
 def _model_state(replica: Replica) -> dict[str, Any]:
     """A model's tensors by their plain names; of divided ones this rank's pieces."""
-    if replica.stage_state is not None:
-        return dict(replica.stage_state.model_pieces())
     state = plain_keys(replica.model.state_dict(keep_vars=replica.is_sharded))
     pieces: dict[str, Any] = as_pieces(state) if replica.is_sharded else state
+    if replica.stage_state is not None:
+        return dict(replica.stage_state.model_pieces(pieces))
     return pieces
 
 

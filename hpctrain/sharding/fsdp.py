@@ -102,6 +102,8 @@ class Sharding:
         kind: `state`, `gradients` or `parameters`.
         units: Names of its units.
         whole_gradients: Whether gradients stay whole until the exchange.
+        in_stages: Whether it is a stage of a pipeline, through which several micro-batches pass
+            between one gather and one reduction.
     """
 
     def __init__(
@@ -112,20 +114,22 @@ class Sharding:
         units: Sequence[str],
         *,
         whole_gradients: bool,
+        in_stages: bool = False,
     ) -> None:
         self.mesh = mesh
         self.kind = kind
         self.names = tuple(units)
         self.whole_gradients = whole_gradients
+        self.in_stages = in_stages
         self.is_silent = False
         """Whether this rank has no samples in the backward pass that runs: it sends zeros."""
         self.num_messages = 0
         self._model = model
         self._digest = 0
         self._units = [self._watch(name, group) for name, group in _groups_of(model, units)]
-        if whole_gradients:
+        if whole_gradients or in_stages:
             _fsdp(model).set_requires_gradient_sync(False)
-        if kind == "state":  # until the step, before which everything is freed
+        if kind == "state" or in_stages:  # until all is freed: before the step, or after the pass
             _fsdp(model).set_reshard_after_backward(False)
 
     def compute_in_bfloat16(self) -> None:
@@ -224,6 +228,37 @@ class Sharding:
                 one._unsharded_param.grad = gradient
                 one.unsharded_accumulated_grad = accumulated
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Collective: all units are gathered before the block, and freed after it."""
+        _fsdp(self._model)._get_fsdp_state()._lazy_init()
+        for unit in self._units:
+            unit.group.unshard()
+            unit.group.wait_for_unshard()
+        try:
+            yield
+        finally:
+            self.reshard()
+
+    @contextmanager
+    def staged_pass(self) -> Iterator[None]:
+        """Collective: any number of micro-batches between one gather and one reduction.
+
+        Ranks may run different numbers of them, also none: every unit is gathered and reduced
+        once. With `whole_gradients` it is reduced at the exchange.
+        """
+        root = _fsdp(self._model)
+        with self.gathered():
+            for unit in self._units:
+                unit.has_run = True  # on some rank; here it may send zeros
+            root.set_is_last_backward(False)
+            try:
+                yield
+            finally:
+                root.set_is_last_backward(True)
+            if not self.whole_gradients:
+                self.reduce_whole()
+
     def _take_whole(self) -> list[tuple[Any, Tensor | None, Tensor | None]]:
         """Take whole gradients off the parameters."""
         taken = []
@@ -321,6 +356,7 @@ def shard_model(
     units: Sequence[str],
     *,
     whole_gradients: bool = False,
+    in_stages: bool = False,
 ) -> Sharding:
     """Collective: cut the parameters of a model into shards over a mesh, in place.
 
@@ -333,20 +369,27 @@ def shard_model(
         units: Names of modules that are gathered each for itself, outer before inner.
         whole_gradients: Keep gradients whole between the backward passes of a step, so that they
             are reduced once a step; `state` always does.
+        in_stages: The model is a stage of a pipeline: its units are gathered and reduced once for
+            all micro-batches of a pass.
 
     Raises:
         ConfigError: this torch has no such sharding.
     """
     fully_shard = _fully_shard()
     options: dict[str, Any] = {"mesh": mesh}
-    if kind != "parameters":
+    if kind != "parameters" or in_stages:
         options["reshard_after_forward"] = False
     modules = dict(model.named_modules())
     for name in reversed(units):
         fully_shard(modules[name], **options)
     fully_shard(model, **options)
     sharding = Sharding(
-        model, mesh, kind, units, whole_gradients=whole_gradients or kind == "state"
+        model,
+        mesh,
+        kind,
+        units,
+        whole_gradients=whole_gradients or kind == "state",
+        in_stages=in_stages,
     )
     model.__dict__[_ATTRIBUTE] = sharding
     return sharding

@@ -10,50 +10,13 @@ from torch.nn.functional import mse_loss
 import hpctrain as hpc
 from hpctrain.errors import ConfigError, NonFiniteError
 from hpctrain.precision import LossScaling
-from mpi_tests.pipeline_kit import SHARES, build, global_batch, pipelines
-
-TOLERANCE = 1e-11
+from mpi_tests.pipeline_kit import TOLERANCE, Trained, build, global_batch, pipelines
 
 
 @pytest.fixture(scope="module", params=pipelines())
 def grid(world, request):
     with hpc.Grid(world, pipeline=request.param) as made:
         yield made
-
-
-class Trained:
-    """The same training twice: in stages over the grid, and alone with the whole batch."""
-
-    def __init__(self, grid, model=build, **options):
-        self.grid = grid
-        self.alone = model()
-        stage = hpc.split(grid, model(), stages="auto")
-        self.replica = hpc.distribute(
-            grid.world,
-            stage,
-            torch.optim.AdamW(stage.parameters(), 0.01),
-            grid=grid,
-            **({"micro_batches": 4} | options),
-        )
-        self.own = torch.optim.AdamW(self.alone.parameters(), 0.01)
-
-    def batch(self, number):
-        """This rank's batch, and the whole one."""
-        data = self.grid.data
-        shares = [SHARES[(number + d) % len(SHARES)] for d in range(data)]
-        x, y = global_batch(number, sum(shares))
-        mine = self.grid.coordinate.data
-        return x.split(shares)[mine], y.split(shares)[mine], x, y
-
-    def learn(self, number, loss_fn=mse_loss):
-        x, y, _, _ = self.batch(number)
-        return self.replica.learn(loss_fn, x, y, num_samples=len(y))
-
-    def check(self):
-        wanted = dict(self.alone.named_parameters(remove_duplicate=False))
-        for name, parameter in self.replica.model.named_parameters():
-            assert torch.allclose(parameter, wanted[name], rtol=0, atol=TOLERANCE), name
-        self.replica.close()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -132,17 +95,19 @@ def test_arguments_that_do_not_fit_are_refused(grid, world):
     stage = hpc.split(grid, build(), stages="auto")
     optimizer = torch.optim.AdamW(stage.parameters(), 0.01)
 
-    def refused(match, **options):
+    def refused(match, of=stage, **options):
         with pytest.raises(ConfigError, match=match):
-            hpc.distribute(world, stage, optimizer, **options)
+            hpc.distribute(world, of, optimizer, **options)
 
     refused("give the grid as well")
     refused("needs micro_batches=", grid=grid)
     refused("micro_batches=0", grid=grid, micro_batches=0)
     refused("not for a model in stages", grid=grid, micro_batches=2, overlap=True)
     refused("bf16-pure", grid=grid, micro_batches=2, precision="bf16-pure")
+    refused("schedule='zero' is unknown", grid=grid, micro_batches=2, schedule="zero")
+    refused("schedule='gpipe' needs grid= with a pipeline", schedule="gpipe", of=build())
     with pytest.raises(ConfigError, match="together are not in this version"):
-        hpc.split(grid, build(), stages="auto", shard="parameters")
+        hpc.split(grid, build(), stages="auto", shard="state")
     with pytest.raises(ConfigError, match="divided already"):
         hpc.split(grid, stage, stages="auto")
     if grid.pipeline > 1:

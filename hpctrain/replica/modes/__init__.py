@@ -7,8 +7,8 @@ from hpctrain.replica.modes.arena import ArenaMode
 from hpctrain.replica.modes.base import Mode, unfrozen
 from hpctrain.replica.modes.horovod import HorovodMode
 from hpctrain.replica.modes.node import NodeMode
-from hpctrain.replica.modes.pipeline import PipelineMode, StagedPass
 from hpctrain.replica.modes.sharded import ShardedMode
+from hpctrain.replica.modes.stages import StagedPass, Stages
 
 __all__ = [
     "AloneMode",
@@ -16,8 +16,8 @@ __all__ = [
     "HorovodMode",
     "Mode",
     "NodeMode",
-    "PipelineMode",
     "ShardedMode",
     "StagedPass",
+    "Stages",
     "unfrozen",
 ]

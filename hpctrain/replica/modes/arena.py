@@ -78,6 +78,8 @@ class ArenaMode(Mode):
 
     def exchange(self, control: ControlWords) -> Arrived:
         """Collective: sum all gradients over all ranks."""
+        if self.stages is not None:
+            self.stages.sum_tied()
         if not self._armed:
             self.arena.arm(self._carry, control, overlap=False)
         self._armed = False
@@ -114,8 +116,12 @@ class ArenaMode(Mode):
     def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
         """Sums of squares over the arena, without the excluded parameters, and of these."""
         device = self.arena.parameters[0].device
-        kept, left = self.arena.runs(excluded)
-        return sum_of_squares(kept, device), sum_of_squares(left, device)
+
+        def squares(without: frozenset[int], of: frozenset[int]) -> Tensor:
+            kept, left = self.arena.runs(without)[0], self.arena.runs(of)[1]
+            return torch.stack([sum_of_squares(kept, device), sum_of_squares(left, device)])
+
+        return self._sum_norms(squares, excluded)
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
         """Multiply the arena, the excluded parameters by a separate factor."""
@@ -157,8 +163,10 @@ class ArenaMode(Mode):
         }
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away. Collective over the stages where weights are tied."""
         self.arena.close()
+        if self.stages is not None:
+            self.stages.close()
         if self._watcher is not None:
             self._watcher.stop()
         if self._between is not None:

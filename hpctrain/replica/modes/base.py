@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from hpctrain.errors import ConfigError
 from hpctrain.fusion import Arrived, Bucket, Usage
 from hpctrain.precision import Gradients
 from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.wire_state import WireUse
 from hpctrain.wire import ENCODABLE
+
+if TYPE_CHECKING:
+    from hpctrain.replica.modes.stages import Stages
 
 __all__ = ["BackwardWatch", "Hooks", "Mode", "TorchGradientsMode", "look_at", "unfrozen"]
 
@@ -117,6 +121,8 @@ class Mode(Gradients, ABC):
     """Whether ranks hold different parts of the weights, which cannot be compared."""
     plain_refusal = ""
     """Why `loss.backward()` cannot be used, and what to call instead; empty: it can."""
+    stages: Stages | None = None
+    """The stages that the model is one of; None: it is whole."""
     chosen = ""
     """What the policy chose, and why."""
     wire: WireUse | None = None
@@ -128,6 +134,12 @@ class Mode(Gradients, ABC):
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
+
+    def carry(self, stages: Stages) -> None:
+        """The model is one of these stages: forward and backward are one pass through all."""
+        self.stages = stages
+        self.needs_every_pass = True
+        self.plain_refusal = stages.plain_refusal
 
     def fits(self) -> bool:
         """Whether the parameters are still what they were laid out as."""
@@ -174,7 +186,13 @@ class Mode(Gradients, ABC):
         return divisor
 
     def each_alone(self) -> AbstractContextManager[None]:
-        """A block in which every rank that steps updates everything by itself."""
+        """A block in which every rank that steps updates everything by itself.
+
+        Raises:
+            ConfigError: the model is in stages; a rank that has left would not run its own.
+        """
+        if self.stages is not None:
+            raise ConfigError(self.stages.join_refusal)
         return nullcontext()
 
     # Gradients as they lie on the parameters
@@ -182,9 +200,13 @@ class Mode(Gradients, ABC):
     def hide_unused(self, used: frozenset[int] | None) -> None:
         """Give parameters that no rank used no gradient at all: None is not zero.
 
+        Collective over the stages with tied weights.
+
         Args:
             used: By index; None: all of them.
         """
+        if self.stages is not None:
+            used = self.stages.used_anywhere(used)
         if used is not None:
             for index, parameter in enumerate(self.parameters):
                 if index not in used:
@@ -217,6 +239,24 @@ class Mode(Gradients, ABC):
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 (left if index in excluded else kept).append(parameter.grad)
+        return kept, left
+
+    def _sum_norms(
+        self, squares: Callable[[frozenset[int], frozenset[int]], Tensor], excluded: frozenset[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Collective over the stages: sums of squares of all of them, tied weights once.
+
+        Args:
+            squares: Those of this stage: without these parameters, and of those.
+            excluded: What is counted apart.
+        """
+        if self.stages is None:
+            kept, left = squares(excluded, excluded).unbind()
+            return kept, left
+        elsewhere = self.stages.elsewhere
+        kept, left = self.stages.sum_over(
+            squares(excluded | elsewhere, excluded - elsewhere)
+        ).unbind()
         return kept, left
 
     # Reports

@@ -7,7 +7,7 @@ rank has used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -80,7 +80,12 @@ class ShardedMode(TorchGradientsMode):
     def around_pass(self, weight: float) -> Iterator[None]:
         """A backward pass; a rank without samples sends zeros in it."""
         self._is_interrupted = True
-        with nullcontext() if weight > 0 else self.sharding.silence():
+        around: AbstractContextManager[None] = nullcontext()
+        if self.stages is not None:  # which may have several micro-batches, or none
+            around = self.sharding.staged_pass()
+        elif weight <= 0:
+            around = self.sharding.silence()
+        with around:
             yield
         self._is_interrupted = False
 
@@ -106,6 +111,8 @@ class ShardedMode(TorchGradientsMode):
             sharding.reduce_whole()
             self.watch.forget()
         sharding.end_window()
+        if self.stages is not None:
+            self.stages.sum_tied()
         used = sharding.used()
         marks = [float(id(p) in used) for p in self.parameters]
         totals = torch.tensor([*control, *marks], dtype=torch.float64, device=self.engine.device)
@@ -153,12 +160,16 @@ class ShardedMode(TorchGradientsMode):
 
     def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
         """Collective: sums of squares over all shards, without the excluded, and of these."""
-        kept, left = self._split_shards(excluded)
         device = self.engine.device
-        sums = torch.stack([sum_of_squares(kept, device), sum_of_squares(left, device)])
-        if self.engine.size > 1:
-            self.engine.allreduce_(sums, Op.SUM, what="the norm of sharded gradients")
-        return sums[0], sums[1]
+
+        def squares(without: frozenset[int], of: frozenset[int]) -> Tensor:
+            kept, left = self._split_shards(without)[0], self._split_shards(of)[1]
+            sums = torch.stack([sum_of_squares(kept, device), sum_of_squares(left, device)])
+            if self.engine.size > 1:
+                self.engine.allreduce_(sums, Op.SUM, what="the norm of sharded gradients")
+            return sums
+
+        return self._sum_norms(squares, excluded)
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
         """Multiply, the excluded parameters by a factor of their own."""
@@ -177,13 +188,17 @@ class ShardedMode(TorchGradientsMode):
         """Rows that say what was chosen."""
         sharding = self.sharding
         shards, largest, everything = sharding.num_bytes()
-        if sharding.kind == "parameters":
+        if sharding.in_stages:
+            gathered = f"and {format_bytes(everything)} gathered, once for all micro-batches"
+        elif sharding.kind == "parameters":
             gathered = f"and at most {format_bytes(largest)} of a unit at a time, gathered"
         else:
             until = "step" if sharding.kind == "state" else "backward"
             gathered = f"and {format_bytes(everything)} gathered from forward to {until}"
         kept = "whole between backward passes" if sharding.whole_gradients else "in shards"
         held = everything if sharding.whole_gradients else shards
+        if sharding.in_stages and not sharding.whole_gradients:
+            kept = f"whole while micro-batches run ({format_bytes(everything)}), then in shards"
         return [
             ("sharded", f"{sharding.kind}, over {self.engine.size} ranks, by torch's fully_shard"),
             ("units", f"{len(sharding.names)} and the root"),
@@ -200,7 +215,12 @@ class ShardedMode(TorchGradientsMode):
         }
 
     def close(self) -> None:
-        """Take the hooks away; the model stays sharded."""
+        """Take the hooks away; the model stays sharded.
+
+        Collective over the stages where weights are tied.
+        """
         self.usage.close()
         for hook in self._hooks:
             hook.remove()
+        if self.stages is not None:
+            self.stages.close()
