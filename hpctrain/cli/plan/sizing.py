@@ -116,7 +116,7 @@ def parse_tensor(words: list[str] | None) -> dict[str, str]:
     pairs = [word.rpartition("=") for word in words or ()]
     for word, (pattern, _, style) in zip(words or (), pairs, strict=True):
         if not pattern or not style:
-            raise ConfigError(f"--tensor {word}: write PATTERN=column or PATTERN=row")
+            raise ConfigError(f"--tensor {word}: write PATTERN=column, row or vocabulary")
     return {pattern: style for pattern, _, style in pairs}
 
 
