@@ -11,6 +11,7 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.pipeline.balancing import LayerCost, balance_stages
+    from hpctrain.pipeline.chain import chain_of
     from hpctrain.pipeline.cutting import Cut, StageModel
     from hpctrain.pipeline.micro_batches import divide_batch
     from hpctrain.pipeline.running import PipelineRunner, PreparedBatch
@@ -25,6 +26,7 @@ __all__ = [
     "StageModel",
     "StageState",
     "balance_stages",
+    "chain_of",
     "cut_model",
     "divide_batch",
 ]
@@ -33,6 +35,7 @@ __getattr__ = lazy(
     __name__,
     {
         ".balancing": ("LayerCost", "balance_stages"),
+        ".chain": ("chain_of",),
         ".cutting": ("Cut", "StageModel"),
         ".micro_batches": ("divide_batch",),
         ".running": ("PipelineRunner", "PreparedBatch"),

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from hpctrain.errors import ConfigError
+from hpctrain.pipeline import chain_of
 from hpctrain.predict.footprint import FORMATS, Footprint
 from hpctrain.predict.unit_watch import UnitWatch
 from hpctrain.tensor_parallel import divided_sizes, plan_layers
@@ -78,6 +79,7 @@ def measure_footprint(
         # What split would refuse on any number of ranks is refused here.
         kinds = plan_layers(model, tensor, 1) if tensor else {}
         styles = {name: _watched_as(model.get_submodule(name), kinds[name]) for name in kinds}
+        chain, no_stages = _chain(model)
         with _refusing(f"{type(model).__name__} does not run", _RUN):
             watch = UnitWatch(model, units_of(model), styles)
             watch.run(parts.loss, precision)
@@ -87,7 +89,8 @@ def measure_footprint(
     return Footprint(
         model=name or type(model).__name__,
         batch=parts.batch,
-        units=watch.units(),
+        units=watch.units(chain),
+        no_stages=no_stages,
         state_copies=copies,
         precision=precision,
         transient_bytes=watch.transient_bytes,
@@ -183,6 +186,14 @@ def units_of(model: nn.Module) -> list[str]:
                 yield where
 
     return list(found(model, "")) or [""]
+
+
+def _chain(model: nn.Module) -> tuple[tuple[str, ...], str]:
+    """The layers that a pipeline may be cut at, or why there are none."""
+    try:
+        return tuple(layer.name for layer in chain_of(model)), ""
+    except ConfigError as error:
+        return (), str(error)
 
 
 def _watched_as(module: nn.Module, kind: str) -> str:

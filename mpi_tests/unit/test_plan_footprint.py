@@ -111,6 +111,43 @@ def test_a_vocabulary_and_heads_are_divided():
     assert (sizes["words"], sizes["head"], sizes["blocks.0.up (num_heads)"]) == (40, 40, 2)
 
 
+def test_layers_that_a_pipeline_is_cut_at():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.body = Body()
+            self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+        def forward(self, x):
+            return self.last(self.body(self.first(x)))
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+        def forward(self, x):
+            return x + self.blocks[1](self.blocks[0](x))
+
+    def make():
+        model, x = Chain(), torch.zeros(ROWS, WIDTH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Subject(model=model, optimizer=optimizer, loss=lambda: model(x).sum(), batch=ROWS)
+
+    found = measure_footprint(make)
+    assert [(unit.name, unit.layer) for unit in found.units] == [
+        ("first", ""),
+        ("body.blocks.0", "body"),
+        ("body.blocks.1", "body"),
+        ("last.0", ""),
+        ("last.1", ""),
+    ]
+    assert found.layers == [range(1), range(1, 3), range(3, 5)]
+    assert not found.no_stages
+    assert "Tower is no chain of modules" in measure_footprint(lambda: subject(Tower())).no_stages
+
+
 def test_activations_are_those_that_a_real_step_keeps():
     parts = subject(Tower(tied=False))
     kept: dict[int, int] = {}
