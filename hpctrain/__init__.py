@@ -12,6 +12,7 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain import data, errors, inference, metrics, nn, optim, precision
+    from hpctrain.automatic_grid import AutoGrid, auto_grid
     from hpctrain.checkpoint import Keep, Store
     from hpctrain.connection import connect, init
     from hpctrain.data import Loader, Shard, files, gather, reshuffle, scatter, share, stage
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoGrid",
     "Grid",
     "Keep",
     "Loader",
@@ -38,6 +40,7 @@ __all__ = [
     "World",
     "__version__",
     "agree",
+    "auto_grid",
     "connect",
     "data",
     "distribute",
@@ -60,6 +63,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
+        ".automatic_grid": ("AutoGrid", "auto_grid"),
         ".checkpoint": ("Keep", "Store"),
         ".connection": ("connect", "init"),
         ".data": ("Loader", "Shard", "files", "gather", "reshuffle", "scatter", "share", "stage"),

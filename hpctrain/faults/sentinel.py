@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hpctrain.errors import ConfigError, DriftError
 from hpctrain.faults.watchdog import Watchdog, start
 from hpctrain.log import name_ranks
+from hpctrain.name_patterns import matches_any
 from hpctrain.pieces import Piece
 from hpctrain.world import World, agree
 
@@ -213,7 +213,7 @@ def watched_names(model: nn.Module, exclude: Sequence[str] = ()) -> tuple[str, .
         and not hasattr(tensor, "to_local")  # a shard: no other rank has it
         and tensor.layout is torch.strided
         and tensor.device.type != "meta"
-        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+        and not matches_any(name, exclude)
     )
 
 
@@ -235,11 +235,7 @@ def _tensors(model: nn.Module | _State) -> Iterator[tuple[str, Tensor]]:
 
 def _in_state(world: World, state: _State, exclude: Sequence[str]) -> tuple[str, ...]:
     """Collective: the whole tensors of a state, and the blocks that several ranks hold."""
-    kept = {
-        name: value
-        for name, value in state.items()
-        if not any(fnmatchcase(name, pattern) for pattern in exclude)
-    }
+    kept = {name: value for name, value in state.items() if not matches_any(name, exclude)}
     pieces = {name: value for name, value in kept.items() if isinstance(value, Piece)}
     blocks = [name for name, _ in _tensors(pieces)]
     held = Counter(name for told in world.comm.allgather(blocks) for name in told)

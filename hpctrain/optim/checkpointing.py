@@ -5,7 +5,6 @@ Which modules: those that save most, by the bytes that a forward pass keeps for 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager, nullcontext
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import ConfigError
 from hpctrain.log import format_bytes
+from hpctrain.name_patterns import is_inside, match_names
 
 __all__ = ["Activations", "Checkpointed", "checkpoint_activations", "measure"]
 
@@ -156,25 +156,18 @@ def checkpoint_activations(model: nn.Module, *patterns: str) -> Checkpointed:
 
     Args:
         model: Changed in place; names, parameters and state dict stay.
-        patterns: Names as in `model.named_modules()`; `*` stands for any part between two dots.
-            `blocks.*` is each of the blocks.
+        patterns: Of names as in `model.named_modules()`; `*` stands for any text. `blocks.*` is
+            each of the blocks: of modules within each other a pattern means the outermost.
 
     Raises:
         ConfigError: a pattern matches nothing (the names are listed), or a module lies within
             another one that is chosen.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    chosen: dict[str, nn.Module] = {}
-    for pattern in patterns or ("",):
-        matcher = _compile(pattern)
-        found = {name: module for name, module in modules.items() if matcher.fullmatch(name)}
-        if not found:
-            raise ConfigError(
-                f"pattern {pattern!r} matches no module; there are {', '.join(_short(modules))}"
-            )
-        chosen.update(found)
+    matched = match_names(patterns, modules, outermost=True)
+    chosen = {name: modules[name] for names in matched.values() for name in names}
     for name, module in chosen.items():
-        inside = next((o for o in chosen if o != name and name.startswith(f"{o}.")), None)
+        inside = next((o for o in chosen if is_inside(name, o)), None)
         if inside is not None:
             raise ConfigError(f"{name} is inside {inside}; checkpoint one of the two")
         if "forward" in vars(module):
@@ -185,15 +178,6 @@ def checkpoint_activations(model: nn.Module, *patterns: str) -> Checkpointed:
     for module in chosen.values():
         _switch_on(module)
     return Checkpointed(model=model, names=tuple(chosen))
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
-
-
-def _short(names: dict[str, nn.Module], limit: int = 40) -> list[str]:
-    shown = list(names)[:limit]
-    return [*shown, f"... ({len(names) - limit} more)"] if len(names) > limit else shown
 
 
 def _switch_on(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from hpctrain.doors import lazy
 
 if TYPE_CHECKING:
     from hpctrain.pipeline.balancing import LayerCost, balance_stages
+    from hpctrain.pipeline.chain import chain_of
     from hpctrain.pipeline.cutting import Cut, StageModel
     from hpctrain.pipeline.flow import SCHEDULES
     from hpctrain.pipeline.micro_batches import divide_batch
@@ -27,6 +28,7 @@ __all__ = [
     "StageModel",
     "StageState",
     "balance_stages",
+    "chain_of",
     "cut_model",
     "divide_batch",
 ]
@@ -35,6 +37,7 @@ __getattr__ = lazy(
     __name__,
     {
         ".balancing": ("LayerCost", "balance_stages"),
+        ".chain": ("chain_of",),
         ".cutting": ("Cut", "StageModel"),
         ".flow": ("SCHEDULES",),
         ".micro_batches": ("divide_batch",),

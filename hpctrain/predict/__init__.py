@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from hpctrain.predict.costs import RankLayout
     from hpctrain.predict.exchange import Exchange, default_exchange
-    from hpctrain.predict.fake_device import TENSOR_STYLES, measure_footprint
+    from hpctrain.predict.fake_device import measure_footprint
     from hpctrain.predict.fit import Measurement, fit_machine
     from hpctrain.predict.footprint import FORMATS, Footprint, TiedWeight, Unit
     from hpctrain.predict.grid_choice import (
@@ -78,7 +78,6 @@ __all__ = [
     "LOAD_LIMIT",
     "SCHEDULES",
     "SIZES",
-    "TENSOR_STYLES",
     "TOPOLOGIES",
     "Advice",
     "Compute",
@@ -149,10 +148,7 @@ __getattr__ = lazy(
             "Exchange",
             "default_exchange",
         ),
-        ".fake_device": (
-            "TENSOR_STYLES",
-            "measure_footprint",
-        ),
+        ".fake_device": ("measure_footprint",),
         ".fit": (
             "Measurement",
             "fit_machine",

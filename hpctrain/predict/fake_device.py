@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from hpctrain.errors import ConfigError
+from hpctrain.pipeline import chain_of
 from hpctrain.predict.footprint import FORMATS, Footprint
 from hpctrain.predict.unit_watch import UnitWatch
+from hpctrain.tensor_parallel import divided_sizes, plan_layers
 
-__all__ = ["TENSOR_STYLES", "StepParts", "measure_footprint", "state_copies", "units_of"]
+__all__ = ["StepParts", "measure_footprint", "state_copies", "units_of"]
 
-TENSOR_STYLES = ("column", "row")
 _LARGE = 0.5
 """A module with more than this part of all parameters is opened: it is too large for one unit."""
 _PROBE = 64
@@ -62,7 +62,7 @@ def measure_footprint(
         make: Builds the model, the optimizer and the micro-batch; it is called on the fake device,
             where nothing has memory.
         precision: As `hpctrain.distribute` takes it.
-        tensor: Name patterns of modules that tensor parallelism divides, and `column` or `row`.
+        tensor: Layers that tensor parallelism divides, as `hpctrain.split` takes them.
         name: What the model is called; empty: its class.
 
     Raises:
@@ -76,7 +76,10 @@ def measure_footprint(
             parts = make()
         model = parts.model
         _check_device(model)
-        styles = _match(model, tensor or {})
+        # What split would refuse on any number of ranks is refused here.
+        kinds = plan_layers(model, tensor, 1) if tensor else {}
+        styles = {name: _watched_as(model.get_submodule(name), kinds[name]) for name in kinds}
+        chain, no_stages = _chain(model)
         with _refusing(f"{type(model).__name__} does not run", _RUN):
             watch = UnitWatch(model, units_of(model), styles)
             watch.run(parts.loss, precision)
@@ -86,15 +89,13 @@ def measure_footprint(
     return Footprint(
         model=name or type(model).__name__,
         batch=parts.batch,
-        units=watch.units(),
+        units=watch.units(chain),
+        no_stages=no_stages,
         state_copies=copies,
         precision=precision,
         transient_bytes=watch.transient_bytes,
         ties=watch.ties,
-        tensor_sizes=tuple(
-            (where, _divided_size(model.get_submodule(where), style))
-            for where, style in styles.items()
-        ),
+        tensor_sizes=tuple(divided_sizes(model, kinds)),
     )
 
 
@@ -187,33 +188,19 @@ def units_of(model: nn.Module) -> list[str]:
     return list(found(model, "")) or [""]
 
 
-def _match(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
-    """By name of a module: how it is divided."""
-    styles: dict[str, str] = {}
-    for pattern, style in patterns.items():
-        if style not in TENSOR_STYLES:
-            raise ConfigError(
-                f"tensor pattern {pattern!r} is {style!r}; choose {' or '.join(TENSOR_STYLES)}"
-            )
-        names = [
-            name
-            for name, module in model.named_modules()
-            if fnmatchcase(name, pattern) and isinstance(module, nn.Linear | nn.Embedding)
-        ]
-        if not names:
-            raise ConfigError(
-                f"tensor pattern {pattern!r} matches no nn.Linear or nn.Embedding of "
-                f"{type(model).__name__}; its modules are called as in named_modules()"
-            )
-        styles |= dict.fromkeys(names, style)
-    return styles
+def _chain(model: nn.Module) -> tuple[tuple[str, ...], str]:
+    """The layers that a pipeline may be cut at, or why there are none."""
+    try:
+        return tuple(layer.name for layer in chain_of(model)), ""
+    except ConfigError as error:
+        return (), str(error)
 
 
-def _divided_size(module: nn.Module, style: str) -> int:
-    """The size that the ranks of a tensor group divide among them."""
-    weight = module.get_parameter("weight")
-    rows = (style == "row") == isinstance(module, nn.Embedding)
-    return weight.shape[0 if rows else 1]
+def _watched_as(module: nn.Module, kind: str) -> str:
+    """Where what a layer makes is divided: a vocabulary's rows are added up as a row layer's."""
+    if kind != "vocabulary":
+        return kind
+    return "row" if isinstance(module, nn.Embedding) else "column"
 
 
 def state_copies(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:

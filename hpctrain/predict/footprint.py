@@ -7,6 +7,7 @@ gathered together where parameters are sharded. `hpctrain.predict.fake_device` m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hpctrain.errors import ConfigError
 from hpctrain.tables import count_of, number_of
@@ -59,6 +60,8 @@ class Unit:
     tensor_messages: int = 0
     """Allreduces over the tensor group, forward and backward together."""
     tensor_message_bytes: int = 0
+    layer: str = ""
+    """The layer that a pipeline is cut at, where the unit is a part of one; empty: itself."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -97,6 +100,8 @@ class Footprint:
     ties: tuple[TiedWeight, ...] = ()
     tensor_sizes: tuple[tuple[str, int], ...] = ()
     """Modules that tensor parallelism divides, and the size that the ranks must divide."""
+    no_stages: str = ""
+    """Why the model cannot be cut into stages; empty: it can."""
 
     def __post_init__(self) -> None:
         count_of(self.batch, "batch")
@@ -123,6 +128,17 @@ class Footprint:
     def flops(self) -> float:
         """Operations of forward and backward of the measured batch."""
         return sum(unit.flops for unit in self.units)
+
+    @property
+    def layers(self) -> list[range]:
+        """What stages are made of: units of one layer, with what follows and has no weights."""
+        starts: list[int] = []
+        for index, unit in enumerate(self.units):
+            goes_on = index > 0 and unit.layer and unit.layer == self.units[index - 1].layer
+            if not starts or (unit.trained and not goes_on):
+                starts.append(index)
+        starts[0] = 0
+        return [range(a, b) for a, b in pairwise([*starts, len(self.units)])]
 
     @property
     def activation_bytes(self) -> int:

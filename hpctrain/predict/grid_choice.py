@@ -28,7 +28,7 @@ from hpctrain.predict.grid_costs import (
 )
 from hpctrain.predict.grid_shapes import ScheduleName
 from hpctrain.predict.machine import Machine
-from hpctrain.tables import count_of, number_of
+from hpctrain.tables import count_of, number_of, positive
 from hpctrain.train import SHARDS, ShardLevel
 
 __all__ = ["HEADROOM", "Compute", "GridChoice", "GridPlan", "choose_grid", "plan_grids"]
@@ -49,6 +49,23 @@ class Compute:
     update_s: float = 0.0
     engine: str | None = None
 
+    @classmethod
+    def at(
+        cls, tflops: float, footprint: Footprint, machine: Machine, engine: str | None = None
+    ) -> Compute:
+        """From what a rank reaches in training; the update then costs nothing.
+
+        Raises:
+            ConfigError: the model has no operations that are counted.
+        """
+        if not footprint.flops:
+            raise ConfigError(
+                f"{footprint.model} has no matrix product or convolution whose operations could be "
+                "counted; measure its times by `hpctrain plan --measure-profile`"
+            )
+        seconds = footprint.flops / (positive(tflops, "tflops") * 1e12)
+        return cls(machine=machine, compute_s=seconds, engine=engine)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridChoice:
@@ -58,6 +75,8 @@ class GridChoice:
     shard: ShardLevel
     stages: tuple[tuple[str, ...], ...]
     """By stage: the names of its units."""
+    cuts: tuple[str, ...]
+    """The layers at which the stages but the first begin, as `hpctrain.split` takes them."""
     micro_batches: int
     micro_batch: int
     """Samples of each."""
@@ -258,9 +277,11 @@ class _Setting:
 
     def trouble(self, shape: Shape) -> str | None:
         """Why a grid is not possible."""
-        units = len(self.footprint.units)
-        if shape.pipeline > units:
-            return f"{shape.pipeline} stages, and the model has {units} units"
+        if shape.pipeline > 1 and self.footprint.no_stages:
+            return f"no stages: {self.footprint.no_stages}"
+        layers = len(self.footprint.layers)
+        if shape.pipeline > layers:
+            return f"{shape.pipeline} stages, and the model has {layers} layers with weights"
         if self.global_batch % shape.data:
             return f"a global batch of {self.global_batch} does not divide by data={shape.data}"
         if not self._counts(shape):
@@ -333,11 +354,13 @@ class _Setting:
         spare = None
         if self.memory is not None:
             spare = int(self.memory * (1 - HEADROOM)) - need.total
-        names = [unit.name for unit in self.footprint.units]
+        units = self.footprint.units
+        begins = [units[stage.start] for stage in stages[1:]]
         return GridChoice(
             shape=shape,
             shard=shard,
-            stages=tuple(tuple(names[index] for index in stage) for stage in stages),
+            stages=tuple(tuple(units[index].name for index in stage) for stage in stages),
+            cuts=tuple(unit.layer or unit.name for unit in begins),
             micro_batches=count,
             micro_batch=placed.micro_batch,
             schedule=self.schedule,
@@ -352,11 +375,22 @@ class _Setting:
 @lru_cache(maxsize=256)
 def _stages(footprint: Footprint, num_stages: int, tensor: int) -> tuple[range, ...]:
     """The cut that makes the slowest stage as fast as it can be; of equal ones, the smallest."""
+    seconds = unit_costs(footprint, tensor)
+    layers = footprint.layers
     costs = [
-        LayerCost(seconds=cost, num_bytes=unit.weights + unit.activation_bytes)
-        for cost, unit in zip(unit_costs(footprint, tensor), footprint.units, strict=True)
+        LayerCost(
+            seconds=sum(seconds[index] for index in layer),
+            num_bytes=sum(
+                footprint.units[index].weights + footprint.units[index].activation_bytes
+                for index in layer
+            ),
+        )
+        for layer in layers
     ]
-    return balance_stages(costs, num_stages)
+    return tuple(
+        range(layers[own.start].start, layers[own.stop - 1].stop)
+        for own in balance_stages(costs, num_stages)
+    )
 
 
 def _reasons(

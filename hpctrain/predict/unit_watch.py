@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import ConfigError
+from hpctrain.name_patterns import is_inside
 from hpctrain.predict.footprint import TiedWeight, Unit
 
 __all__ = ["COPIED", "LiveBytes", "UnitWatch"]
@@ -279,8 +280,12 @@ class UnitWatch:
         seen.tensor_flops += total - self._settled if self._computes_part else 0
         self._settled = total
 
-    def units(self) -> tuple[Unit, ...]:
-        """What was seen, in the order of the first calls."""
+    def units(self, layers: Sequence[str] = ()) -> tuple[Unit, ...]:
+        """What was seen, in the order of the first calls.
+
+        Args:
+            layers: Of a pipeline; units within one are marked by it.
+        """
         owner, _ = self._owners()
         made = []
         for index in self._order():
@@ -307,6 +312,7 @@ class UnitWatch:
                     tensor_flops=float(seen.tensor_flops),
                     tensor_messages=seen.messages,
                     tensor_message_bytes=seen.message_bytes,
+                    layer=next((o for o in layers if is_inside(self._names[index], o)), ""),
                 )
             )
         return tuple(made)

@@ -52,6 +52,12 @@ def find_grid_mistake(
                 return f"distribute: {name}={getattr(given, name)!r} needs grid= with a pipeline"
         return None
     odd: object = grid
+    if odd == "auto":
+        return (
+            "distribute: grid='auto' comes too late: the grid decides how the model is divided; "
+            "choose it first: chosen = hpctrain.auto_grid(world, build, loss_fn, x, y, "
+            "optimizer=...), then split and distribute with what it says"
+        )
     if not isinstance(odd, grids.Grid):
         return (
             f"distribute: grid={odd!r} must be the grid that hpctrain.Grid(world) made; call "

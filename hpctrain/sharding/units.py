@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 from hpctrain.errors import ConfigError
+from hpctrain.name_patterns import is_inside, match_names
 
 __all__ = ["ModuleFacts", "choose_units", "match_units"]
 
@@ -73,23 +72,18 @@ def choose_units(modules: Sequence[ModuleFacts], sizes: Mapping[int, int]) -> tu
 def match_units(modules: Sequence[ModuleFacts], patterns: Sequence[str]) -> tuple[str, ...]:
     """The modules that a user's patterns mean, such as `layers.*`; of nested ones the outer.
 
+    Without a pattern there are none: everything is the root's.
+
     Raises:
         ConfigError: a pattern that means nothing, or a module that cannot be a unit.
     """
     tree = _Tree(modules)
     names = [module.name for module in modules if module.name]
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        outer = [name for name in matched if not any(_is_inside(name, other) for other in matched)]
-        if not outer:
-            near = get_close_matches(pattern.replace("*", "0"), names, n=3, cutoff=0.3)
-            raise ConfigError(
-                f"units: {pattern!r} matches no module; the model has "
-                f"{', '.join(near or names[:3]) or 'none'}"
-            )
-        found.update(dict.fromkeys(outer))
-    for name in found:
+    if not patterns:
+        return ()
+    matched = match_names(patterns, names, argument="units:", outermost=True)
+    found = {name for each in matched.values() for name in each}
+    for name in (name for name in names if name in found):
         trouble = _trouble_with_unit(tree, name)
         if trouble is not None:
             raise ConfigError(f"units: {trouble}")
@@ -144,8 +138,4 @@ class _Tree:
     def owners_outside(self, name: str) -> str | None:
         """A module outside of this one that has one of its parameters; None: there is none."""
         owners = (owner for p in sorted(self._all[name]) for owner in self._owners[p])
-        return next((o for o in owners if o != name and not _is_inside(o, name)), None)
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return name != outer and (not outer or name.startswith(f"{outer}."))
+        return next((o for o in owners if o != name and not is_inside(o, name)), None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from hpctrain.errors import ConfigError
 from hpctrain.name_patterns import match_names
 
-__all__ = ["KINDS", "plan_layers"]
+__all__ = ["KINDS", "divided_sizes", "plan_layers"]
 
 KINDS = ("column", "row", "vocabulary")
 _HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads")
@@ -51,6 +51,19 @@ def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -
         _check_heads(model, name, num_ranks)
     _check_model(model, plan)
     return plan
+
+
+def divided_sizes(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """What the ranks of a tensor group must divide: each planned layer's size, and its heads."""
+    for name, kind in plan.items():
+        layer = model.get_submodule(name)
+        weight = layer.get_parameter("weight")
+        yield name, weight.shape[1 if kind == "row" else 0]
+        owner = model.get_submodule(name.rpartition(".")[0])
+        for attribute in _HEADS:
+            heads = getattr(owner, attribute, None)
+            if isinstance(heads, int):
+                yield f"{name} ({attribute})", heads
 
 
 def _check_layer(name: str, layer: nn.Module, kind: str, num_ranks: int) -> None:

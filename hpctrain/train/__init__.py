@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.train.config.explaining import explain, json_schema, list_keys, markdown, template
     from hpctrain.train.directory import read_summary
     from hpctrain.train.display import follow, show_once
-    from hpctrain.train.figures import time_steps
+    from hpctrain.train.figures import memory_limit, time_steps
     from hpctrain.train.memory import SHARDS, Memory, ShardLevel, UnitSize
     from hpctrain.train.plan import count_samples, plan_ahead
     from hpctrain.train.progress import Monitor
@@ -59,6 +59,7 @@ __all__ = [
     "list_keys",
     "load_config",
     "markdown",
+    "memory_limit",
     "parse_config",
     "plan_ahead",
     "read_summary",
@@ -101,7 +102,7 @@ __getattr__ = lazy(
             "follow",
             "show_once",
         ),
-        ".figures": ("time_steps",),
+        ".figures": ("memory_limit", "time_steps"),
         ".memory": (
             "Memory",
             "SHARDS",

@@ -94,6 +94,60 @@ def test_bytes_by_hand():
     }
 
 
+def test_a_vocabulary_and_heads_are_divided():
+    def make():
+        model = Tower(tied=False)
+        model.blocks[0].num_heads = 2
+        return subject(model)
+
+    kinds = {"words": "vocabulary", "head": "vocabulary", "*.up": "column", "*.down": "row"}
+    found = measure_footprint(make, tensor=kinds)
+    words, head = found.units[0], found.units[-1]
+    assert words.tensor_weights == head.tensor_weights == 4 * 40 * WIDTH
+    row = 4 * ROWS * WIDTH
+    assert (words.tensor_messages, words.tensor_message_bytes) == (1, row), "its rows, added up"
+    assert (head.tensor_messages, head.tensor_message_bytes) == (1, row), "its input's gradient"
+    sizes = dict(found.tensor_sizes)
+    assert (sizes["words"], sizes["head"], sizes["blocks.0.up (num_heads)"]) == (40, 40, 2)
+
+
+def test_layers_that_a_pipeline_is_cut_at():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.body = Body()
+            self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+        def forward(self, x):
+            return self.last(self.body(self.first(x)))
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+        def forward(self, x):
+            return x + self.blocks[1](self.blocks[0](x))
+
+    def make():
+        model, x = Chain(), torch.zeros(ROWS, WIDTH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Subject(model=model, optimizer=optimizer, loss=lambda: model(x).sum(), batch=ROWS)
+
+    found = measure_footprint(make)
+    assert [(unit.name, unit.layer) for unit in found.units] == [
+        ("first", ""),
+        ("body.blocks.0", "body"),
+        ("body.blocks.1", "body"),
+        ("last.0", ""),
+        ("last.1", ""),
+    ]
+    assert found.layers == [range(1), range(1, 3), range(3, 5)]
+    assert not found.no_stages
+    assert "Tower is no chain of modules" in measure_footprint(lambda: subject(Tower())).no_stages
+
+
 def test_activations_are_those_that_a_real_step_keeps():
     parts = subject(Tower(tied=False))
     kept: dict[int, int] = {}
@@ -231,9 +285,10 @@ def test_a_device_that_is_not_here_is_refused():
 
 def test_patterns_and_precisions_are_checked():
     for pattern, style, told in (
-        ("*.up", "diagonal", "column or row"),
-        ("*.nosuch", "column", "matches no nn.Linear"),
-        ("*.norm", "column", "matches no nn.Linear"),
+        ("*.up", "diagonal", "choose 'column', 'row', 'vocabulary'"),
+        ("*.nosuch", "column", "matches no linear or embedding layer"),
+        ("*.norm", "column", "matches no linear or embedding layer"),
+        ("words", "row", "is an embedding and can be 'vocabulary'"),
     ):
         with pytest.raises(ConfigError, match=told):
             measure_footprint(lambda: subject(Tower()), tensor={pattern: style})

@@ -263,13 +263,30 @@ def test_nothing_fits_is_said_with_what_is_missing():
 def test_impossible_grids_are_named():
     plan = plan_grids(footprint(num_units=2), 8, memory_per_rank=1 << 34, global_batch=12)
     refused = {tuple(shape): why for shape, why in plan.refused}
-    assert "2 units" in refused[(1, 8, 1)]
+    assert "2 layers" in refused[(1, 8, 1)]
     assert "12 does not divide by data=8" in refused[(8, 1, 1)]
     odd = replace(footprint(), tensor_sizes=(("up", 6),))
     refused = dict(plan_grids(odd, 4, memory_per_rank=1 << 34).refused)
     assert refused == {Shape(1, 1, 4): "up has 6 to divide, which 4 does not"}
     none = dict(plan_grids(footprint(tensor_sizes=()), 2, memory_per_rank=1 << 34).refused)
     assert "--tensor" in none[Shape(1, 1, 2)]
+
+
+def test_stages_begin_where_a_model_can_be_cut():
+    whole = footprint(num_units=4)
+    parts = [
+        replace(unit, layer="body" if index in (1, 2) else "")
+        for index, unit in enumerate(whole.units)
+    ]
+    parts[3] = replace(parts[3], weights=0, trained=0)  # such as an activation function
+    cut_there = replace(whole, units=tuple(parts))
+    assert cut_there.layers == [range(1), range(1, 4)]
+    plan = plan_grids(cut_there, 2, memory_per_rank=None, global_batch=8)
+    (found,) = [choice for choice in plan.choices if choice.shape.pipeline == 2]
+    assert found.cuts == ("body",)
+    assert found.stages == (("block.0",), ("block.1", "block.2", "block.3"))
+    none = plan_grids(replace(whole, no_stages="a branch"), 2, memory_per_rank=None)
+    assert {tuple(shape): why for shape, why in none.refused}[(1, 2, 1)] == "no stages: a branch"
 
 
 def test_the_global_batch_is_the_same_on_every_grid():

@@ -14,9 +14,9 @@ import hpctrain
 from hpctrain.cli import VERBS, main
 
 NAMES = """
-Grid Keep Loader Replica Saver Sentinel Shard Store Trainer World __version__ agree connect data
-distribute errors files gather inference init metrics nn optim precision reshuffle scatter share
-split stage
+AutoGrid Grid Keep Loader Replica Saver Sentinel Shard Store Trainer World __version__ agree
+auto_grid connect data distribute errors files gather inference init metrics nn optim precision
+reshuffle scatter share split stage
 """
 MOVED = """
 connection.Connection errors.CheckpointError errors.CollectiveError errors.ConfigError

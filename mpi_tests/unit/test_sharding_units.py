@@ -73,7 +73,8 @@ def test_patterns():
         "layers.1.0",
         "head",
     )
-    with pytest.raises(ConfigError, match=r"'layer\.\*' matches no module; the model has layers"):
+    assert units_of(model, []) == ()
+    with pytest.raises(ConfigError, match=r"'layer\.\*' matches no module; there are layers"):
         units_of(model, ["layer.*"])
     with pytest.raises(ConfigError, match=r"give 'layers\.\*' for the modules in it"):
         units_of(model, ["layers"])

@@ -116,7 +116,7 @@ def parse_tensor(words: list[str] | None) -> dict[str, str]:
     pairs = [word.rpartition("=") for word in words or ()]
     for word, (pattern, _, style) in zip(words or (), pairs, strict=True):
         if not pattern or not style:
-            raise ConfigError(f"--tensor {word}: write PATTERN=column or PATTERN=row")
+            raise ConfigError(f"--tensor {word}: write PATTERN=column, row or vocabulary")
     return {pattern: style for pattern, _, style in pairs}
 
 
@@ -182,14 +182,7 @@ def _compute(
             update_s=profile.update_s,
             engine=args.engine,
         )
-    if not footprint.flops:
-        raise ConfigError(
-            f"{footprint.model} has no matrix product or convolution whose operations could be "
-            "counted; measure its times and give --profile"
-        )
-    return Compute(
-        machine=machine, compute_s=footprint.flops / (args.tflops * 1e12), engine=args.engine
-    )
+    return Compute.at(args.tflops, footprint, machine, args.engine)
 
 
 def _as_json(
@@ -246,8 +239,7 @@ def _describe(footprint: Footprint, machine: Machine | None, plan: GridPlan) -> 
         lines.append(f"{more} more grids are in --json")
     lines += [f"- {reason}" for reason in plan.why]
     if plan.best and plan.best.shape.pipeline > 1:
-        begins = ", ".join(units[0] for units in plan.best.stages)
-        lines.append(f"- its stages begin at {begins}")
+        lines.append(f"- its stages but the first begin at {', '.join(plan.best.cuts)}")
     if plan.best:
         lines.append(f"- take it by {_call(plan.best)}")
     reasons = dict.fromkeys(why for _, why in plan.refused)
@@ -256,8 +248,12 @@ def _describe(footprint: Footprint, machine: Machine | None, plan: GridPlan) -> 
 
 
 def _call(choice: GridChoice) -> str:
-    shard = "" if choice.shard == "none" else f' and shard="{choice.shard}"'
-    return (
-        f"Grid(world, {choice.shape}){shard}, micro_batches={choice.micro_batches} "
-        f"({choice.micro_batch} samples each)"
-    )
+    """What a script writes for it."""
+    words = [] if choice.shard == "none" else [f'shard="{choice.shard}"']
+    words += [f"stages={list(choice.cuts)}"] if choice.cuts else []
+    words += ["tensor=..."] if choice.shape.tensor > 1 else []
+    lines = [f"Grid(world, {choice.shape})"]
+    lines += [f"split(grid, model, {', '.join(words)})"] if words else []
+    count = "micro_batches" if choice.shape.pipeline > 1 else "accumulate"
+    lines += [f"distribute(..., grid=grid, {count}={choice.micro_batches})"]
+    return f"{', '.join(lines)}: {choice.micro_batch} samples each"
