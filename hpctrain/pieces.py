@@ -12,17 +12,51 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hpctrain.log import name_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Piece", "Region", "regions_of_run", "trouble_with_cover"]
+__all__ = [
+    "Piece",
+    "Region",
+    "is_sharded",
+    "local_tensor",
+    "place_like",
+    "regions_of_run",
+    "trouble_with_cover",
+]
 
 _Shape = tuple[int, ...]
 _MOST_NAMED = 4
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is one that ranks hold together: a DTensor, whose class is slow to load."""
+    return hasattr(tensor, "to_local")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a sharded tensor; a whole one is all here."""
+    return cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def place_like(local: Tensor, tensor: Tensor) -> Tensor:
+    """What this rank holds, as a tensor that lies over the ranks as another does; no copy."""
+    if not is_sharded(tensor):
+        return local
+    like: Any = tensor
+    made: Tensor = type(like).from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return made
 
 
 class Region(NamedTuple):

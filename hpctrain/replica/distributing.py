@@ -31,7 +31,8 @@ from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode, NodeMode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.on_grid import (
-    StageCompany,
+    DataCompany,
+    build_divided,
     build_pipeline,
     build_sharded,
     find_grid_mistake,
@@ -50,6 +51,7 @@ from hpctrain.replica.sweep import SweepTimer
 from hpctrain.replica.wire_state import WireUse, describe_wire
 from hpctrain.sharding import sharding_of
 from hpctrain.sweep_request import sweep_of
+from hpctrain.tensor_parallel import division_of
 from hpctrain.update import ShardedUpdate, shards_by
 from hpctrain.wire import make_wire
 from hpctrain.world import World, keep_freed_memory, takes_timeout
@@ -259,10 +261,11 @@ class _Layout:
 
     @property
     def company(self) -> Company:
-        """The ranks that have the same model: all, or those of one stage."""
+        """The ranks that hold the same: all, or those along the data dimension."""
         grid = self.given.grid
-        if grid is not None and isinstance(self.model, StageModel):
-            return StageCompany(grid.comm("data"))
+        is_divided = isinstance(self.model, StageModel) or division_of(self.model) is not None
+        if grid is not None and is_divided:
+            return DataCompany(grid.comm("data"))
         return self.world
 
     def __call__(self, broadcast: bool) -> Mode:
@@ -284,6 +287,9 @@ class _Layout:
             return build_pipeline(
                 self.engine, given.grid, self.model, given, self.numerics, self.optimizer
             )
+        division = division_of(self.model)
+        if given.grid is not None and division is not None:
+            return build_divided(self.engine, given.grid, self.model, division, self.optimizer)
         names, parameters = named_parameters(self.model, self.optimizer)
         facts = gather_facts(
             self.world,

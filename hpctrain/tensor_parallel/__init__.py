@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from hpctrain.tensor_parallel.cross_entropy import vocabulary_cross_entropy
-from hpctrain.tensor_parallel.gradients import average_gradients, clip_gradients
-from hpctrain.tensor_parallel.planning import KINDS, plan_layers
-from hpctrain.tensor_parallel.splitting import split_layers
+from typing import TYPE_CHECKING
+
+from hpctrain.doors import lazy
+from hpctrain.tensor_parallel.planning import KINDS, Division, division_of, plan_layers
+
+if TYPE_CHECKING:
+    from hpctrain.tensor_parallel.cross_entropy import vocabulary_cross_entropy
+    from hpctrain.tensor_parallel.splitting import split_layers
 
 __all__ = [
     "KINDS",
-    "average_gradients",
-    "clip_gradients",
+    "Division",
+    "division_of",
     "plan_layers",
     "split_layers",
     "vocabulary_cross_entropy",
 ]
+
+# torch's DTensor takes seconds to load.
+__getattr__ = lazy(
+    __name__,
+    {".cross_entropy": ("vocabulary_cross_entropy",), ".splitting": ("split_layers",)},
+)

@@ -112,10 +112,20 @@ class ArenaMode(Mode):
         self.arena.divide(divisor)
 
     def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
-        """Sums of squares over the arena, without the excluded parameters, and of these."""
+        """Sums of squares over the arena, without the excluded parameters, and of these.
+
+        Collective where partners hold other parts of the model.
+        """
         device = self.arena.parameters[0].device
-        kept, left = self.arena.runs(excluded)
-        return sum_of_squares(kept, device), sum_of_squares(left, device)
+        if self.partners is None:
+            kept, left = self.arena.runs(excluded)
+            return sum_of_squares(kept, device), sum_of_squares(left, device)
+        elsewhere = self.partners.elsewhere
+        kept = self.arena.runs(excluded | elsewhere)[0]
+        left = self.arena.runs(excluded - elsewhere)[1]
+        sums = torch.stack([sum_of_squares(kept, device), sum_of_squares(left, device)])
+        total = self.partners.add_up(sums)
+        return total[0], total[1]
 
     def scale(self, factor: Tensor, excluded: frozenset[int], excluded_factor: Tensor) -> None:
         """Multiply the arena, the excluded parameters by a separate factor."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from hpctrain.fusion import Arrived, Bucket, Usage
 from hpctrain.precision import Gradients
 from hpctrain.replica.control_words import ControlWords
+from hpctrain.replica.modes.partners import Partners
 from hpctrain.replica.wire_state import WireUse
 from hpctrain.wire import ENCODABLE
 
@@ -119,6 +120,8 @@ class Mode(Gradients, ABC):
     """Why `loss.backward()` cannot be used, and what to call instead; empty: it can."""
     chosen = ""
     """What the policy chose, and why."""
+    partners: Partners | None = None
+    """Ranks that hold other parts of the model; None: this one holds all that is not in shards."""
     wire: WireUse | None = None
     """How gradients are sent between nodes; None: as they are."""
     wire_chosen = ""
