@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+import hpctrain.tensor_parallel as tensor_parallel  # torch's tensor parallel loads slowly
 from hpctrain import log
 from hpctrain.errors import ConfigError
 from hpctrain.grid import DIMENSIONS, Grid
@@ -71,7 +72,10 @@ def split(
             for each stage, and wants `auto`.
         example: With `stages="auto"`: the inputs of one micro-batch, to measure the layers on;
             None: they are weighed by the bytes of their weights.
-        tensor: Layers that are divided over the tensor dimension, by name.
+        tensor: Linear and embedding layers that are divided over the tensor dimension: patterns of
+            their names, each with `column` (a linear layer's outputs are divided), `row` (its
+            inputs) or `vocabulary` (an embedding's rows, or the outputs of the last layer, whose
+            scores stay divided for `vocabulary_cross_entropy`).
 
     Returns:
         The model, changed in place; with `stages` this rank's stage, whose parameters have the
@@ -88,12 +92,13 @@ def split(
     world = grid.world
     trouble = _find_unused(shard, units, whole_gradients, stages, example)
     trouble = trouble or _find_odd_stages(grid, model, shard, stages, tensor)
+    trouble = trouble or _find_odd_tensor(grid, model, shard, tensor)
     agree(world.comm, trouble, error=ConfigError)
-    _check_same(world, {"stages": repr(stages)})
+    _check_same(world, {"stages": repr(stages), "tensor": _order(tensor)})
     given = {"shard": shard, "units": units, "whole_gradients": whole_gradients}
     if stages is not None:
         whole = model if isinstance(model, torch.nn.Module) else _joined(model)
-        agree(world.comm, _find_mistake(whole, shard, units, tensor, False), error=ConfigError)
+        agree(world.comm, _find_mistake(whole, shard, units, False), error=ConfigError)
         _check_same(world, {name: repr(value) for name, value in given.items()})
         _make_equal(grid, whole)
         names = () if shard is None else _choose_units(grid, whole, units)
@@ -103,9 +108,11 @@ def split(
         return stage
     deferred, mistake = _build(grid, model, shard)
     module = cast("torch.nn.Module", model if deferred is None else deferred.model)
-    mistake = mistake or _find_mistake(module, shard, units, tensor, deferred is not None)
+    mistake = mistake or _find_mistake(module, shard, units, deferred is not None)
     agree(world.comm, mistake, error=ConfigError)
     _check_same(world, {name: repr(value) for name, value in given.items()})
+    if tensor is not None:
+        return _divide(grid, module, tensor)
     if shard is None:
         return module
     names = _choose_units(grid, module, units)
@@ -178,7 +185,6 @@ def _find_mistake(
     model: object,
     shard: object,
     units: object,
-    tensor: object,
     is_deferred: bool,
 ) -> str | None:
     """What is wrong with this rank's arguments, or None. Pure."""
@@ -187,13 +193,8 @@ def _find_mistake(
             f"split: the model is a {type(model).__name__}, and must be a torch.nn.Module, or with "
             "shard= a function that builds one"
         )
-    if sharding_of(model) is not None:
+    if sharding_of(model) is not None or tensor_parallel.division_of(model) is not None:
         return "split: this model is divided already; build a new one to divide it in another way"
-    if tensor is not None:
-        return (
-            f"split: tensor={tensor!r} is not in this version; use "
-            "hpctrain.tensor_parallel.split_layers with a loop of your own"
-        )
     if shard is not None and shard not in SHARDED:
         return f"split: shard={shard!r} is unknown; choose {', '.join(map(repr, SHARDED))} or None"
     if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
@@ -205,6 +206,51 @@ def _find_mistake(
             "function that builds the model: split(grid, lambda: Model(...), shard=...)"
         )
     return None
+
+
+def _divide(grid: Grid, model: torch.nn.Module, tensor: Mapping[str, str]) -> torch.nn.Module:
+    """Collective: divide layers over the tensor dimension; with one rank there is nothing to do."""
+    plan, mistake = {}, None
+    try:
+        plan = tensor_parallel.plan_layers(model, tensor, grid.tensor)
+    except ConfigError as error:
+        mistake = f"split: {error}"
+    agree(grid.world.comm, mistake, error=ConfigError)
+    _make_equal(grid, model)
+    if grid.tensor > 1:
+        tensor_parallel.split_layers(grid, model, plan)
+    return model
+
+
+def _find_odd_tensor(grid: Grid, model: object, shard: object, tensor: object) -> str | None:
+    """What is wrong with `tensor`, or does not go together with it, or None. Pure."""
+    if tensor is None:
+        if grid.tensor > 1:
+            return (
+                f"split: the grid has tensor={grid.tensor}, and tensor= does not say which layers "
+                "are divided; give patterns of their names, such as {'*.up': 'column', '*.down': "
+                "'row'}"
+            )
+        return None
+    pairs = tensor.items() if isinstance(tensor, Mapping) else [(None, None)]
+    if not tensor or not all(isinstance(text, str) for pair in pairs for text in pair):
+        return (
+            f"split: tensor={tensor!r} must be patterns of names with their kinds, such as "
+            "{'*.up': 'column', '*.down': 'row'}"
+        )
+    if shard is not None:
+        return f"split: shard={shard!r} and tensor= together are not in this version; choose one"
+    if not isinstance(model, torch.nn.Module):
+        return (
+            f"split: tensor= with a {type(model).__name__}; build the model on world.device and "
+            "give it: whole layers are cut into parts"
+        )
+    return None
+
+
+def _order(tensor: Mapping[str, str] | None) -> str:
+    """Patterns as a text in which their order does not matter."""
+    return repr(None if tensor is None else dict(sorted(tensor.items())))
 
 
 def _joined(modules: object) -> torch.nn.Module:
@@ -268,7 +314,8 @@ def _check_same(world: World, given: dict[str, str]) -> None:
 def _make_equal(grid: Grid, model: torch.nn.Module) -> None:
     """Collective: rank 0's weights on all ranks, while each still has all of them."""
     world = grid.world
-    names, tensors = zip(*model.named_parameters(), strict=True)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
     check_structure(world, names, tensors)
     broadcast_tensors(grid.engine(*DIMENSIONS), names, tensors)
     check_equal(world, names, tensors, "before a model is divided")

@@ -28,6 +28,7 @@ from hpctrain.fusion.layout import (
     plan,
 )
 from hpctrain.fusion.usage import Arrived, hook_gradient, specs_of
+from hpctrain.pieces import local_tensor, place_like
 
 __all__ = ["Arena", "Carrier", "PendingMessage"]
 
@@ -61,7 +62,7 @@ class _BucketBuffer:
 
 
 class Arena:
-    """Flat gradient buffers of a list of parameters."""
+    """Flat gradient buffers of a list of parameters; of a divided one what this rank holds."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Arena:
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         for bucket in self.buckets:
             self._add_buffer(bucket)
-        self._pointers = [view.data_ptr() for view in self.views]
+        self._pointers = [_pointer(view) for view in self.views]
         self._hooked: dict[int, RemovableHandle] = {}
         self._triggers: list[RemovableHandle] = []
         self._carry: Carrier | None = None
@@ -174,7 +175,7 @@ class Arena:
 
     def _is_home(self, index: int) -> bool:
         view = self.views[index]
-        return self.parameters[index].grad is view and view.data_ptr() == self._pointers[index]
+        return self.parameters[index].grad is view and _pointer(view) == self._pointers[index]
 
     def _move_back(self, index: int) -> None:
         self.views[index] = self._view(index)
@@ -182,11 +183,11 @@ class Arena:
 
     def _view(self, index: int) -> Tensor:
         buffer, offset = self._slot_of[index]
-        parameter = self.parameters[index]
+        local = local_tensor(self.parameters[index].detach())
         flat = self.flats[buffer.bucket.dtype, buffer.bucket.device]
-        piece = flat[offset : offset + parameter.numel()]
-        dense = is_dense(parameter)
-        return like_parameter(piece, parameter) if dense else piece.view(parameter.shape)
+        piece = flat[offset : offset + local.numel()]
+        view = like_parameter(piece, local) if is_dense(local) else piece.view(local.shape)
+        return place_like(view, self.parameters[index])
 
     def collect(self) -> None:
         """After a backward pass: note what it used, and bring back what it wrote elsewhere."""
@@ -365,3 +366,7 @@ class Arena:
         if isinstance(divisor, Tensor) or divisor != 1.0:
             for flat in self.flats.values():
                 flat.div_(divisor)
+
+
+def _pointer(view: Tensor) -> int:
+    return local_tensor(view).data_ptr()

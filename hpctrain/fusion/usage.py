@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.fusion.layout import ParameterSpec
+from hpctrain.pieces import local_tensor
 
 __all__ = ["Arrived", "Usage", "Watcher", "complete", "hook_gradient", "specs_of"]
 
@@ -114,7 +115,7 @@ def specs_of(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> 
     return [
         ParameterSpec(
             name=name,
-            numel=p.numel(),
+            numel=local_tensor(p.detach()).numel(),
             dtype=str(p.dtype).removeprefix("torch."),
             device=str(p.device),
             itemsize=p.element_size(),

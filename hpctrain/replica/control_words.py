@@ -183,7 +183,8 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
             "the ranks have gathered different units of the sharded model, or in another order, so "
             "that they have computed with each other's parameters: a module was called, or its "
             "output used in the loss, on some ranks and not on others; run the same modules on "
-            "every rank (multiply by zero what a rank does not need), or train without shard="
+            "every rank (multiply by zero what a rank does not need), or train without shard=. Or "
+            "ranks that hold parts of one model did different things: their own message says what"
         )
     same = sums.loads == mine.loads * ranks and sums.loads_squared == mine.loads_squared * ranks
     if mine.present and not same:

@@ -31,7 +31,8 @@ from hpctrain.replica.horovod_settings import HorovodTraining
 from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode, NodeMode
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.on_grid import (
-    StageCompany,
+    DataCompany,
+    build_divided,
     build_sharded,
     build_stage,
     build_stages,
@@ -51,6 +52,7 @@ from hpctrain.replica.sweep import SweepTimer
 from hpctrain.replica.wire_state import WireUse, describe_wire
 from hpctrain.sharding import sharding_of
 from hpctrain.sweep_request import sweep_of
+from hpctrain.tensor_parallel import division_of
 from hpctrain.update import ShardedUpdate, shards_by
 from hpctrain.wire import make_wire
 from hpctrain.world import World, keep_freed_memory, takes_timeout
@@ -265,10 +267,11 @@ class _Layout:
 
     @property
     def company(self) -> Company:
-        """The ranks that have the same model: all, or those of one stage."""
+        """The ranks that hold the same: all, or those along the data dimension."""
         grid = self.given.grid
-        if grid is not None and isinstance(self.model, StageModel):
-            return StageCompany(grid.comm("data"))
+        is_divided = isinstance(self.model, StageModel) or division_of(self.model) is not None
+        if grid is not None and is_divided:
+            return DataCompany(grid.comm("data"))
         return self.world
 
     def __call__(self, broadcast: bool) -> Mode:
@@ -307,6 +310,11 @@ class _Layout:
             return build_sharded(self.engine, sharding, self.optimizer, names, parameters)
         if isinstance(self.model, StageModel):
             return build_stage(self.engine, self.model, names, parameters)
+        division = division_of(self.model)
+        if given.grid is not None and division is not None:
+            return build_divided(
+                self.engine, given.grid, self.model, division, self.optimizer, names, parameters
+            )
         facts = gather_facts(
             self.world,
             self.engine,

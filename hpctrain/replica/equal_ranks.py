@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.log import name_ranks
+from hpctrain.pieces import local_tensor
 from hpctrain.replica.naming import named_parameters
 from hpctrain.world import agree, roll_call
 
@@ -38,7 +39,7 @@ __all__ = [
 
 
 class Company(Protocol):
-    """The ranks that have the same model: a world, or those of one stage."""
+    """The ranks that hold the same: a world, or those of one stage and one part of its layers."""
 
     @property
     def comm(self) -> Comm:
@@ -140,7 +141,7 @@ def broadcast_tensors(
     """Collective: overwrite tensors with the root's; their structure must match."""
     with torch.no_grad():
         for name, tensor in zip(names, tensors, strict=True):
-            engine.broadcast_(tensor.detach(), root, what=name)
+            engine.broadcast_(local_tensor(tensor.detach()), root, what=name)
 
 
 def broadcast_optimizer(
@@ -196,7 +197,7 @@ def digest(tensors: Iterable[Tensor]) -> bytes:
     """Digest the bytes of tensors."""
     summed = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        flat = local_tensor(tensor.detach()).cpu().contiguous().reshape(-1)
         summed.update(flat.view(torch.uint8).numpy().tobytes())
     return summed.digest()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain import log
 from hpctrain.engines import Engine, Op
-from hpctrain.errors import ConfigError, HpcTrainError
+from hpctrain.errors import CollectiveError, ConfigError, HpcTrainError
 from hpctrain.fusion import Arrived
 from hpctrain.precision import ScaleAndClip
 from hpctrain.replica.checks import check_gradients, check_unchanged
@@ -245,7 +245,13 @@ class Exchange:
         )
         self.num_exchanges += 1
         self._batches_before = self.world.shares.num_batches
+        trouble = None
+        if mode.partners is not None:
+            words, trouble = mode.partners.compare(words)
         arrived = mode.exchange(words)
+        if trouble is not None:
+            self.drop()
+            raise CollectiveError(trouble)
         self.has_new_weights = False
         self.is_empty = False
         plain = window.plain

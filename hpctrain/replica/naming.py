@@ -9,8 +9,14 @@ import torch
 from hpctrain.errors import ConfigError
 from hpctrain.sharding import load_shards, sharding_of
 from hpctrain.tensor_names import fit_keys, plain_name
+from hpctrain.tensor_parallel import division_of
 
-__all__ = ["load_model", "named_parameters"]
+__all__ = ["holds_parts", "load_model", "named_parameters"]
+
+
+def holds_parts(model: torch.nn.Module) -> bool:
+    """Whether no rank holds all weights: `split` has cut them into shards, or divided layers."""
+    return sharding_of(model) is not None or division_of(model) is not None
 
 
 def load_model(
@@ -25,9 +31,9 @@ def load_model(
 
     Raises:
         RuntimeError: torch's own, when it is the state of another model.
-        ConfigError: the same, where the model is sharded.
+        ConfigError: the same, where ranks hold parts of the model.
     """
-    if sharding_of(model) is not None:
+    if holds_parts(model):
         load_shards(model, state)
         return
     fitted = fit_keys(state, model.state_dict())

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 import hpctrain.grid as grids
 from hpctrain.errors import ConfigError
 from hpctrain.optim import members_of
+from hpctrain.pieces import is_sharded
 from hpctrain.pipeline import SCHEDULES, PipelineRunner, StageModel, StageState
-from hpctrain.replica.modes import ArenaMode, ShardedMode, Stages
+from hpctrain.replica.modes import ArenaMode, Partners, ShardedMode, Stages, TensorMode
 from hpctrain.sharding import sharding_of
+from hpctrain.tensor_parallel import division_of
 from hpctrain.update import shards_by
 
 if TYPE_CHECKING:
@@ -23,12 +25,20 @@ if TYPE_CHECKING:
     from hpctrain.precision import Precision
     from hpctrain.replica.arguments import DistributeArguments
     from hpctrain.sharding import Sharding
+    from hpctrain.tensor_parallel import Division
 
-__all__ = ["StageCompany", "build_sharded", "build_stage", "build_stages", "find_grid_mistake"]
+__all__ = [
+    "DataCompany",
+    "build_divided",
+    "build_sharded",
+    "build_stage",
+    "build_stages",
+    "find_grid_mistake",
+]
 
 _OF_PIPELINES = ("micro_batches", "schedule")
 _ELEMENTWISE = (
-    "shards of a parameter are updated apart, and that needs an optimizer that treats every "
+    "parts of a parameter are updated apart, and that needs an optimizer that treats every "
     "element alone, such as AdamW"
 )
 
@@ -40,9 +50,9 @@ def find_grid_mistake(
     given: DistributeArguments,
 ) -> str | None:
     """What is wrong with arguments for a grid or a divided model, or None. Pure."""
-    grid, sharding = given.grid, sharding_of(model)
+    grid, sharding, division = given.grid, sharding_of(model), division_of(model)
     if grid is None:
-        if sharding is not None or isinstance(model, StageModel):
+        if sharding is not None or division is not None or isinstance(model, StageModel):
             return (
                 "distribute: this model was divided by split(grid, model); give the grid as well: "
                 "distribute(world, model, optimizer, grid=grid)"
@@ -68,10 +78,12 @@ def find_grid_mistake(
     if isinstance(model, StageModel):
         odd = _find_odd_pipeline(grid, model, given) or _find_odd_stage(model, optimizer)
         return odd or (None if sharding is None else _find_odd_optimizer(sharding, optimizer))
-    if grid.pipeline > 1 or grid.tensor > 1:
+    divided = 1 if division is None else division.num_ranks
+    if grid.pipeline > 1 or grid.tensor != divided:
         return (
             f"distribute: the grid has pipeline={grid.pipeline} and tensor={grid.tensor}, and the "
-            "model is divided along neither; use Grid(world)"
+            f"model is divided into 1 and {divided}; give the grid that split() was given, or use "
+            "Grid(world)"
         )
     for name in _OF_PIPELINES:
         if getattr(given, name) is not None:
@@ -79,13 +91,17 @@ def find_grid_mistake(
                 f"distribute: {name}={getattr(given, name)!r}, and the grid has no pipeline; leave "
                 "it out, or use accumulate"
             )
+    if division is not None:
+        return _find_odd_division(model, optimizer, given)
     if sharding is None:
         return None
-    return _find_option(given) or _find_odd_optimizer(sharding, optimizer)
+    return _find_option(
+        given, "torch sends its gradients, and each rank updates its shards"
+    ) or _find_odd_optimizer(sharding, optimizer)
 
 
-def _find_option(given: DistributeArguments) -> str | None:
-    """An option that a sharded model has no use for."""
+def _find_option(given: DistributeArguments, why: str) -> str | None:
+    """An option that a divided model has no use for."""
     for name, value, default in (
         ("overlap", given.overlap, None),
         ("bucket_bytes", given.bucket_bytes, None),
@@ -96,8 +112,8 @@ def _find_option(given: DistributeArguments) -> str | None:
     ):
         if value != default:
             return (
-                f"distribute: {name}={value!r} with a model that split() has sharded: torch sends "
-                "its gradients, and each rank updates its shards; leave it out"
+                f"distribute: {name}={value!r} with a model that split() has divided: {why}; leave "
+                "it out"
             )
     return None
 
@@ -156,8 +172,8 @@ def _find_odd_stage(model: StageModel, optimizer: torch.optim.Optimizer) -> str 
 _SCHEDULES = " or ".join(map(repr, SCHEDULES))
 
 
-class StageCompany(NamedTuple):
-    """The ranks that hold the same stage."""
+class DataCompany(NamedTuple):
+    """The ranks along the data dimension: they hold the same stage and parts of layers."""
 
     comm: Comm
 
@@ -210,8 +226,48 @@ def build_stages(
     return Stages(runner, StageState(grid.comm("pipeline"), model, optimizer), parameters)
 
 
+def _find_odd_division(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: DistributeArguments
+) -> str | None:
+    """What is wrong with arguments for a model with divided layers, or None."""
+    if given.precision == "bf16-pure":
+        return (
+            "distribute: precision='bf16-pure' is not for a model with divided layers; use "
+            "precision='bf16'"
+        )
+    odd = _find_option(given, "each rank averages and updates its parts") or _find_odd_kind(
+        optimizer
+    )
+    return odd or _find_odd_part(model, optimizer)
+
+
+def _find_odd_part(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """A parameter of an optimizer that is none of the divided model's."""
+    own = {id(p) for p in model.parameters() if is_sharded(p)}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                return _stranger(number, place, parameter)
+    return None
+
+
+def _stranger(number: int, place: int, parameter: torch.Tensor) -> str:
+    return (
+        f"distribute: parameter {place} of group {number} of the optimizer, of shape "
+        f"{tuple(parameter.shape)}, is none of the divided model's: the optimizer was made before "
+        "split(), or the parameter came later or belongs to another module; call split(grid, "
+        "model) when the model is complete, and make the optimizer over model.parameters() "
+        "afterwards"
+    )
+
+
 def _find_odd_optimizer(sharding: Sharding, optimizer: torch.optim.Optimizer) -> str | None:
     """An optimizer that cannot be over shards, or is not."""
+    return _find_odd_kind(optimizer) or _find_odd_shard(sharding, optimizer)
+
+
+def _find_odd_kind(optimizer: torch.optim.Optimizer) -> str | None:
+    """An optimizer that does not treat each element alone, or comes with a state."""
     for member in members_of(optimizer):
         by, why = shards_by(member)
         if by != "element":
@@ -221,7 +277,7 @@ def _find_odd_optimizer(sharding: Sharding, optimizer: torch.optim.Optimizer) ->
                 f"distribute: this {type(member).__name__} has a state already, which may be that "
                 "of a whole model; load it by replica.load_state_dict(state) after distribute"
             )
-    return _find_odd_shard(sharding, optimizer)
+    return None
 
 
 def _find_odd_shard(sharding: Sharding, optimizer: torch.optim.Optimizer) -> str | None:
@@ -230,13 +286,7 @@ def _find_odd_shard(sharding: Sharding, optimizer: torch.optim.Optimizer) -> str
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in shards:
-                return (
-                    f"distribute: parameter {place} of group {number} of the optimizer, of shape "
-                    f"{tuple(parameter.shape)}, is none of the sharded model's: the optimizer was "
-                    "made before split(), or the parameter came later or belongs to another "
-                    "module; call split(grid, model) when the model is complete, and make the "
-                    "optimizer over model.parameters() afterwards"
-                )
+                return _stranger(number, place, parameter)
     return None
 
 
@@ -260,3 +310,37 @@ def build_sharded(
     if sharding.in_stages:
         mode.chosen += ", within each stage"
     return mode
+
+
+def build_divided(
+    engine: Engine,
+    grid: Grid,
+    model: torch.nn.Module,
+    division: Division,
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+) -> TensorMode:
+    """The mode of a model whose layers `split` has divided.
+
+    Raises:
+        ConfigError: the optimizer has come by parameters that are not the model's.
+    """
+    trouble = _find_odd_part(model, optimizer)
+    if trouble is not None:
+        raise ConfigError(trouble)
+    partners = Partners(grid.engine("tensor"), _counted_elsewhere(grid, parameters))
+    mode = TensorMode(engine, names, parameters, partners, division)
+    mode.chosen = f"tensor: split() has divided layers over {grid.tensor} ranks"
+    return mode
+
+
+def _counted_elsewhere(grid: Grid, parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
+    """Parameters that every rank along tensor has whole: the first one counts them."""
+    if grid.coordinate.tensor == 0:
+        return frozenset()
+    return frozenset(
+        index
+        for index, parameter in enumerate(parameters)
+        if not cast("Any", parameter).placements[-1].is_shard()
+    )

@@ -32,11 +32,11 @@ from hpctrain.replica.checks import (
 from hpctrain.replica.equal_ranks import Joining
 from hpctrain.replica.exchange import Exchange
 from hpctrain.replica.modes import Mode, StagedPass
-from hpctrain.replica.naming import load_model
+from hpctrain.replica.naming import holds_parts, load_model
 from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_stepped
 from hpctrain.replica.window import Step, Turn
 from hpctrain.replica.wire_state import trouble_with_wire_state
-from hpctrain.sharding import fit_optimizer_state, sharding_of
+from hpctrain.sharding import fit_optimizer_state
 from hpctrain.tensor_names import plain_keys
 from hpctrain.world import Observer, World, keep_freed_memory, phase
 
@@ -537,8 +537,8 @@ class Replica:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no rank holds all weights: `split` has sharded them."""
-        return sharding_of(self.model) is not None
+        """Whether no rank holds all weights: `split` has cut them into shards or parts."""
+        return holds_parts(self.model)
 
     @property
     def is_joining(self) -> bool:

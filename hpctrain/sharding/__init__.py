@@ -15,9 +15,7 @@ from hpctrain.sharding.fsdp import (
 from hpctrain.sharding.shards import (
     as_pieces,
     fit_optimizer_state,
-    is_sharded,
     load_shards,
-    local_tensor,
     piece_of_state,
 )
 from hpctrain.sharding.units import ModuleFacts, choose_units, match_units
@@ -32,9 +30,7 @@ __all__ = [
     "build_deferred",
     "choose_units",
     "fit_optimizer_state",
-    "is_sharded",
     "load_shards",
-    "local_tensor",
     "match_units",
     "module_facts",
     "piece_of_state",

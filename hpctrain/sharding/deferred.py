@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.errors import ConfigError
-from hpctrain.sharding.shards import block_of, local_tensor
+from hpctrain.pieces import local_tensor
+from hpctrain.sharding.shards import block_of
 
 __all__ = ["Deferred", "build_deferred"]
 

@@ -7,34 +7,22 @@ DTensor that lies the same way, the whole tensor, or just this rank's piece of i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import ConfigError
-from hpctrain.pieces import Piece, Region
+from hpctrain.pieces import Piece, Region, is_sharded, local_tensor, place_like
 from hpctrain.tensor_names import fit_keys
 
 __all__ = [
     "as_pieces",
     "block_of",
     "fit_optimizer_state",
-    "is_sharded",
     "load_shards",
-    "local_tensor",
     "piece_of_state",
 ]
-
-
-def is_sharded(tensor: object) -> bool:
-    """Whether this rank holds a part of a tensor: a DTensor, whose class is slow to load."""
-    return isinstance(tensor, Tensor) and hasattr(tensor, "to_local")
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a sharded tensor; a whole one is all here."""
-    return cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def region_of(tensor: Tensor) -> Region:
@@ -147,18 +135,7 @@ def _like(parameter: Tensor, value: Any, name: str) -> Any:
     is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
     if is_sharded(value) or not (is_whole or isinstance(value, Piece)):
         return value
-    from torch.distributed.tensor import DTensor
-
-    shard: Any = parameter
-    local = block_of(parameter, value, name).to(parameter.device, copy=True)
-    return DTensor.from_local(
-        local,
-        shard.device_mesh,
-        shard.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return place_like(block_of(parameter, value, name).to(parameter.device, copy=True), parameter)
 
 
 def block_of(target: Tensor, value: Tensor | Piece, name: str) -> Tensor:

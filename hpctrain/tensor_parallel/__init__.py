@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from hpctrain.tensor_parallel.cross_entropy import vocabulary_cross_entropy
-from hpctrain.tensor_parallel.gradients import average_gradients, clip_gradients
-from hpctrain.tensor_parallel.planning import KINDS, divided_sizes, plan_layers
-from hpctrain.tensor_parallel.splitting import split_layers
+from typing import TYPE_CHECKING
+
+from hpctrain.doors import lazy
+from hpctrain.tensor_parallel.planning import (
+    KINDS,
+    Division,
+    divided_sizes,
+    division_of,
+    plan_layers,
+)
+
+if TYPE_CHECKING:
+    from hpctrain.tensor_parallel.cross_entropy import vocabulary_cross_entropy
+    from hpctrain.tensor_parallel.splitting import split_layers
 
 __all__ = [
     "KINDS",
-    "average_gradients",
-    "clip_gradients",
+    "Division",
     "divided_sizes",
+    "division_of",
     "plan_layers",
     "split_layers",
     "vocabulary_cross_entropy",
 ]
+
+# torch's DTensor takes seconds to load.
+__getattr__ = lazy(
+    __name__,
+    {".cross_entropy": ("vocabulary_cross_entropy",), ".splitting": ("split_layers",)},
+)

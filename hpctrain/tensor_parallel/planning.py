@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from hpctrain.errors import ConfigError
 from hpctrain.name_patterns import match_names
 
-__all__ = ["KINDS", "divided_sizes", "plan_layers"]
+__all__ = ["KINDS", "Division", "divided_sizes", "division_of", "plan_layers"]
 
 KINDS = ("column", "row", "vocabulary")
+_ATTRIBUTE = "_hpctrain_division"
 _HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Division:
+    """How the layers of a model are divided over the tensor dimension."""
+
+    plan: Mapping[str, str]
+    """The kind of each divided layer, by its name."""
+    mesh: Any
+    """Over the ranks that share them."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share a layer."""
+        return int(self.mesh.size())
+
+    def mark(self, model: nn.Module) -> None:
+        """Note on a model that it was divided so."""
+        model.__dict__[_ATTRIBUTE] = self
+
+
+def division_of(model: nn.Module) -> Division | None:
+    """How the layers of a model were divided; None: they were not."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, Division) else None
 
 
 def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -> dict[str, str]:
@@ -111,17 +139,20 @@ def _check_model(model: nn.Module, plan: Mapping[str, str]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     for names in owners.values():
-        divided = [name for name in names if name.rpartition(".")[0] in plan]
-        if divided and len(names) > 1:
-            raise ConfigError(f"tensor: {' and '.join(names)} are one tensor; untie them")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        layers = [name.rpartition(".")[0] for name in names]
+        if len({_cut(plan.get(layer)) for layer in layers}) > 1:
             raise ConfigError(
-                f"tensor: {name} drops at random, which ranks that share a layer cannot do as one "
-                "process does; set its p to 0"
+                f"tensor: {' and '.join(names)} are one tensor and are not divided alike; give "
+                "both a kind that divides its rows ('vocabulary' or 'column'), or untie them"
             )
+    for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(f"tensor: {name} is a batch normalisation; use LayerNorm")
+
+
+def _cut(kind: str | None) -> str | None:
+    """Along which dimension a layer's weight is divided."""
+    return "rows" if kind in ("column", "vocabulary") else kind
 
 
 def _divisors(size: int) -> str:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
 import hpctrain as hpc
-from hpctrain.errors import CollectiveError, ConfigError
-from hpctrain.tensor_parallel import (
-    average_gradients,
-    clip_gradients,
-    split_layers,
-    vocabulary_cross_entropy,
-)
+from hpctrain.errors import CollectiveError, ConfigError, NonFiniteError
+from hpctrain.tensor_parallel import vocabulary_cross_entropy
 
-STEPS, ROWS, TIME, WIDTH, WORDS = 4, 6, 5, 12, 24
+STEPS, ROWS, TIME, WIDTH, WORDS = 2, 6, 5, 12, 24
 PATTERNS = {
     "*.up": "column",
     "*.down": "row",
@@ -46,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, *, tied=False):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Parameter(0.1 * torch.randn(TIME, WIDTH))
@@ -55,19 +50,23 @@ class Model(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
         self.gain = nn.Parameter(torch.ones(1))  # between divided layers: its gradient is partial
         self.unused = nn.Parameter(torch.ones(2))
+        self.frozen = nn.ModuleDict({"up": nn.Linear(WIDTH, WIDTH).requires_grad_(False)})
         self.head = nn.Linear(WIDTH, WORDS)
+        self.register_buffer("scale", torch.linspace(0.9, 1.1, TIME).view(TIME, 1))
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, words):
-        x = self.embed(words) + self.positions
+        x = (self.embed(words) + self.positions) * self.scale.to(self.positions.dtype)
         x = x * torch.linspace(0.9, 1.1, TIME, dtype=x.dtype).view(TIME, 1)  # a plain constant
-        x = x + self.attention(self.norms[0](x))
+        x = x + self.attention(self.norms[0](x)) + self.frozen["up"](x)
         x = x + self.down(torch.tanh(self.up(self.norms[1](x)) * self.gain))
         return self.head(x)
 
 
-def build(seed=3):
+def build(seed=3, **options):
     torch.manual_seed(seed)
-    return Model().double()
+    return Model(**options).double()
 
 
 def batch(step):
@@ -75,17 +74,35 @@ def batch(step):
     return [torch.randint(WORDS, (ROWS, TIME), generator=drawn) for _ in range(2)]
 
 
-def alone(clip=None):
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+def mine(grid, step):
+    """Uneven shares of the batch; the ranks of one data coordinate have the same."""
+    cuts = [ROWS * (d + 1) // grid.data + (d == 0) for d in range(grid.data - 1)]
+    return (part.tensor_split(cuts)[grid.coordinate.data] for part in batch(step))
+
+
+def words_loss(scores, y):
+    return vocabulary_cross_entropy(scores, y)
+
+
+def alone(*, clip=None, clip_value=None, accumulate=1, **options):
+    model = build(**options)
+    optimizer = adamw(model)
     for step in range(STEPS):
-        x, y = batch(step)
-        cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        for number in range(accumulate):
+            x, y = batch(step * accumulate + number)
+            (cross_entropy(model(x).flatten(0, 1), y.flatten()) / accumulate).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), clip_value)
         optimizer.step()
         optimizer.zero_grad()
-    return dict(model.named_parameters())
+    return model
+
+
+def adamw(model):
+    """`unused` would decay if it had a gradient."""
+    return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
 
 
 @pytest.fixture
@@ -102,69 +119,282 @@ def make_grid(world):
 
 
 def grids(size):
-    """All factorings into data x tensor that divide layers."""
-    divide = [t for t in range(2, size + 1) if size % t == 0] or [1]
-    return [{"tensor": t, "data": size // t} for t in divide]
+    """All factorings into data x tensor that divide layers, and the one that does not."""
+    return [{"tensor": t, "data": size // t} for t in range(1, size + 1) if size % t == 0]
 
 
-@pytest.mark.parametrize(("head", "clip"), [(None, None), ("vocabulary", 0.05)])
-def test_equal_to_one_process(world, make_grid, head, clip):
-    want = alone(clip)
-    for sizes in grids(world.size):
+def assert_equal(model, want, limit=1e-11):
+    expected = dict(want.named_parameters())
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        apart = (whole - expected.pop(name)).abs().max()
+        assert float(apart.detach()) <= limit, name
+    assert not expected
+
+
+CASES = {
+    "accumulate": (None, {"accumulate": 2, "clip_value": 0.001}),
+    "tied": ("vocabulary", {"clip_norm": 0.05}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_one_process(world, make_grid, case):
+    head, options = CASES[case]
+    tied = {"tied": case == "tied"}
+    accumulate = options.get("accumulate", 1)
+    want = alone(
+        clip=options.get("clip_norm"),
+        clip_value=options.get("clip_value"),
+        accumulate=accumulate,
+        **tied,
+    )
+    for sizes in grids(world.size)[case == "tied" and world.size > 1 :]:
         grid = make_grid(**sizes)
         patterns = {**PATTERNS, **({"head": head} if head else {})}
-        model = split_layers(grid, build(seed=3 + world.rank), patterns)  # rank 0's weights
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        for step in range(STEPS):
-            # Uneven shares of the batch; the ranks of one data coordinate have the same.
-            cuts = [ROWS * (d + 1) // grid.data + (d == 0) for d in range(grid.data - 1)]
-            x, y = (t.tensor_split(cuts)[grid.coordinate.data] for t in batch(step))
-            scores = model(x)
-            if head:
-                loss = vocabulary_cross_entropy(scores, y)
+        # Rank 0's weights count.
+        model = hpc.split(grid, build(seed=3 + world.rank, **tied), tensor=patterns)
+        replica = hpc.distribute(world, model, adamw(model), grid=grid, **options)
+        for number in range(STEPS * accumulate):
+            x, y = mine(grid, number)
+            if number % 2:
+                step = replica.learn(words_loss, x, y)
             else:
-                loss = cross_entropy(scores.flatten(0, 1), y.flatten())
-            loss.backward()
-            average_gradients(grid, model, weight=len(y))
-            if clip is not None:
-                clip_gradients(grid, model, clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        for name, parameter in model.named_parameters():
-            apart = (parameter.full_tensor() - want[name]).abs().max()
-            assert float(apart.detach()) <= 1e-11, (sizes, name)
+                replica.backward(words_loss(replica(x), y), num_samples=len(y))
+                step = replica.step()
+            assert step.moved == ((number + 1) % accumulate == 0)
+        assert_equal(model, want)
+        assert model.unused.grad is None
+        assert not model.frozen["up"].weight.requires_grad
+        replica.close()
         grid.close()
+
+
+class Small(nn.Module):
+    """One divided pair of layers, with what may be dropped or left out."""
+
+    def __init__(self, *, drop=0.0, inside=0.0):
+        super().__init__()
+        self.drop, self.inside = drop, inside
+        self.up, self.down = nn.Linear(4, 24), nn.Linear(24, 4)
+
+    def forward(self, x):
+        hidden = dropout(self.up(x), self.inside, self.training)
+        return dropout(self.down(torch.tanh(hidden)), self.drop, self.training)
+
+
+SMALL = {"up": "column", "down": "row"}
+
+
+def small(seed=5, **options):
+    torch.manual_seed(seed)
+    return Small(**options).double()
+
+
+def rows(number, count=2):
+    drawn = torch.Generator().manual_seed(number)
+    return torch.randn(count, 4, generator=drawn, dtype=torch.float64)
+
+
+def mse(out, target):
+    return (out - target).square().mean()
 
 
 def test_scores_that_stay_divided(world, make_grid):
     grid = make_grid(tensor=world.size)
-    model = split_layers(grid, build(), {"head": "vocabulary"})
+    torch.manual_seed(1)
+    model = hpc.split(
+        grid,
+        nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)).double(),
+        tensor={"1": "vocabulary"},
+    )
     x, y = batch(0)
     y[0, :3] = -100
     scores = model(x)
-    assert scores.to_local().shape[-1] == WORDS // world.size
-    whole = scores.full_tensor().detach()
+    whole = scores.detach()
+    if world.size > 1:
+        assert scores.to_local().shape[-1] == WORDS // world.size
+        whole = scores.full_tensor().detach()
     for reduction in ("mean", "sum", "none"):
         want = cross_entropy(whole.flatten(0, 1), y.flatten(), reduction=reduction)
         got = vocabulary_cross_entropy(scores, y, reduction=reduction)
         assert torch.allclose(got.reshape(-1), want.reshape(-1), rtol=0, atol=1e-13)
-    with pytest.raises(ConfigError, match=f"targets must be within {WORDS} classes"):
-        vocabulary_cross_entropy(scores, y + WORDS)
+    if world.size > 1:
+        with pytest.raises(ConfigError, match=f"targets must be within {WORDS} classes"):
+            vocabulary_cross_entropy(scores, y + WORDS)
+
+
+def test_dropout_of_whole_activations_is_that_of_one_process(world, make_grid):
+    """Ranks of one data coordinate draw alike; what is divided is refused."""
+    grid = make_grid(tensor=world.size)
+    alone, model = small(drop=0.5), hpc.split(grid, small(drop=0.5), tensor=SMALL)
+    for number in range(2):
+        torch.manual_seed(11 + number)
+        want = alone(rows(number))
+        torch.manual_seed(11 + number)
+        got = model(rows(number))
+        assert torch.allclose(got, want, rtol=0, atol=1e-14)
+        assert bool((want == 0).any())
+    if world.size == 1:
+        return
+    torch.manual_seed(20 + world.rank)
+    with pytest.raises(CollectiveError, match="generators in different states"):
+        model(rows(0))
+    divided = hpc.split(grid, small(inside=0.5), tensor=SMALL)
+    with pytest.raises(ConfigError, match="dropout draws random numbers for a tensor that is div"):
+        divided(rows(0))
+    divided.eval()
+    divided(rows(0))
 
 
 def test_different_batches_are_refused(world, make_grid):
     grid = make_grid(tensor=world.size)
-    model = split_layers(grid, build(), PATTERNS)
-    x, _ = batch(0)
-    x[0, 0] = (x[0, 0] + world.rank) % WORDS
+    model = hpc.split(grid, small(), tensor=SMALL)
+    x = rows(0, count=4)
+    model(x)
     if world.size == 1:
-        model(x)
         return
-    with pytest.raises(CollectiveError, match="given different batches"):
-        model(x)
+    for other in (x.flip(0), x[:2], x.float().double()):  # the same rows in another order, too
+        with pytest.raises(CollectiveError, match="given different batches"):
+            model(other if world.rank == world.size - 1 else x)
+
+
+def test_different_doings_are_refused_on_all_ranks(world, make_grid):
+    """Of one data coordinate alone: the others are told by the words that gradients carry."""
+    if world.size == 1:
+        pytest.skip("there is nobody to differ from")
+    grid = make_grid(tensor=2 if world.size % 2 == 0 else world.size)
+    model = hpc.split(grid, small(), tensor=SMALL)
+    replica = hpc.distribute(world, model, torch.optim.SGD(model.parameters(), 0.1), grid=grid)
+    odd = world.rank == world.size - 1
+    text = "ranks that hold parts of one model did different"
+    if grid.data > 1:  # else samples are weighed against none
+        with pytest.raises(CollectiveError, match=text):
+            replica.learn(mse, rows(0), rows(1), num_samples=3 if odd else 2)
+        replica.zero_grad()
+    if odd:
+        replica.optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(CollectiveError, match=text):
+        learn_often(replica)
+    replica.close()
+
+
+def learn_often(replica):
+    for _ in range(8):  # of options a few bits are compared at a time
+        replica.learn(mse, rows(0), rows(1))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_and_an_overflow_on_one_rank(world, make_grid, precision):
+    """The same steps are left out as with whole layers on every rank."""
+    scaling = hpc.precision.LossScaling(init_scale=1024.0) if precision == "fp16" else None
+    options = {"precision": precision, "scaling": scaling, "clip_norm": 1.0}
+
+    def run(replica, place, is_bad):
+        told = []
+        for number in range(4):
+            bad = precision == "fp16" and number == 2 and is_bad
+
+            def loss_fn(out, y, factor=float("inf") if bad else 1.0):
+                return mse(out, y) * factor
+
+            x = rows(10 * number + place).float()
+            done = replica.learn(loss_fn, x, x.cos(), num_samples=2)
+            told.append((done.reason, done.scale))
+        return told
+
+    for sizes in grids(world.size)[1:]:
+        grid = make_grid(**sizes)
+        here = grid.coordinate
+        one = small().float()
+        whole = hpc.distribute(world, one, torch.optim.SGD(one.parameters(), 0.01), **options)
+        want = run(whole, here.data, here.data == grid.data - 1)
+        whole.close()
+        model = hpc.split(grid, small().float(), tensor=SMALL)
+        replica = hpc.distribute(
+            world, model, torch.optim.SGD(model.parameters(), 0.01), grid=grid, **options
+        )
+        # Of ranks that share layers only one overflows.
+        is_last = here.data == grid.data - 1 and here.tensor == grid.tensor - 1
+        assert run(replica, here.data, is_last) == want
+        assert [reason for reason, _ in want].count("skipped") == (precision == "fp16")
+        assert_equal(model, one, limit=1e-4)
+        replica.close()
+        grid.close()
+
+
+def test_nan_on_one_rank_stops_all(world, make_grid):
+    for sizes in grids(world.size)[1:]:
+        grid = make_grid(**sizes)
+        model = hpc.split(grid, small(), tensor=SMALL)
+        replica = hpc.distribute(world, model, torch.optim.SGD(model.parameters(), 0.1), grid=grid)
+        bad = float("nan") if world.rank == world.size - 1 else 1.0
+        with pytest.raises(NonFiniteError):
+            replica.learn(lambda out, y, bad=bad: mse(out, y) * bad, rows(0), rows(1))
+        replica.close()
+        grid.close()
+
+
+def test_unfrozen_later_and_evaluated(world, make_grid):
+    grid = make_grid(tensor=world.size)
+    alone, model = small(), small()
+    for one in (alone, model):
+        one.down.bias.requires_grad_(False)
+    model = hpc.split(grid, model, tensor=SMALL)
+    made = [torch.optim.SGD(one.parameters(), 0.1) for one in (alone, model)]
+    replica = hpc.distribute(world, model, made[1], grid=grid)
+    for number in range(2):
+        for one in (alone, model):
+            one.down.bias.requires_grad_(number == 1)
+        made[0].zero_grad()
+        mse(alone(rows(number)), rows(number + 5)).backward()
+        made[0].step()
+        replica.learn(mse, rows(number), rows(number + 5))
+    assert_equal(model, alone)
+    with torch.no_grad():
+        assert torch.allclose(replica(rows(7)), alone(rows(7)), rtol=0, atol=1e-13)
+    replica.close()
 
 
 def test_refused_on_all_ranks(world, make_grid):
     grid = make_grid(tensor=world.size)
-    with pytest.raises(ConfigError, match="matches no linear or embedding layer"):
-        split_layers(grid, build(), {"*.nothing": "row"} if world.rank == 0 else PATTERNS)
+    for patterns, text in (
+        ({"*.nothing": "row"}, "matches no linear or embedding layer"),
+        ({"up": "rows"}, "choose 'column', 'row', 'vocabulary'"),
+        (["up"], "must be patterns of names with their kinds"),
+        ({}, "must be patterns of names with their kinds"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            hpc.split(grid, small(), tensor=patterns)
+    with pytest.raises(ConfigError, match="build the model on"):
+        hpc.split(grid, small, tensor=SMALL)
+    if world.size == 1:
+        return
+    with pytest.raises(ConfigError, match=r"tensor is .* on rank 0 and"):
+        hpc.split(grid, small(), tensor={"up": "column"} if world.rank else SMALL)
+    with pytest.raises(ConfigError, match="tensor= does not say which layers"):
+        hpc.split(grid, small(), shard="parameters")
+    model = small()
+    early = torch.optim.AdamW(model.parameters())
+    hpc.split(grid, model, tensor=SMALL)
+    with pytest.raises(ConfigError, match="divided already"):
+        hpc.split(grid, model, tensor=SMALL)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for options, text in (
+        ({"wire": "bf16"}, "wire='bf16' with a model that split"),
+        ({"precision": "bf16-pure"}, "bf16-pure"),
+        ({"grid": None}, "give the grid as well"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            hpc.distribute(world, model, optimizer, **{"grid": grid, **options})
+    with pytest.raises(ConfigError, match="is none of the divided model's"):
+        hpc.distribute(world, model, early, grid=grid)
+    lamb = hpc.optim.LAMB(model.parameters(), 0.1)
+    with pytest.raises(ConfigError, match="treats every element alone"):
+        hpc.distribute(world, model, lamb, grid=grid)
+    replica = hpc.distribute(world, model, optimizer, grid=grid)
+    with pytest.raises(ConfigError, match=r"loss.backward\(\) with divided layers"):
+        mse(replica(rows(0)), rows(1)).backward()
+    with pytest.raises(ConfigError, match=r"join\(\) with divided layers"), replica.join():
+        pass
+    replica.close()

@@ -62,7 +62,6 @@ def test_what_does_not_divide_is_refused_with_what_would(patterns, num_ranks, to
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"drop": nn.Dropout(0.1)}, "drop drops at random"),
         ({"norm": nn.BatchNorm1d(3)}, "norm is a batch normalisation"),
         ({"embed": nn.Embedding(30, 12, padding_idx=0)}, "embed has padding_idx"),
     ],
@@ -72,12 +71,14 @@ def test_what_would_not_be_exact_is_refused(more, told):
         plan_layers(build(**more), {"*.up": "column", "*.embed": "vocabulary"}, 2)
 
 
-def test_tied_layers_are_refused():
+def test_tied_layers_must_be_divided_alike():
     model = build()
     model["head"] = nn.Linear(12, 30, bias=False)
     model["head"].weight = model["embed"].weight
     with pytest.raises(ConfigError, match=r"embed.weight and head.weight are one tensor"):
         plan_layers(model, {"*.embed": "vocabulary"}, 2)
+    plan = plan_layers(model, {"*.embed": "vocabulary", "head": "vocabulary"}, 2)
+    assert plan == {"embed": "vocabulary", "head": "vocabulary"}
 
 
 def test_plain_scores():

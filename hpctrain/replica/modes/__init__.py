@@ -7,8 +7,10 @@ from hpctrain.replica.modes.arena import ArenaMode
 from hpctrain.replica.modes.base import Mode, unfrozen
 from hpctrain.replica.modes.horovod import HorovodMode
 from hpctrain.replica.modes.node import NodeMode
+from hpctrain.replica.modes.partners import Partners
 from hpctrain.replica.modes.sharded import ShardedMode
 from hpctrain.replica.modes.stages import StagedPass, Stages
+from hpctrain.replica.modes.tensor import TensorMode
 
 __all__ = [
     "AloneMode",
@@ -16,8 +18,10 @@ __all__ = [
     "HorovodMode",
     "Mode",
     "NodeMode",
+    "Partners",
     "ShardedMode",
     "StagedPass",
     "Stages",
+    "TensorMode",
     "unfrozen",
 ]

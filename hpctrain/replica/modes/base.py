@@ -16,6 +16,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.fusion import Arrived, Bucket, Usage
 from hpctrain.precision import Gradients
 from hpctrain.replica.control_words import ControlWords
+from hpctrain.replica.modes.partners import Partners
 from hpctrain.replica.wire_state import WireUse
 from hpctrain.wire import ENCODABLE
 
@@ -125,6 +126,8 @@ class Mode(Gradients, ABC):
     """The stages that the model is one of; None: it is whole."""
     chosen = ""
     """What the policy chose, and why."""
+    partners: Partners | None = None
+    """Ranks that hold other parts of the model; None: this one holds all that is not in shards."""
     wire: WireUse | None = None
     """How gradients are sent between nodes; None: as they are."""
     wire_chosen = ""
@@ -244,19 +247,23 @@ class Mode(Gradients, ABC):
     def _sum_norms(
         self, squares: Callable[[frozenset[int], frozenset[int]], Tensor], excluded: frozenset[int]
     ) -> tuple[Tensor, Tensor]:
-        """Collective over the stages: sums of squares of all of them, tied weights once.
+        """Collective over the partners and the stages: sums over the whole model, each once.
 
         Args:
-            squares: Those of this stage: without these parameters, and of those.
+            squares: Those of this rank: without these parameters, and of those.
             excluded: What is counted apart.
         """
-        if self.stages is None:
-            kept, left = squares(excluded, excluded).unbind()
-            return kept, left
-        elsewhere = self.stages.elsewhere
-        kept, left = self.stages.sum_over(
-            squares(excluded | elsewhere, excluded - elsewhere)
-        ).unbind()
+        elsewhere: frozenset[int] = frozenset()
+        if self.partners is not None:
+            elsewhere |= self.partners.elsewhere
+        if self.stages is not None:
+            elsewhere |= self.stages.elsewhere
+        sums = squares(excluded | elsewhere, excluded - elsewhere)
+        if self.partners is not None:
+            sums = self.partners.add_up(sums)
+        if self.stages is not None:
+            sums = self.stages.sum_over(sums)
+        kept, left = sums.unbind()
         return kept, left
 
     # Reports

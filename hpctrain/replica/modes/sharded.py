@@ -18,10 +18,10 @@ from hpctrain.errors import ConfigError
 from hpctrain.fusion import CONTROL_WORDS, Arrived, Usage
 from hpctrain.log import format_bytes
 from hpctrain.optim import members_of
+from hpctrain.pieces import local_tensor
 from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.base import TorchGradientsMode
-from hpctrain.sharding import local_tensor
 
 if TYPE_CHECKING:
     from hpctrain.engines import Engine
