@@ -22,7 +22,7 @@ __all__ = ["Ended", "Message", "Several"]
 _c10d: Any = distributed_c10d
 _Work: Any = _c10d.Work
 
-_HOLDS_WORKS = torch.__version__ >= (2, 7)
+_HOLDS_WORKS = torch.__version__ >= "2.7"
 """Whether torch's C++ keeps the Python part of a Work; before, its `wait` would wait for ever."""
 _held: dict[int, Any] = {}
 _MOST_BYTES = 2**30
