@@ -7,11 +7,14 @@ MPI ?= auto
 HOROVOD ?= auto
 RANKS ?= 1,2,3,4
 ONLY ?=
+TORCH ?= 2.6.0
+# What uses torch's own parallelism, and a sample of the rest.
+OF_TORCH ?= torch_backend or grid or split_ or pipeline or tensor or sharded or checkpoint or learn
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ci test-all test-ranks lint clean
+.PHONY: help setup demo test test-ci test-all test-ranks test-torch lint clean
 
 help:
 	@echo "make setup       a venv with torch, MPI, hpctrain and Horovod (quick when up to date)"
@@ -20,6 +23,7 @@ help:
 	@echo "make test-ci     setup, then every test that CI runs: any number of ranks, launchers, Slurm, several nodes"
 	@echo "make test-all    setup, then what takes too long for every day: each engine with each model and optimizer"
 	@echo "make test-ranks  setup, then the tests that run under mpirun"
+	@echo "make test-torch  a venv with TORCH, then the tests that depend on torch's version"
 	@echo "make lint        setup, then ruff, mypy and import-linter"
 	@echo "make clean       remove the venv and what tools left behind; built Horovods stay cached"
 	@echo ""
@@ -28,6 +32,7 @@ help:
 	@echo "MPI=$(MPI)  site (the one on PATH), mpich (from the package index) or auto (as the last time, else what works)"
 	@echo "RANKS=$(RANKS)  how many ranks test-ranks runs with"
 	@echo "ONLY=$(ONLY)  which of them, as pytest's -k"
+	@echo "TORCH=$(TORCH)  the version of torch that test-torch runs with"
 	@echo "HOROVOD=$(HOROVOD)  yes, no or auto (as the last time, else go on without if it cannot be built)"
 
 setup:
@@ -47,6 +52,10 @@ test-all: setup
 
 test-ranks: setup
 	$(BIN)/python -m mpi_tests ranks -n $(RANKS) $(if $(ONLY),-- -k "$(ONLY)")
+
+test-torch:
+	@$(PYTHON) -m hpctrain.install.bootstrap --venv ".venv-torch-$(TORCH)" --mpi mpich --horovod no --torch "$(TORCH)"
+	.venv-torch-$(TORCH)/bin/python -m mpi_tests ranks -n 2,4 --keep-result -- -k "$(OF_TORCH)"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -208,11 +208,15 @@ def keep_result(part: Part) -> None:
     from importlib.metadata import version
 
     from hpctrain.install.mpi import loaded_mpi
+    from hpctrain.install.setup.sequence import TORCH
 
     day = time.strftime("%Y-%m-%d")
     machine = f"{platform.machine()}-{len(os.sched_getaffinity(0))}cores"
-    words = f"{day}, {machine}, torch {version('torch')}, {loaded_mpi().mpi}"
-    path = HERE / "results" / f"test-all-{day}-{machine}.txt"
+    torch = version("torch")
+    words = f"{day}, {machine}, torch {torch}, {loaded_mpi().mpi}"
+    # `make setup` has one version; `make test-torch` others.
+    kind = "test-all" if torch.split("+")[0] == TORCH else f"torch-{torch.split('+')[0]}"
+    path = HERE / "results" / f"{kind}-{day}-{machine}.txt"
     path.parent.mkdir(exist_ok=True)
     before = path.read_text().splitlines()[1:] if path.exists() else []
     kept = {line.split(": ")[0]: line for line in before}

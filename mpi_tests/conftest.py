@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
+
+from mpi_tests.older_torch import refusal_in
 
 pytest_plugins = ["mpi_tests.cluster.fixtures"]
 
@@ -37,3 +40,28 @@ def no_leaks():
     assert not changed, f"the test changed environment variables: {sorted(changed)}"
     left = [t.name for t in threading.enumerate() if t.ident not in threads and not t.daemon]
     assert not left, f"the test left threads running: {left}"
+
+
+def _skip_where_torch_is_older():
+    try:
+        return (yield)
+    except Exception as error:
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            major, minor = torch.__version__.split(".")[:2]
+            reason = refusal_in(error, (int(major), int(minor)))
+            if reason is not None:
+                pytest.skip(reason)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """A fixture may be what this torch lacks."""
+    return (yield from _skip_where_torch_is_older())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """So may the test."""
+    return (yield from _skip_where_torch_is_older())

@@ -23,11 +23,26 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEDULES", "Flow", "FlowKey", "Flows", "Place"]
 
+
+class _GPipe(ScheduleGPipe):
+    """As torch's, which from 2.7 to 2.12 refuses fewer micro-batches than stages, without need."""
+
+    def __init__(self, stage: PipelineStage, n_microbatches: int, **options: Any) -> None:
+        super().__init__(stage, max(n_microbatches, stage.num_stages), **options)
+        self._n_microbatches = n_microbatches
+
+
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {
     "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
+    "gpipe": _GPipe,
 }
 _MOST_FLOWS = 8
+# Torch before 2.7 never divides gradients by the number of micro-batches.
+_SCALE_NO_GRADIENTS: dict[str, Any] = (
+    {"scale_grads": False}
+    if "scale_grads" in inspect.signature(PipelineScheduleSingle).parameters
+    else {}
+)
 # Older ones keep the outputs of the last stage until the next step.
 _KEEP_NO_OUTPUTS: dict[str, Any] = (
     {"return_outputs": False}
@@ -66,6 +81,16 @@ class FlowKey(NamedTuple):
     """Whether there is a backward pass."""
 
 
+class _Stage(PipelineStage):
+    """As torch's, whose first messages to the neighbours are of two dtypes in torch 2.9."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        ops: list[Any] = super()._get_init_p2p_neighbors_ops()
+        for op in ops:
+            op.tensor = op.tensor.float().reshape(1)
+        return ops
+
+
 class Flow:
     """One shape of micro-batches on its way through the stages.
 
@@ -90,7 +115,7 @@ class Flow:
         loss: Callable[[Any, Any], Tensor],
     ) -> None:
         self.place = place
-        stage = PipelineStage(
+        stage = _Stage(
             module,
             place.stage,
             place.num_stages,
@@ -102,9 +127,9 @@ class Flow:
         # With fewer micro-batches than stages the two schedules are the same.
         chosen = SCHEDULES[schedule if key.num >= place.num_stages else "gpipe"]
         if not key.trains:
-            chosen = ScheduleGPipe
+            chosen = _GPipe
         self._schedule = chosen(
-            stage, key.num, loss_fn=loss if key.trains else None, scale_grads=False
+            stage, key.num, loss_fn=loss if key.trains else None, **_SCALE_NO_GRADIENTS
         )
 
     def learn(self, inputs: Sequence[Tensor], target: Tensor) -> None:

@@ -11,6 +11,7 @@ from hpctrain.sharding.fsdp import (
     shard_model,
     sharding_of,
     trouble_with_model,
+    trouble_with_torch,
 )
 from hpctrain.sharding.shards import (
     as_pieces,
@@ -37,4 +38,5 @@ __all__ = [
     "shard_model",
     "sharding_of",
     "trouble_with_model",
+    "trouble_with_torch",
 ]

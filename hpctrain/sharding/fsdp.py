@@ -39,6 +39,7 @@ __all__ = [
     "shard_model",
     "sharding_of",
     "trouble_with_model",
+    "trouble_with_torch",
 ]
 
 ShardKind = Literal["state", "gradients", "parameters"]
@@ -46,6 +47,7 @@ SHARDED: tuple[ShardKind, ...] = ("state", "gradients", "parameters")
 
 _ATTRIBUTE = "_hpctrain_sharding"
 _OLDEST = "2.6"
+_OLDEST_ON_CPU = "2.7"
 _GATHER, _REDUCE = 0, 1
 _NEEDED = (
     "_all_gather_result",
@@ -338,9 +340,8 @@ class Sharding:
         state = _fsdp(self._model)._get_fsdp_state()
         if not hasattr(state, "_reset_iter_state"):
             raise ConfigError(
-                f"a backward pass of a sharded model was interrupted, and torch "
-                f"{torch.__version__} cannot take up training again after that (2.13 can); "
-                "resume from a checkpoint"
+                "a pass of a sharded model was interrupted; to train on after that needs torch >= "
+                f"2.13, and this is torch {torch.__version__}; resume from a checkpoint"
             )
         state._reset_iter_state()
         self.end_window()
@@ -414,6 +415,9 @@ def shard_model(
         ConfigError: this torch has no such sharding.
     """
     fully_shard = _fully_shard()
+    trouble = trouble_with_torch(mesh.device_type)
+    if trouble is not None:
+        raise ConfigError(trouble)
     options: dict[str, Any] = {"mesh": mesh}
     if kind != "parameters" or in_stages:
         options["reshard_after_forward"] = False
@@ -431,6 +435,16 @@ def shard_model(
     )
     model.__dict__[_ATTRIBUTE] = sharding
     return sharding
+
+
+def trouble_with_torch(kind: str) -> str | None:
+    """Why this torch cannot shard a model on such devices, in words; None: it can. Pure."""
+    if kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        return (
+            f"shard= on CPUs needs torch >= {_OLDEST_ON_CPU} (torch.cpu.Stream.record_event), and "
+            f"this is torch {torch.__version__}; use a newer one, or leave shard= out"
+        )
+    return None
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:

@@ -7,6 +7,7 @@ to be one. Where it meets its parameter it is brought to lie as the parameter do
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -39,7 +40,10 @@ def split_layers(grid: Grid, model: nn.Module, plan: Mapping[str, str]) -> Divis
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     embeddings = [n for n in plan if isinstance(model.get_submodule(n), nn.Embedding)]
     styles = {name: _style(kind, name in embeddings) for name, kind in plan.items()}
-    parallelize_module(model, mesh, cast("Any", styles))
+    with warnings.catch_warnings():
+        # torch 2.6 says so of CPUs; what draws random numbers is refused here.
+        warnings.filterwarnings("ignore", "DTensor random operators may not have")
+        parallelize_module(model, mesh, cast("Any", styles))
     for name in embeddings:
         # Through a plain tensor: torch cannot send a sum back into a masked lookup.
         model.get_submodule(name).register_forward_hook(lambda _, __, out: replicate(out, mesh))

@@ -22,6 +22,9 @@ __all__ = ["Ended", "Message", "Several"]
 _c10d: Any = distributed_c10d
 _Work: Any = _c10d.Work
 
+_HOLDS_WORKS = torch.__version__ >= "2.7"
+"""Whether torch's C++ keeps the Python part of a Work; before, its `wait` would wait for ever."""
+_held: dict[int, Any] = {}
 _MOST_BYTES = 2**30
 """In one message: counts have 32 bits in MPI 3. Longer ones travel in pieces, in order."""
 
@@ -40,9 +43,12 @@ class Ended(_Work):  # type: ignore[misc]
         self._event = None if kind is None else torch.Event(kind)
         if self._event is not None:
             self._event.record()
+        if not _HOLDS_WORKS:
+            _held[id(self)] = self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait for the values."""
+        _held.pop(id(self), None)
         if self._event is not None:
             self._event.wait()
         return True
@@ -121,6 +127,7 @@ class Message(_Work):  # type: ignore[misc]
         self._timeout_s = timeout_s
         self._sends = sends
         self._source = peer
+        self._event: torch.Event | None = None
         plain = tensor.detach()
         on_host = plain.device.type == "cpu"
         if sends:
@@ -179,6 +186,8 @@ class Message(_Work):  # type: ignore[misc]
                 f"{self._title}: timed out after {timeout_s:g} s; check that rank (an exception, "
                 "another code path, a stopped node), or allow more time (timeout_s)"
             )
+        if self._event is not None:  # it may have arrived while another stream was the current one
+            self._event.wait()
         return True
 
     def synchronize(self) -> None:
@@ -222,6 +231,9 @@ class Message(_Work):  # type: ignore[misc]
         plain = self._tensor.detach()
         if self._memory.data_ptr() != plain.data_ptr() or self._memory.device != plain.device:
             plain.copy_(self._memory, non_blocking=True)
+            if plain.device.type != "cpu":
+                self._event = torch.Event(plain.device.type)
+                self._event.record()
         elif not plain.is_inference():
             torch.autograd.graph.increment_version(plain)
 

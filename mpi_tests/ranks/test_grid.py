@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,8 +19,11 @@ from torch.distributed.tensor.parallel import (
 import hpctrain as hpc
 from hpctrain.errors import ConfigError
 from hpctrain.grid import factorings
+from hpctrain.sharding import trouble_with_torch
 
 WIDTH, ROWS, STEPS = 12, 12, 3
+# What torch 2.6 says wherever a CPU tensor is divided.
+quiet = pytest.mark.filterwarnings("ignore:DTensor random operators may not have")
 
 
 @pytest.fixture
@@ -67,6 +72,12 @@ def compare(named):
         assert (whole - want[name]).abs().max() <= 1e-11
 
 
+def needs_fsdp():
+    trouble = trouble_with_torch("cpu")
+    if trouble is not None:
+        pytest.skip(trouble)
+
+
 def share_of(grid, tensor):
     return tensor.tensor_split(grid.data)[grid.coordinate.data]
 
@@ -81,6 +92,7 @@ def train(grid, net):
 
 
 def test_fsdp_is_equal_to_one_process(make_grid, world):
+    needs_fsdp()
     grid = make_grid()
     net = model()
     for block in net:
@@ -90,6 +102,7 @@ def test_fsdp_is_equal_to_one_process(make_grid, world):
     compare(list(net.named_parameters()))
 
 
+@quiet
 def test_tensor_parallel_is_equal_to_one_process(make_grid, world):
     grid = make_grid(tensor=world.size)
     net = model()
@@ -115,7 +128,15 @@ def test_a_pipeline_is_equal_to_one_process(make_grid, world):
         output_args=(micro,),
         group=grid.group("pipeline"),
     )
-    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    first = getattr(stage, "_get_init_p2p_neighbors_ops", list)()
+    if len({op.tensor.dtype for op in first}) > 1:  # hpctrain's own pipelines mend it
+        pytest.skip(f"stages of torch {torch.__version__} greet each other in two dtypes")
+
+    def loss_fn(out, target):
+        scales = "scale_grads" in inspect.signature(ScheduleGPipe).parameters  # since 2.7
+        return nn.functional.mse_loss(out, target) / (1 if scales else 4)
+
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss_fn)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     for step in range(STEPS):
         x, y = batch(step)
@@ -131,7 +152,9 @@ def test_a_pipeline_is_equal_to_one_process(make_grid, world):
     compare(named)
 
 
+@quiet
 def test_a_mesh_of_two_dimensions_is_equal_to_one_process(make_grid, world):
+    needs_fsdp()
     tensor = 2 if world.size % 2 == 0 else 1
     grid = make_grid(tensor=tensor)
     net = model()

@@ -20,7 +20,7 @@ from hpctrain.install.setup.steps import Steps
 
 __all__ = ["inputs_of", "main", "parse"]
 
-TORCH_SPEC = "torch==2.13.0"
+TORCH = "2.13.0"
 _EXTRAS = ("demo", "test", "lint")
 _HOROVOD_LIMIT_S = 2 * 3600.0
 _EXITS = (
@@ -49,6 +49,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         choices=("auto", "yes", "no"),
         default="auto",
         help="build Horovod: required or skipped; auto: as last time, else skip it if it fails",
+    )
+    parser.add_argument(
+        "--torch",
+        metavar="VERSION",
+        default=TORCH,
+        help=f"another version than {TORCH}, such as the oldest that is supported",
     )
     return parser.parse_args(arguments)
 
@@ -146,7 +152,7 @@ def inputs_of(
     base = getattr(sys, "_base_executable", "") or sys.executable
     return {
         "requirements": stamp.requirements_of((checkout / "setup.cfg").read_text(encoding="utf-8")),
-        "torch": TORCH_SPEC,
+        "torch": f"torch=={args.torch}",
         "extras": _EXTRAS,
         "checkout": str(checkout),
         "venv": str(folder),
@@ -171,7 +177,8 @@ def _install(args: argparse.Namespace, checkout: Path, folder: Path, steps: Step
             f"an interrupted set-up left {', '.join(dropped)} half installed; doing it again"
         )
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install"]
-    steps.run(f"installing {TORCH_SPEC}", [*pip, TORCH_SPEC], limit_s=3600)
+    torch = f"torch=={args.torch}"
+    steps.run(f"installing {torch}", [*pip, torch], limit_s=3600)
     extras = [*_EXTRAS, *([] if args.horovod == "no" else ["horovod-build"])]
     target = f"{checkout}[{','.join(extras)}]"
     steps.run(f"installing hpctrain with {', '.join(extras)}", [*pip, "-e", target])
