@@ -19,13 +19,14 @@ from hpctrain.log import name_ranks
 from hpctrain.world import END_OF_BLOCK
 
 __all__ = [
+    "DIED_UNEXPECTEDLY",
     "Diagnosis",
     "Divergence",
     "MissingKind",
     "MissingRank",
     "NoReply",
     "Reply",
-    "describe_death",
+    "describe_oom_kills",
     "diagnose",
     "find_divergence",
     "render_calls",
@@ -33,6 +34,8 @@ __all__ = [
     "summarize",
 ]
 
+DIED_UNEXPECTEDLY = "died unexpectedly (killed, or crashed)"
+"""Of a rank that is gone and has said nothing."""
 _CARGO = re.compile(r"(?P<call>.*) (?P<dtype>\w+) \((?P<shape>[^()]*)\)")
 _MOST_GROUPS = 4
 _MOST_RANKS = 16
@@ -381,17 +384,10 @@ def summarize(diagnosis: Diagnosis, *, timeout_s: float) -> str:
     return f"{head}, and no rank is missing: the exchange itself does not complete"
 
 
-def describe_death(*, num_oom_kills: int) -> str:
-    """How a rank ended that said nothing, as far as it can be known.
-
-    Args:
-        num_oom_kills: How many processes of its control group the kernel has killed for memory.
-    """
-    died = "died unexpectedly (killed, or crashed)"
-    if not num_oom_kills:
-        return died
-    s = "es" if num_oom_kills > 1 else ""
-    return f"{died}; the OOM killer has killed {num_oom_kills} process{s} here"
+def describe_oom_kills(count: int) -> str:
+    """How many processes of its control group the kernel has killed for memory; nothing for 0."""
+    s = "es" if count > 1 else ""
+    return f"the OOM killer has killed {count} process{s} here" if count else ""
 
 
 def render_report(

@@ -33,12 +33,13 @@ from hpctrain.faults.calls import (
 )
 from hpctrain.faults.channel import UNREACHED, Message, Peer, PeerLink, Responder, ask_all
 from hpctrain.faults.diagnosis import (
+    DIED_UNEXPECTEDLY,
     Diagnosis,
     MissingKind,
     MissingRank,
     NoReply,
     Reply,
-    describe_death,
+    describe_oom_kills,
     diagnose,
     find_divergence,
     render_calls,
@@ -250,8 +251,11 @@ class Monitor:
         if self._world.launch.control_fd is not None:
             return None
         rank = (self._world.rank + 1) % self._world.size
+        host, pid = self._world.ranks[rank].host, self.peers[rank].pid
+        cause = f"rank {rank} of {self._world.size} on {host} (process {pid}) {DIED_UNEXPECTEDLY}"
+        text = f"hpctrain: {cause}; ending all ranks with exit code {DIED}\n".encode()
         try:
-            return PeerLink(self.peers[rank], lambda: self._peer_died(rank))
+            return PeerLink(self.peers[rank], lambda: self._peer_died(rank, cause, text))
         except OSError:
             return None  # nodes that cannot reach each other were warned of already
 
@@ -259,18 +263,22 @@ class Monitor:
         if self._responder is not None:
             self._responder.announce_exit()
 
-    def _peer_died(self, rank: int) -> None:
-        """The next rank is gone without an exit message: end all ranks, in the link's thread."""
+    def _peer_died(self, rank: int, cause: str, text: bytes) -> None:
+        """The next rank is gone without an exit message: end all ranks, in the link's thread.
+
+        The launcher is killing us at the same moment: what is to be said is ready, and comes before
+        all that takes more than microseconds.
+        """
         if self._stopping.is_set():
             return
-        peer, host = self.peers[rank], self._world.ranks[rank].host
-        here = self._world.ranks[rank].node_rank == self._world.node_rank
-        cause = describe_death(num_oom_kills=count_oom_kills() if here else 0)
-        where = f"rank {rank} of {self._world.size} on {host} (process {peer.pid})"
-        note_exit(self._world.launch, DIED)  # first of all: a launcher may be killing us already
-        note_failed_hosts(self._world.launch, [host])
-        text = f"hpctrain: {where} {cause}; ending all ranks with exit code {DIED}\n"
-        end_job(self._world.launch, text, f"{where} {cause}", code=DIED)
+        with contextlib.suppress(OSError):
+            os.write(2, text)
+        info = self._world.ranks[rank]
+        note_exit(self._world.launch, DIED)
+        note_failed_hosts(self._world.launch, [info.host])
+        here = info.node_rank == self._world.node_rank
+        more = describe_oom_kills(count_oom_kills() if here else 0)
+        end_job(self._world.launch, f"hpctrain: {more}\n" if more else "", cause, code=DIED)
 
     @property
     def patience_s(self) -> float:

@@ -80,9 +80,9 @@ else
 fi
 if [ "$hpc_code" -gt 128 ] && [ -f "/proc/$$/fd/2" ]; then
     # srun answers with the ranks it had to kill; the log has the one that failed first.
-    hpc_first=$(tail -c "+$((hpc_log_start + 1))" "/proc/$$/fd/2" |
-        sed -n 's/^srun: error: .*: tasks\{0,1\} [0-9,-]*: Exited with exit code \([0-9]*\)$/\1/p' |
-        head -n 1)
+    hpc_ends=$(tail -c "+$((hpc_log_start + 1))" "/proc/$$/fd/2" |
+        sed -n 's/^srun: error: \([^ :]*\): tasks\{0,1\} [0-9,-]*: /\1 /p')
+    hpc_first=$(sed -n '/ Exited with exit code [0-9]*$/{s/.* //p;q}' <<<"$hpc_ends")
     hpc_code=${hpc_first:-$hpc_code}
 fi
 hpc_say "exit code $hpc_code after $SECONDS s"

@@ -87,10 +87,14 @@ else
 fi
 if [ "$hpc_code" -gt 128 ] && [ -f "/proc/$$/fd/2" ]; then
     # srun answers with the ranks it had to kill; the log has the one that failed first.
-    hpc_first=$(tail -c "+$((hpc_log_start + 1))" "/proc/$$/fd/2" |
-        sed -n 's/^srun: error: .*: tasks\{0,1\} [0-9,-]*: Exited with exit code \([0-9]*\)$/\1/p' |
-        head -n 1)
+    hpc_ends=$(tail -c "+$((hpc_log_start + 1))" "/proc/$$/fd/2" |
+        sed -n 's/^srun: error: \([^ :]*\): tasks\{0,1\} [0-9,-]*: /\1 /p')
+    hpc_first=$(sed -n '/ Exited with exit code [0-9]*$/{s/.* //p;q}' <<<"$hpc_ends")
     hpc_code=${hpc_first:-$hpc_code}
+    if [ "$hpc_code" -eq 137 ] && [[ "${hpc_ends%%$'\n'*}" == *' Killed' ]]; then
+        # srun kills the other ranks at once, also the one that was about to name the host.
+        [ -e "$HPCTRAIN_NOTES/failed" ] || printf '%s\n' "${hpc_ends%% *}" >"$HPCTRAIN_NOTES/failed"
+    fi
 fi
 if [ "$hpc_code" -ne 0 ] && [ -s "$HPCTRAIN_NOTES/code" ]; then
     hpc_code=$(cat "$HPCTRAIN_NOTES/code") # of the rank that ended first; launchers have codes of their own

@@ -188,6 +188,31 @@ def test_a_rank_that_hydra_saw_killed_is_restarted_elsewhere(recorder):
     assert again(recorder, done, "pbs-mpiexec")
 
 
+@pytest.mark.parametrize(
+    ("lines", "told", "left_out"),
+    [
+        (["n2: task 1: Killed", "n1: task 0: Killed"], "", ["n2"]),
+        (["n2: tasks 1-3: Killed", "n1: task 0: Exited with exit code 137"], "", ["n2"]),
+        (["n2: task 1: Killed"], "n1", ["n1"]),  # what a rank has said is more than the order
+        (["n2: task 1: Exited with exit code 1", "n1: task 0: Killed"], "", None),
+        (["n1: task 0: Killed", "n2: task 1: Exited with exit code 1"], "", None),
+        (["n2: task 1: Exited with exit code 124", "n1: task 0: Killed"], "", []),
+    ],
+)
+def test_the_host_of_a_rank_that_srun_saw_killed_first_is_left_out(recorder, lines, told, left_out):
+    """The ranks that would have named it may be killed before they have."""
+    say = "\n".join(f"echo 'srun: error: {line}' >&2" for line in lines)
+    note = f'echo {told} >"$HPCTRAIN_NOTES/failed"\n' if told else ""
+    end = "case $* in *train.py*) ;; *) exit 0 ;; esac"  # nodes are swept by srun as well
+    (recorder.bin / "srun").write_text(f"#!/bin/bash\n{end}\n{note}{say}\nexit 137\n")
+    script = script_for("slurm-srun", log_dir=str(recorder.work / "logs"))
+    log = recorder.work / "log"
+    script = script.replace("\nset -euo pipefail\n", f"\nset -euo pipefail\nexec >>{log} 2>&1\n", 1)
+    done = run(recorder, script, 0)
+    assert again(recorder, done, "slurm-srun") is (left_out is not None), log.read_text()
+    assert updates(recorder) == [f"ExcNodeList={host}" for host in left_out or []], log.read_text()
+
+
 def updates(recorder: Recorder) -> list[str]:
     return [call[3] for call in recorder.calls() if call[:2] == ["scontrol", "update"]]
 

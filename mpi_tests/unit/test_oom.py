@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.faults.diagnosis import describe_death
+from hpctrain.faults.diagnosis import describe_oom_kills
 from hpctrain.world.oom import count_oom_kills, event_files
 
 
@@ -24,5 +24,6 @@ def test_the_first_file_that_is_there_counts(tmp_path):
     assert count_oom_kills([tmp_path / "nothing", events]) == 2
     assert count_oom_kills([tmp_path / "nothing"]) == 0
     assert count_oom_kills() >= 0
-    assert describe_death(num_oom_kills=0).endswith("(killed, or crashed)")
-    assert "the OOM killer has killed 2 processes here" in describe_death(num_oom_kills=2)
+    assert describe_oom_kills(0) == ""
+    assert describe_oom_kills(1) == "the OOM killer has killed 1 process here"
+    assert describe_oom_kills(2) == "the OOM killer has killed 2 processes here"
