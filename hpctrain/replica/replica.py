@@ -144,6 +144,8 @@ class Replica:
     def _forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._precision.recover()
         exchange = self._exchange
+        if torch.is_grad_enabled():
+            exchange.mode.admit_model()
         if not self._window.calls and exchange.is_outgrown():
             exchange.rebuild(broadcast=True)
         if torch.is_grad_enabled() and exchange.mode.watch.foreign() and not self._plain.is_open:

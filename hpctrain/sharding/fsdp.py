@@ -375,6 +375,23 @@ class Sharding:
             for one in unit.group.fsdp_params
         }
 
+    def find_change(self) -> str | None:
+        """Which parameter of the model is none of the shards, in words; None: all are.
+
+        torch puts its own in the place of one that was replaced, without a word.
+        """
+        params = [one for unit in self._units for one in unit.group.fsdp_params]
+        known = {id(one.sharded_param) for one in params}
+        known |= {id(getattr(one, "_unsharded_param", None)) for one in params}
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in known:
+                return (
+                    f"the parameter {name} was added or replaced since split() has sharded the "
+                    "model; call split(grid, model) when the model is complete, and make the "
+                    "optimizer over model.parameters() afterwards"
+                )
+        return None
+
     def num_bytes(self) -> tuple[int, int, int]:
         """Of parameters: this rank's shards, the largest unit gathered, and everything."""
         units = [

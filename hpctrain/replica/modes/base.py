@@ -148,6 +148,12 @@ class Mode(Gradients, ABC):
         """Whether the parameters are still what they were laid out as."""
         return self._kinds == [(p.dtype, p.device, p.shape) for p in self.parameters]
 
+    def admit_model(self) -> None:
+        """Before a forward pass that trains: refuse a model that is not what it was.
+
+        Collective in modes whose forward pass communicates: then all ranks refuse.
+        """
+
     # Around a backward pass; `watch` has the rest
 
     @abstractmethod

@@ -68,6 +68,35 @@ class ShardedMode(TorchGradientsMode):
             for member in members_of(optimizer)
         ]
 
+    def admit_model(self) -> None:
+        """Collective on CPUs: refuse parameters that are no shards, before anything is gathered.
+
+        On GPUs this rank alone refuses, and ends the job: agreeing would wait for the device.
+
+        Raises:
+            ConfigError: on all ranks; the model has other parameters than `split` has seen.
+        """
+        trouble = self.sharding.find_change()
+        if self.engine.size > 1 and self.engine.device.type == "cpu":
+            trouble = self._find_any(trouble)
+        if trouble is not None:
+            raise ConfigError(trouble)
+
+    def _find_any(self, trouble: str | None) -> str | None:
+        """Collective: the first rank's trouble, in words; one small message where there is none."""
+        words = (trouble or "").encode()
+        length = torch.tensor([len(words)])
+        self.engine.allreduce_(length, Op.MAX, what="is the model what it was?")
+        if not length:
+            return None
+        padded = torch.tensor([[*words.ljust(int(length), b"\0")]], dtype=torch.uint8)
+        told = [bytes(row.tolist()).rstrip(b"\0").decode() for row in self.engine.allgather(padded)]
+        return next(
+            f"rank {rank}: {text}"
+            for rank, text in zip(self.engine.members, told, strict=True)
+            if text
+        )
+
     # Around a backward pass
 
     def begin(self, *, fresh: bool) -> None:
