@@ -89,6 +89,7 @@ __getattr__ = lazy(
             "JobError",
             "LaunchError",
             "NonFiniteError",
+            "StageError",
             "TimedOutError",
         ),
         ".inference": ("quantize_int8",),

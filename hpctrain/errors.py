@@ -17,6 +17,7 @@ __all__ = [
     "JobError",
     "LaunchError",
     "NonFiniteError",
+    "StageError",
     "TimedOutError",
 ]
 
@@ -51,6 +52,10 @@ class JobError(HpcTrainError):
 
 class NonFiniteError(HpcTrainError, ArithmeticError):
     """Gradients are inf or NaN repeatedly: the run cannot continue by skipping steps."""
+
+
+class StageError(HpcTrainError, RuntimeError):
+    """The model or the loss function raised in one stage of a pipeline; all ranks raise this."""
 
 
 class DriftError(HpcTrainError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from hpctrain.pipeline.failing import Failures, zeros_like_facts
 from hpctrain.pipeline.shapes import TensorFacts
 
 if TYPE_CHECKING:
@@ -82,7 +84,28 @@ class FlowKey(NamedTuple):
 
 
 class _Stage(PipelineStage):
-    """As torch's, whose first messages to the neighbours are of two dtypes in torch 2.9."""
+    """Torch's, with a backward pass that does not raise while other stages wait for it.
+
+    Torch 2.9 sends its first messages to the neighbours in two dtypes; here they have one.
+    """
+
+    failures: Failures
+    inputs: tuple[TensorFacts, ...]
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *given: Any, **named: Any) -> None:
+        """Differentiate one micro-batch; where that fails, the stage before gets zeros."""
+        self.failures.attempt(
+            "backward",
+            partial(super().backward_one_chunk, bwd_chunk_id, *given, **named),
+            partial(self._send_zeros, bwd_chunk_id),
+        )
+
+    def _send_zeros(self, bwd_chunk_id: int) -> None:
+        self.fwd_cache.pop(bwd_chunk_id, None)
+        zeros = zeros_like_facts(self.inputs, self.device)
+        self.bwd_cache[bwd_chunk_id] = tuple(
+            one.detach() if one.requires_grad else None for one in zeros
+        )
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         ops: list[Any] = super()._get_init_p2p_neighbors_ops()
@@ -102,6 +125,7 @@ class Flow:
         outputs: What it gives.
         schedule: `1f1b` or `gpipe`.
         loss: Called with a micro-batch's output and target, on the last stage.
+        failures: Where exceptions of a backward pass are noted.
     """
 
     def __init__(
@@ -113,6 +137,7 @@ class Flow:
         outputs: Sequence[TensorFacts],
         schedule: str,
         loss: Callable[[Any, Any], Tensor],
+        failures: Failures,
     ) -> None:
         self.place = place
         stage = _Stage(
@@ -124,6 +149,7 @@ class Flow:
             output_args=tuple(facts.on_meta() for facts in outputs),
             group=place.group,
         )
+        stage.failures, stage.inputs = failures, tuple(inputs)
         # With fewer micro-batches than stages the two schedules are the same.
         chosen = SCHEDULES[schedule if key.num >= place.num_stages else "gpipe"]
         if not key.trains:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hpctrain.engines import Op
 from hpctrain.errors import ConfigError
 from hpctrain.pipeline.cutting import StageModel
+from hpctrain.pipeline.failing import Called, Failures
 from hpctrain.pipeline.flow import SCHEDULES, Flow, FlowKey, Flows, Place
 from hpctrain.pipeline.micro_batches import (
     Run,
@@ -27,7 +28,13 @@ from hpctrain.pipeline.micro_batches import (
     rows_of,
     trouble_with_batch,
 )
-from hpctrain.pipeline.shapes import TensorFacts, look_at_loss, look_at_stage
+from hpctrain.pipeline.shapes import (
+    TensorFacts,
+    look_at_loss,
+    look_at_stage,
+    signature_of,
+    trouble_with_parameters,
+)
 from hpctrain.pipeline.ties import TiedWeights
 from hpctrain.world import agree
 
@@ -113,11 +120,16 @@ class PipelineRunner:
             group=grid.group("pipeline"),
             device=grid.world.device,
         )
+        self._failures = Failures(
+            grid.world.rank,
+            grid.coordinate.pipeline,
+            model.hpctrain_cut.names_of(model.hpctrain_stage),
+        )
         self._engine = grid.engine("pipeline")
         self.ties = TiedWeights(self._engine, model)
         self._flows = Flows(self._make_flow)
         self._shapes: dict[tuple[tuple[TensorFacts, ...], bool], _Shapes] = {}
-        self._parameters = _signature_of(model)
+        self._parameters = signature_of(model)
         self._loss_fn: LossFn | None = None
         self._factor: float | Tensor = 1.0
         self._losses: list[Tensor] = []
@@ -169,7 +181,12 @@ class PipelineRunner:
         return PreparedBatch(runs, loss_fn, tuple(inputs), target)
 
     def run(self, batch: PreparedBatch, *, factor: float | Tensor = 1.0) -> Tensor:
-        """Collective over the stages: add a batch's gradients to `p.grad`; its mean loss."""
+        """Collective: add a batch's gradients to `p.grad`; its mean loss.
+
+        Raises:
+            StageError: on all ranks; the model or the loss function raised in some stage.
+        """
+        self._failures.begin()
         total = torch.zeros((), dtype=torch.float64, device=self._place.device)
         num_rows = num_rows_of(batch.inputs)
         for run in batch.runs:
@@ -183,6 +200,7 @@ class PipelineRunner:
                 total += loss.double() * share
         if self._place.num_stages > 1 and batch.runs:
             self._engine.broadcast_(total, self._place.num_stages - 1, what="the loss")
+        self._failures.settle(self.grid.world.comm)
         return total
 
     def _learn(self, run: Run, inputs: Sequence[Tensor], target: Tensor) -> None:
@@ -192,16 +210,21 @@ class PipelineRunner:
             flow = self._flows.take(FlowKey(_micro_facts(given, run), run.num, trains=True))
             flow.learn(given, wanted)
             return
-        for n in range(run.num):
-            rows = slice(n * run.size, (n + 1) * run.size)
+
+        def learn_rows(rows: slice) -> None:
             output = self._call(self.model, tuple(one[rows] for one in given))
             torch.autograd.backward(self._weighed_loss(output, wanted[rows]))
 
+        for n in range(run.num):
+            rows = slice(n * run.size, (n + 1) * run.size)
+            self._failures.attempt("forward", partial(learn_rows, rows), lambda: None)
+
     def _weighed_loss(self, output: Any, target: Tensor) -> Tensor:
-        """What torch differentiates for one micro-batch."""
+        """What torch differentiates for one micro-batch; zero where the user's function raised."""
         if self._loss_fn is None:
             raise ConfigError("a pipeline's loss was asked for outside forward_backward")
-        loss = self._loss_fn(output, target)
+        zero = torch.zeros((), device=self._place.device, requires_grad=True)
+        loss = self._failures.attempt("loss", partial(self._loss_fn, output, target), lambda: zero)
         self._losses.append(loss.detach().reshape(()))
         return loss * self._factor
 
@@ -216,14 +239,19 @@ class PipelineRunner:
 
         Raises:
             ConfigError: on all ranks of this data coordinate, before anything is sent.
+            StageError: on the same ranks; the model raised in some stage.
         """
         trouble = trouble_with_batch(inputs)
         is_empty = trouble is None and num_rows_of(inputs) == 0
         if is_empty and self._gathered is None:
             trouble = "the batch has no rows; leave it out"
         runs = self._admit(trouble, inputs, None, None)
+        self._failures.begin()
         with self._gathered() if self._gathered is not None else nullcontext():
             parts = [self._evaluate(run, inputs) for run in runs]
+        self._failures.settle(
+            self.grid.comm("pipeline") if self._gathered is None else self.grid.world.comm
+        )
         joined = (
             [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
             if runs
@@ -299,9 +327,9 @@ class PipelineRunner:
         """
         trains = loss_fn is not None
         whole = ("data", "pipeline") if trains or self._gathered else ("pipeline",)
-        now = _signature_of(self.model)
+        now = signature_of(self.model)
         if trouble is None:
-            trouble = _trouble_with_parameters(self._parameters, now)
+            trouble = trouble_with_parameters(self._parameters, now)
         runs = () if trouble else divide_batch(num_rows_of(inputs), self.micro_batches)
         looked = runs or (() if trains or trouble else (_ONE_ROW,))
         wanted = [_micro_facts(rows_of(inputs, run.start, run.stop), run) for run in looked]
@@ -430,37 +458,23 @@ class PipelineRunner:
             )
 
     def _make_flow(self, key: FlowKey) -> Flow:
-        shapes = self._shapes[key.batch, key.trains]
+        shapes, device = self._shapes[key.batch, key.trains], self._place.device
+        run = partial(self._call, self.model)
         return Flow(
-            _Called(self.model, self._call),
+            Called(run, self._failures, shapes.outputs, device),
             self._place,
             key,
             shapes.inputs,
             shapes.outputs,
             self.schedule,
             self._weighed_loss,
+            self._failures,
         )
 
     def close(self) -> None:
         """Collective over the stages: give back what it holds."""
         self._flows.clear()
         self.ties.close()
-
-
-class _Called(nn.Module):
-    """A stage as torch's schedule calls it: in the precision that was chosen.
-
-    The model is no module within it: with a new schedule torch drops the gradients of sharded
-    modules that it finds, also those of earlier micro-batches.
-    """
-
-    def __init__(self, model: nn.Module, call: Call) -> None:
-        super().__init__()
-        self._run = partial(call, model)
-
-    def forward(self, *arguments: Any) -> Any:
-        """Run the stage."""
-        return self._run(arguments)
 
 
 def _as_list(output: Any) -> list[Tensor]:
@@ -476,27 +490,3 @@ def _micro_facts(inputs: Sequence[Tensor], run: Run) -> tuple[TensorFacts, ...]:
 def _one_target(target: Tensor, facts: Sequence[TensorFacts]) -> TensorFacts:
     """A micro-batch's target."""
     return TensorFacts((facts[0].shape[0], *target.shape[1:]), target.dtype, requires_grad=False)
-
-
-def _signature_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Names, shapes and whether they learn, of the parameters."""
-    return {
-        name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
-    }
-
-
-def _trouble_with_parameters(
-    before: dict[str, tuple[Any, ...]], now: dict[str, tuple[Any, ...]]
-) -> str | None:
-    """Which parameters came, went or changed their shape, in words; None: none."""
-    for name in [*now, *before]:
-        old, new = before.get(name), now.get(name)
-        if old is None or new is None:
-            what = "was added" if old is None else "is gone"
-            return f"the parameter {name} {what} since the model was distributed; split it again"
-        if old[:2] != new[:2]:
-            return (
-                f"the parameter {name} has become {new[1]} {new[0]} and was {old[1]} {old[0]}; "
-                "split the model again"
-            )
-    return None

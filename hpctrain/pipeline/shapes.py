@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["TensorFacts", "facts_of", "follow", "look_at_loss", "look_at_stage", "skeleton_of"]
+__all__ = [
+    "TensorFacts",
+    "facts_of",
+    "follow",
+    "look_at_loss",
+    "look_at_stage",
+    "signature_of",
+    "skeleton_of",
+    "trouble_with_parameters",
+]
 
 
 class TensorFacts(NamedTuple):
@@ -174,3 +183,27 @@ def _like_tensors_of(
 def _line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else "no message"
+
+
+def signature_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Names, shapes and whether they learn, of the parameters."""
+    return {
+        name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
+    }
+
+
+def trouble_with_parameters(
+    before: dict[str, tuple[Any, ...]], now: dict[str, tuple[Any, ...]]
+) -> str | None:
+    """Which parameters came, went or changed their shape, in words; None: none."""
+    for name in [*now, *before]:
+        old, new = before.get(name), now.get(name)
+        if old is None or new is None:
+            what = "was added" if old is None else "is gone"
+            return f"the parameter {name} {what} since the model was distributed; split it again"
+        if old[:2] != new[:2]:
+            return (
+                f"the parameter {name} has become {new[1]} {new[0]} and was {old[1]} {old[0]}; "
+                "split the model again"
+            )
+    return None

@@ -21,9 +21,9 @@ reshuffle scatter share split stage
 MOVED = """
 connection.Connection errors.CheckpointError errors.CollectiveError errors.ConfigError
 errors.DataError errors.DriftError errors.HpcTrainError errors.InstallError errors.JobError
-errors.LaunchError errors.NonFiniteError errors.TimedOutError inference.quantize_int8 optim.EMA
-optim.LAMB optim.LARS optim.Recipe optim.average_batchnorm optim.checkpoint_activations
-optim.split_parameters optim.sync_batchnorm precision.LossScaling
+errors.LaunchError errors.NonFiniteError errors.StageError errors.TimedOutError
+inference.quantize_int8 optim.EMA optim.LAMB optim.LARS optim.Recipe optim.average_batchnorm
+optim.checkpoint_activations optim.split_parameters optim.sync_batchnorm precision.LossScaling
 """
 FLAGS = {
     "run": ("--env --help --hostfile --hosts --log-dir --quiet --ranks --trace -h -m -n -np -q -x"),
