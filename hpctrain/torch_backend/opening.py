@@ -171,7 +171,8 @@ def _open(world: World, backend: str, why: str, timeout_s: float) -> _Home:
     )
     _register()
     if world.device.type == "cuda":
-        torch.cuda.init()  # or a DeviceMesh would choose a device by itself
+        # Or a DeviceMesh would choose a device by itself.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     _home = home  # the function below looks for it
     try:
         _c10d.init_process_group(
