@@ -2,7 +2,8 @@
 
 `python -m benchmarks.grid_memory` compares what `hpctrain plan --memory` says with what one rank of
 8 and of 64 holds: by torch's own tracker on tensors without data, and, with `--real`, by the kernel
-(or a GPU's allocator) in a process that trains. docs/plan.md has the results.
+(or a GPU's allocator) in a process that trains. `--together 2` starts that many ranks, which train
+one model with `hpctrain.split`, on one GPU if there is one. docs/plan.md has the results.
 """
 
 from __future__ import annotations
@@ -102,6 +103,25 @@ def _real(name: str, num_ranks: int, batch: int, shard: str) -> dict[str, Any]:
     return found
 
 
+def _together(name: str, num_ranks: int, batch: int, shard: str) -> dict[str, Any]:
+    """Ranks that train one model; what the one with the most holds."""
+    words = ["benchmarks.grid_memory_ranks", name, str(batch), shard]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "run", "-n", str(num_ranks), "--quiet", "-m", *words],
+        cwd=ROOT,
+        env=os.environ | _MALLOC,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise LaunchError(f"measuring {' '.join(words)} failed: {done.stderr.strip()[-2000:]}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
 def _table(title: str, rows: list[dict[str, Any]]) -> str:
     names = ("16N/n", "held_predicted", "held_measured", "peak_predicted", "peak_measured")
     cells = [
@@ -125,6 +145,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="(default: 1)")
     parser.add_argument("--shards", default="parameters,gradients", metavar="A,B")
     parser.add_argument("--real", action="store_true", help="train for real as well")
+    parser.add_argument("--together", type=int, metavar="N", help="N ranks train one model as well")
     parser.add_argument("--save", action="store_true", help="keep it in benchmarks/results/plan")
     args = parser.parse_args()
     footprint = footprint_of(args.model, args.batch)
@@ -143,6 +164,15 @@ def main() -> int:
         result["device"] = found[0][2]["device"]
         result["real"] = [row(footprint, n, s, one) for n, s, one in found]
         print(_table(f"{told}; allocated on {result['device']}", result["real"]))
+    if args.together:
+        shards = args.shards.split(",")
+        found = [
+            (args.together, s, _together(args.model, args.together, args.batch, s)) for s in shards
+        ]
+        result["device"] = found[0][2]["device"]
+        result["together"] = [row(footprint, n, s, one) for n, s, one in found]
+        where = f"{args.together} ranks share {result['device']}"
+        print(_table(f"{told}; {where}", result["together"]))
     if args.save:
         day = datetime.now(UTC).date().isoformat()
         place = f"{platform.machine()}-{os.cpu_count()}cores"

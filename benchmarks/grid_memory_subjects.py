@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-__all__ = ["MODELS", "SEQUENCE", "Transformer", "allocated", "fake_ranks", "tracked"]
+__all__ = ["MODELS", "SEQUENCE", "Transformer", "allocated", "fake_ranks", "now", "tracked"]
 
 MODELS = {"8M": (256, 10), "9M": (512, 3), "805M": (2048, 16)}
 """By name: width and blocks."""
@@ -140,7 +140,7 @@ def allocated(name: str, num_ranks: int, batch: int, shard: str = "parameters") 
             _shard(model, init_device_mesh(device, (num_ranks,)), shard)
         # Libraries make their work space at the first use.
         loss_of(Transformer(64, 1).to(device), 1, device).backward()
-        before = _now(device)[0]
+        before = now(device)[0]
         model.to_empty(device=device)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -148,9 +148,9 @@ def allocated(name: str, num_ranks: int, batch: int, shard: str = "parameters") 
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             loss_of(model, batch, device).backward()
-            computed = _now(device)[1]
+            computed = now(device)[1]
             optimizer.step()
-            held, peak = _now(device)
+            held, peak = now(device)
             optimizer.zero_grad()
     return {
         "held": held - before,
@@ -163,7 +163,7 @@ def _local(parameter: Any) -> Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _now(device: str) -> tuple[int, int]:
+def now(device: str) -> tuple[int, int]:
     """Bytes now, and at the most so far."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -162,10 +162,15 @@ class MpiEngine(Engine):
         counts = [flat.numel()] * self.size
 
         def exchange() -> None:
-            if whole.device.type == "cpu":
-                self._gather(flat, encoding.to_bytes(whole), counts)
-            else:
-                whole.copy_(self._allgather(what, flat, counts).view(whole.dtype))
+            target = encoding.to_bytes(whole)
+            staged = self._stage(flat)
+            staged.ready()
+            if whole.device.type == "cpu" or self._direct:
+                self._gather(flat, target, counts)
+                return
+            joined = torch.empty_like(target, device="cpu", pin_memory=True)
+            self._gather(staged.memory, joined, counts)
+            target.copy_(joined, non_blocking=True)  # the device has room for one copy alone
 
         self.meet(exchange, "allgather", what, tensor)
         encoding.store(whole, output)

@@ -67,7 +67,7 @@ def look_at_stage(
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = _copy_without_data(module, mode, device)
-        with _without_data(mode):
+        with _without_data(mode, device):
             output = call(copied, tuple(_fake(facts, device) for facts in given))
     except Exception as error:
         return (), (
@@ -111,7 +111,7 @@ def look_at_loss(
 ) -> str | None:
     """Why a loss cannot be differentiated, in words, as far as that shows without data."""
     try:
-        with _without_data(FakeTensorMode(allow_non_fake_inputs=True)):
+        with _without_data(FakeTensorMode(allow_non_fake_inputs=True), device):
             given = [_fake(facts, device) for facts in outputs]
             loss = loss_fn(given[0] if len(given) == 1 else tuple(given), _fake(target, device))
     except Exception:  # it may look at values; the real call tells what is wrong with it
@@ -127,8 +127,10 @@ def look_at_loss(
 
 
 @contextmanager
-def _without_data(mode: FakeTensorMode) -> Iterator[None]:
-    with torch.random.fork_rng(), mode:
+def _without_data(mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+    # Of the other GPUs of a node nothing is kept: torch would look at them all, and warn of it.
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), mode:
         yield
 
 

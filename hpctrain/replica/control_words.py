@@ -17,12 +17,27 @@ from torch import Tensor
 from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.fusion import CONTROL_WORDS
 
-__all__ = ["ControlWords", "LateSums", "check_counted", "check_sums", "digest_options", "own_words"]
+__all__ = [
+    "GATHERED_DIFFERENTLY",
+    "ControlWords",
+    "LateSums",
+    "check_counted",
+    "check_sums",
+    "digest_options",
+    "own_words",
+]
 
 _COMPARED = (bool, int, float, complex, str, tuple, type(None), np.generic)
 """Kinds of options that are compared; lists are not."""
 _SEQUENCE_PERIOD = 16
 """Modulus of compared numbers: sums of squares stay exact in float32 for 70,000 ranks."""
+GATHERED_DIFFERENTLY = (
+    "the ranks have gathered different units of the sharded model, or in another order, so that "
+    "they have computed with each other's parameters: a module was called, or its output used in "
+    "the loss, on some ranks and not on others; run the same modules on every rank (multiply by "
+    "zero what a rank does not need), or train without shard=. Or ranks that hold parts of one "
+    "model did different things: their own message says what"
+)
 _GATHERS_PERIOD = 1 << 18
 """Of digests that travel in float64: sums of squares stay exact for 130,000 ranks."""
 
@@ -179,13 +194,7 @@ def check_sums(mine: ControlWords, sums: ControlWords, *, size: int, step: int) 
         and sums.gathers_squared == mine.gathers_squared * ranks
     )
     if mine.present and not same:
-        raise CollectiveError(
-            "the ranks have gathered different units of the sharded model, or in another order, so "
-            "that they have computed with each other's parameters: a module was called, or its "
-            "output used in the loss, on some ranks and not on others; run the same modules on "
-            "every rank (multiply by zero what a rank does not need), or train without shard=. Or "
-            "ranks that hold parts of one model did different things: their own message says what"
-        )
+        raise CollectiveError(GATHERED_DIFFERENTLY)
     same = sums.loads == mine.loads * ranks and sums.loads_squared == mine.loads_squared * ranks
     if mine.present and not same:
         raise ConfigError(

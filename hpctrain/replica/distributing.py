@@ -306,8 +306,9 @@ class _Layout:
     ) -> Mode:
         """Collective: how gradients are summed over the ranks that hold the same of the model."""
         given = self.given
-        if sharding is not None:
-            return build_sharded(self.engine, sharding, self.optimizer, names, parameters)
+        if sharding is not None and given.grid is not None:
+            comm = given.grid.comm("data")
+            return build_sharded(self.engine, sharding, self.optimizer, names, parameters, comm)
         if isinstance(self.model, StageModel):
             return build_stage(self.engine, self.model, names, parameters)
         division = division_of(self.model)

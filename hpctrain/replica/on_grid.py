@@ -12,7 +12,14 @@ from hpctrain.errors import ConfigError
 from hpctrain.optim import members_of
 from hpctrain.pieces import is_sharded
 from hpctrain.pipeline import SCHEDULES, PipelineRunner, StageModel, StageState
-from hpctrain.replica.modes import ArenaMode, Partners, ShardedMode, Stages, TensorMode
+from hpctrain.replica.modes import (
+    ArenaMode,
+    GatherOrder,
+    Partners,
+    ShardedMode,
+    Stages,
+    TensorMode,
+)
 from hpctrain.sharding import sharding_of
 from hpctrain.tensor_parallel import division_of
 from hpctrain.update import shards_by
@@ -296,8 +303,9 @@ def build_sharded(
     optimizer: torch.optim.Optimizer,
     names: Sequence[str],
     parameters: Sequence[torch.nn.Parameter],
+    comm: Comm,
 ) -> ShardedMode:
-    """The mode of a model that `split` has sharded.
+    """Collective: the mode of a model that `split` has sharded; `comm` has the engine's ranks.
 
     Raises:
         ConfigError: the optimizer has come by parameters that are not shards.
@@ -305,7 +313,9 @@ def build_sharded(
     trouble = _find_odd_shard(sharding, optimizer)
     if trouble is not None:
         raise ConfigError(trouble)
-    mode = ShardedMode(engine, names, parameters, sharding, optimizer)
+    late = engine.device.type != "cpu" and engine.size > 1
+    order = GatherOrder(engine, comm) if late else None
+    mode = ShardedMode(engine, names, parameters, sharding, optimizer, order)
     mode.chosen = f"sharded: split() was asked for shard={sharding.kind!r}"
     if sharding.in_stages:
         mode.chosen += ", within each stage"

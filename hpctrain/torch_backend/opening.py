@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from mpi4py import MPI
 from torch.distributed import distributed_c10d
 
@@ -169,6 +170,9 @@ def _open(world: World, backend: str, why: str, timeout_s: float) -> _Home:
         timeout_s=timeout_s,
     )
     _register()
+    if world.device.type == "cuda":
+        # Or a DeviceMesh would choose a device by itself.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     _home = home  # the function below looks for it
     try:
         _c10d.init_process_group(

@@ -8,6 +8,7 @@ from torch import nn
 
 import hpctrain as hpc
 from hpctrain.errors import CollectiveError, ConfigError, DriftError
+from hpctrain.replica.modes import GatherOrder
 from mpi_tests.ranks.sharded_kit import (
     FEATURES,
     Net,
@@ -225,6 +226,17 @@ class Forked(nn.Module):
 
     def forward(self, x, way):
         return self.ways[way](x)
+
+
+def test_on_gpus_gathers_are_compared_a_step_later(world, grid):
+    order = GatherOrder(grid.engine("data"), grid.comm("data"))
+    for digest in (2**32 - 1, 0, world.rank):
+        order.check(digest)
+    if world.size > 1:
+        with pytest.raises(CollectiveError, match="in the last step the ranks have gathered"):
+            order.check(7)
+    order.check(8)
+    order.close()
 
 
 def test_ranks_on_different_branches_are_refused(world, grid):

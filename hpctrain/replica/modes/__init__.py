@@ -5,6 +5,7 @@ from __future__ import annotations
 from hpctrain.replica.modes.alone import AloneMode
 from hpctrain.replica.modes.arena import ArenaMode
 from hpctrain.replica.modes.base import Mode, unfrozen
+from hpctrain.replica.modes.gather_order import GatherOrder
 from hpctrain.replica.modes.horovod import HorovodMode
 from hpctrain.replica.modes.node import NodeMode
 from hpctrain.replica.modes.partners import Partners
@@ -15,6 +16,7 @@ from hpctrain.replica.modes.tensor import TensorMode
 __all__ = [
     "AloneMode",
     "ArenaMode",
+    "GatherOrder",
     "HorovodMode",
     "Mode",
     "NodeMode",

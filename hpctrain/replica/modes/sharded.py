@@ -22,6 +22,7 @@ from hpctrain.pieces import local_tensor
 from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.base import TorchGradientsMode
+from hpctrain.replica.modes.gather_order import GatherOrder
 
 if TYPE_CHECKING:
     from hpctrain.engines import Engine
@@ -39,6 +40,7 @@ class ShardedMode(TorchGradientsMode):
         parameters: Shards, which the optimizer updates.
         sharding: What torch does.
         optimizer: Before its steps gathered weights are freed.
+        order: Compares what the ranks gather, where control words are read late.
     """
 
     needs_every_pass = True
@@ -56,10 +58,12 @@ class ShardedMode(TorchGradientsMode):
         parameters: Sequence[torch.nn.Parameter],
         sharding: Sharding,
         optimizer: torch.optim.Optimizer,
+        order: GatherOrder | None = None,
     ) -> None:
         super().__init__(names, parameters)
         self.engine = engine
         self.sharding = sharding
+        self._order = order
         self._watch(Usage(self.names, self.parameters))
         self._num_messages = sharding.num_messages
         self._is_interrupted = False
@@ -139,6 +143,8 @@ class ShardedMode(TorchGradientsMode):
         if sharding.whole_gradients:
             sharding.reduce_whole()
             self.watch.forget()
+        if self._order is not None:
+            self._order.check(sharding.digest)
         sharding.end_window()
         if self.stages is not None:
             self.stages.sum_tied()
@@ -247,8 +253,11 @@ class ShardedMode(TorchGradientsMode):
     def close(self) -> None:
         """Take the hooks away; the model stays sharded.
 
-        Collective over the stages where weights are tied.
+        Collective on GPUs, and over the stages where weights are tied.
         """
+        if self._order is not None:
+            self._order.close()
+            self._order = None
         self.usage.close()
         for hook in self._hooks:
             hook.remove()
