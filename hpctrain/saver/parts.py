@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,7 +24,7 @@ from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.optim import label_of
 from hpctrain.replica import Replica
-from hpctrain.sharding import as_pieces, load_shards, piece_of_state
+from hpctrain.sharding import as_pieces, load_shards
 from hpctrain.tensor_names import are_plain, fit_keys, plain_keys
 from hpctrain.world import World
 
@@ -131,17 +130,10 @@ class Parts:
     def like(self) -> dict[str, Any]:
         """Which tensors a checkpoint must have, and which pieces this rank needs of them."""
         models = {_key(name, "model"): _model_state(one) for name, one in self.replicas.items()}
-        states: dict[str, Any] = {
-            _key(name, "optimizer"): partial(piece_of_state, one.optimizer)
+        states = {
+            _key(name, "optimizer"): one.wanted_state
             for name, one in self.replicas.items()
-            if one.is_sharded
-        }
-        states |= {
-            _key(name, "optimizer"): partial(
-                one.stage_state.wanted, partial(piece_of_state, one.optimizer)
-            )
-            for name, one in self.replicas.items()
-            if one.stage_state is not None
+            if one.wanted_state is not None
         }
         sharded = {n: part.piece_of for n, part in self.others.items() if isinstance(part, Sharded)}
         return models | states | sharded

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from hpctrain.sharding.deferred import Deferred, build_deferred
 from hpctrain.sharding.fsdp import (
-    SHARDED,
     Sharding,
-    ShardKind,
     module_facts,
     shard_model,
     sharding_of,
     trouble_with_model,
 )
+from hpctrain.sharding.kinds import SHARDED, ShardKind, divides_state, mark_state_divided
 from hpctrain.sharding.shards import (
     as_pieces,
     fit_optimizer_state,
@@ -29,8 +28,10 @@ __all__ = [
     "as_pieces",
     "build_deferred",
     "choose_units",
+    "divides_state",
     "fit_optimizer_state",
     "load_shards",
+    "mark_state_divided",
     "match_units",
     "module_facts",
     "piece_of_state",
