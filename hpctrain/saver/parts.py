@@ -23,7 +23,9 @@ from hpctrain.checkpoint import Region
 from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.optim import label_of
+from hpctrain.pieces import is_sharded
 from hpctrain.replica import Replica
+from hpctrain.saver.divided_parts import join_divided, take_divided, wanted_of
 from hpctrain.sharding import as_pieces, load_shards
 from hpctrain.tensor_names import are_plain, fit_keys, plain_keys
 from hpctrain.world import World
@@ -135,8 +137,25 @@ class Parts:
             for name, one in self.replicas.items()
             if one.wanted_state is not None
         }
-        sharded = {n: part.piece_of for n, part in self.others.items() if isinstance(part, Sharded)}
+        sharded: dict[str, Any] = {
+            n: part.piece_of for n, part in self.others.items() if isinstance(part, Sharded)
+        }
+        if self.is_divided:
+            takes_all = all(one.stage_state is None for one in self.replicas.values())
+            sharded |= {
+                name: wanted_of(part.state_dict(), takes_all=takes_all)
+                for name, part in self.others.items()
+                if not isinstance(part, Sharded)
+            }
         return models | states | sharded
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks hold different parts of a model."""
+        return any(
+            one.stage_state is not None or any(map(is_sharded, one.model.parameters()))
+            for one in self.replicas.values()
+        )
 
     @property
     def watchdog(self) -> Any:
@@ -187,6 +206,8 @@ class Parts:
                 state = plain_keys(state)
             own[name] = mine = pick(state, differing)
             common[name] = replace(state, _take_from_first(world, mine))
+            if self.is_divided and not isinstance(other, Sharded):
+                common[name] = join_divided(world, common[name])
         if self.loader is not None:
             common["loader"] = self.loader.state_dict()
         return common, own
@@ -240,6 +261,8 @@ class Parts:
         for name, other in self.others.items():
             mine = {} if own is None else own[name]
             state = replace(common[name], mine)
+            if self.is_divided and not isinstance(other, Sharded):
+                state = take_divided(other.state_dict(), state)
             if isinstance(other, Module):
                 _load_model(other, state)
             else:

@@ -16,6 +16,8 @@ from hpctrain.sharding.shards import (
     fit_optimizer_state,
     load_shards,
     piece_of_state,
+    region_of,
+    shard_like,
 )
 from hpctrain.sharding.units import ModuleFacts, choose_units, match_units
 
@@ -35,6 +37,8 @@ __all__ = [
     "match_units",
     "module_facts",
     "piece_of_state",
+    "region_of",
+    "shard_like",
     "shard_model",
     "sharding_of",
     "trouble_with_model",
