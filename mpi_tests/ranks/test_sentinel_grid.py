@@ -58,8 +58,8 @@ class Divided(nn.Module):
     def __init__(self, mesh):
         super().__init__()
         torch.manual_seed(3)
-        parts = distribute_tensor(torch.randn(12, 2), mesh, [Shard(0)])
-        whole = distribute_tensor(torch.randn(3), mesh, [Replicate()])
+        parts = distribute_tensor(torch.randn(12, 2).double(), mesh, [Shard(0)])
+        whole = distribute_tensor(torch.randn(3).double(), mesh, [Replicate()])
         self.parts, self.whole = nn.Parameter(parts), nn.Parameter(whole)
 
 
