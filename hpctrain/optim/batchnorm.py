@@ -305,6 +305,11 @@ def average_batchnorm(over: World | Grid, model: nn.Module) -> None:
     """
     from mpi4py import MPI
 
+    if isinstance(over, World) and hasattr(model, "hpctrain_cut"):
+        raise ConfigError(
+            "average_batchnorm(world, model): the model is in stages with different layers; call "
+            "average_batchnorm(grid, model)"
+        )
     if not isinstance(over, World) and not any(isinstance(m, _BatchNorm) for m in model.modules()):
         return  # another stage may have some
     floats = [
@@ -319,11 +324,6 @@ def average_batchnorm(over: World | Grid, model: nn.Module) -> None:
         if layer.num_batches_tracked is not None
     ]
     comm = over.comm if isinstance(over, World) else over.comm("data")
-    if isinstance(over, World) and hasattr(model, "hpctrain_cut"):
-        raise ConfigError(
-            "average_batchnorm(world, model): the model is in stages with different layers; call "
-            "average_batchnorm(grid, model)"
-        )
     if not floats:
         return
     summed = torch.cat([buffer.detach().double().cpu().flatten() for buffer in floats]).numpy()
