@@ -18,6 +18,8 @@ from hpctrain.sharding import (
     Deferred,
     build_deferred,
     choose_units,
+    divides_state,
+    mark_state_divided,
     match_units,
     module_facts,
     shard_model,
@@ -59,8 +61,8 @@ def split(
         shard: What lies in shards over the data dimension. `parameters`: weights, gradients and the
             optimizer's state; a unit's weights are gathered just before it runs and freed
             afterwards. `gradients`: gathered weights stay from forward to backward. `state`: the
-            optimizer's state; weights stay until the step, gradients are whole and reduced once.
-            None: nothing, every rank has all of it.
+            optimizer's state alone; weights and gradients are whole, each rank updates a part of
+            them. None: nothing, every rank has all of it.
         units: Patterns of module names, such as `layers.*`, that are gathered each for itself;
             None: the repeated blocks of the model.
         whole_gradients: Keep gradients whole between the backward calls of a step, and reduce them
@@ -115,6 +117,10 @@ def split(
         return _divide(grid, module, tensor)
     if shard is None:
         return module
+    if shard == "state":
+        _make_equal(grid, module)
+        mark_state_divided(module)
+        return module
     names = _choose_units(grid, module, units)
     if deferred is None:
         _make_equal(grid, module)
@@ -166,7 +172,8 @@ def _build(grid: Grid, model: object, shard: object) -> tuple[Deferred | None, s
     Returns:
         The model to be filled, or None; and what went wrong.
     """
-    builds = callable(model) and not isinstance(model, torch.nn.Module) and shard is not None
+    is_function = callable(model) and not isinstance(model, torch.nn.Module)
+    builds = is_function and shard not in (None, "state")
     told = grid.world.comm.allgather(builds)
     if not any(told):
         return None, None
@@ -191,9 +198,10 @@ def _find_mistake(
     if not isinstance(model, torch.nn.Module):
         return (
             f"split: the model is a {type(model).__name__}, and must be a torch.nn.Module, or with "
-            "shard= a function that builds one"
+            "shard='gradients' or 'parameters' a function that builds one"
         )
-    if sharding_of(model) is not None or tensor_parallel.division_of(model) is not None:
+    is_divided = sharding_of(model) is not None or divides_state(model)
+    if is_divided or tensor_parallel.division_of(model) is not None:
         return "split: this model is divided already; build a new one to divide it in another way"
     if shard is not None and shard not in SHARDED:
         return f"split: shard={shard!r} is unknown; choose {', '.join(map(repr, SHARDED))} or None"
@@ -264,6 +272,9 @@ def _find_unused(
     """Which argument would have no effect, or None. Pure."""
     if shard is None and units is not None:
         return "split: units= divides a sharded model, and shard= is not given; give shard= too"
+    if shard == "state" and (units is not None or whole_gradients):
+        given = f"units={units!r}" if units is not None else "whole_gradients=True"
+        return f"split: {given} is about models in shards; shard='state' keeps weights whole"
     if shard is None and whole_gradients:
         return "split: whole_gradients= is about shards, and shard= is not given; give shard= too"
     if example is not None and stages != "auto":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hpctrain.errors import ConfigError, DriftError
 from hpctrain.faults.watchdog import Watchdog, start
-from hpctrain.log import name_ranks
+from hpctrain.log import name_ranks, notice
 from hpctrain.name_patterns import matches_any
-from hpctrain.pieces import Piece
+from hpctrain.pieces import Piece, is_sharded
 from hpctrain.world import World, agree
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def watched_names(model: nn.Module, exclude: Sequence[str] = ()) -> tuple[str, .
 
     BatchNorm's running statistics come from each rank's own batches and differ by right. What else
     differs by rank on purpose is excluded by patterns (`decoder.cache.*`). Sparse tensors and those
-    without memory are left out.
+    without memory are left out. A part of a tensor is named after the part.
     """
     own = {
         f"{prefix}.{name}" if prefix else name
@@ -210,10 +210,9 @@ def watched_names(model: nn.Module, exclude: Sequence[str] = ()) -> tuple[str, .
         name
         for name, tensor in _tensors(model)
         if name not in own
-        and not hasattr(tensor, "to_local")  # a shard: no other rank has it
         and tensor.layout is torch.strided
         and tensor.device.type != "meta"
-        and not matches_any(name, exclude)
+        and not matches_any(name.partition(" (")[0], exclude)
     )
 
 
@@ -223,7 +222,10 @@ _State = Mapping[str, Tensor | Piece]
 def _tensors(model: nn.Module | _State) -> Iterator[tuple[str, Tensor]]:
     """All tensors by name; of pieces each block, named after where it lies in the whole."""
     if isinstance(model, nn.Module):
-        yield from model.named_parameters()
+        # A weight that two stages have is one, under its first name.
+        first_names = getattr(getattr(model, _CUT, None), "first_names", {})
+        for name, parameter in model.named_parameters():
+            yield _part_of(first_names.get(name, name), parameter)
         yield from model.named_buffers()
         return
     for name, value in model.items():
@@ -233,13 +235,43 @@ def _tensors(model: nn.Module | _State) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
+_CUT = "hpctrain_cut"
+"""What a model has that was cut into stages."""
+
+
+def _part_of(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A tensor as it is here: of one that torch has divided this rank's part, named after it."""
+    if not is_sharded(tensor):
+        return name, tensor
+    divided: Any = tensor
+    mesh = divided.device_mesh
+    dims = mesh.mesh_dim_names or [str(dim) for dim in range(mesh.ndim)]
+    held = [
+        f"{dim} part {place + 1} of {size}"
+        for dim, size, place, placement in zip(
+            dims, mesh.shape, mesh.get_coordinate(), divided.placements, strict=True
+        )
+        if size > 1 and not placement.is_replicate()
+    ]
+    return f"{name} ({', '.join(held)})" if held else name, divided.to_local()
+
+
+def _is_divided(model: nn.Module) -> bool:
+    """Whether ranks hold different parts of a model: stages, shards, or parts of layers."""
+    return hasattr(model, _CUT) or any(map(is_sharded, model.parameters()))
+
+
+def _held_by_several(world: World, names: Sequence[str]) -> list[str]:
+    """Collective: the names that at least two ranks have, of all ranks' names."""
+    held = Counter(name for told in world.comm.allgather(list(names)) for name in told)
+    return sorted(name for name, count in held.items() if count > 1)
+
+
 def _in_state(world: World, state: _State, exclude: Sequence[str]) -> tuple[str, ...]:
     """Collective: the whole tensors of a state, and the blocks that several ranks hold."""
     kept = {name: value for name, value in state.items() if not matches_any(name, exclude)}
     pieces = {name: value for name, value in kept.items() if isinstance(value, Piece)}
-    blocks = [name for name, _ in _tensors(pieces)]
-    held = Counter(name for told in world.comm.allgather(blocks) for name in told)
-    shared = sorted(name for name, count in held.items() if count > 1)
+    shared = _held_by_several(world, [name for name, _ in _tensors(pieces)])
     return (*(name for name in kept if name not in pieces), *shared)
 
 
@@ -248,9 +280,10 @@ class Sentinel:
 
     Args:
         world: The ranks. One rank alone compares nothing.
-        model: Whose weights should be the same on all ranks; shards of a model that `split` has
-            divided are left out; or tensors by name, and pieces of
-            them where the state is sharded: blocks that several ranks hold are compared.
+        model: Whose weights should be the same on all ranks. Of a model that `split` has divided
+            what several ranks hold is compared among them: stages and parts of layers over the
+            data dimension, whole parameters of divided layers over all; a shard that one rank alone
+            holds is not. Or tensors by name, and pieces of them where the state is sharded.
         every: Steps between comparisons.
         exclude: Names that may differ, as patterns of a shell.
         watchdog: Whose logs to use for the comparison; None: those of the world.
@@ -284,16 +317,24 @@ class Sentinel:
             return
         agree(world.comm, trouble, error=ConfigError, timeout_s=timeout_s)
         with world.watching.allow(timeout_s):
+            divided = isinstance(model, nn.Module) and _is_divided(model)
             if not isinstance(model, nn.Module):
                 self.names = _in_state(world, model, exclude)
+            elif any(world.comm.allgather(divided)):
+                self.names = tuple(_held_by_several(world, self.names))
             theirs = world.comm.bcast((self.names, every), root=0)
+        if divided and not self.names and world.rank == 0:
+            notice(
+                "the sentinel compares nothing: every tensor of this model is in shards, each of "
+                "which one rank alone holds"
+            )
         differs = None if theirs == (self.names, every) else "model or every differs from rank 0"
         agree(world.comm, differs, error=ConfigError, timeout_s=timeout_s)
         if watchdog is None:
             watchdog = self._own = start(world, timeout_s=timeout_s)
         here = {name for name, _ in _tensors(model)}
-        is_piece = not isinstance(model, nn.Module)
-        self._elsewhere = [is_piece and name not in here for name in self.names]
+        may_lack = not isinstance(model, nn.Module) or divided
+        self._elsewhere = [may_lack and name not in here for name in self.names]
         self._watch = watchdog.among(range(world.size), timeout_s=timeout_s)
         self._comm = world.comm.Dup()
         world.at_exit(self.close)
@@ -303,13 +344,10 @@ class Sentinel:
             return f"every={self.every!r} must be a whole number of steps, at least 1"
         if isinstance(exclude, str):
             return f"exclude={exclude!r} is one text; give a list of patterns"
-        if isinstance(self._model, nn.Module) and not self.names and not self._is_sharded():
+        is_whole = isinstance(self._model, nn.Module) and not _is_divided(self._model)
+        if is_whole and not self.names:
             return f"nothing is left to compare: the model has no weights but {list(exclude)}"
         return None
-
-    def _is_sharded(self) -> bool:
-        """Whether ranks hold different shards, so that there may be nothing to compare."""
-        return any(hasattr(tensor, "to_local") for _, tensor in _tensors(self._model))
 
     def step(self, number: int | None = None) -> bool:
         """Collective: after each update of the weights; True where they were compared.

@@ -10,6 +10,7 @@ from hpctrain.fusion.layout import (
     cut_into_runs,
     is_dense,
     like_parameter,
+    members_between,
     plan,
 )
 from hpctrain.fusion.usage import Arrived, Usage, Watcher, complete, hook_gradient, specs_of
@@ -27,6 +28,7 @@ __all__ = [
     "hook_gradient",
     "is_dense",
     "like_parameter",
+    "members_between",
     "plan",
     "specs_of",
 ]

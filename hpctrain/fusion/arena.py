@@ -71,11 +71,14 @@ class Arena:
         *,
         bucket_bytes: int | None,
         order: Sequence[int] | None = None,
+        num_parts: int = 1,
     ) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self._specs = specs_of(names, parameters)
-        self.buckets = plan(self._specs, bucket_bytes=bucket_bytes, order=order)
+        self.buckets = plan(
+            self._specs, bucket_bytes=bucket_bytes, order=order, num_parts=num_parts
+        )
         self._kinds = [(p.dtype, p.device, p.shape) for p in self.parameters]
         self.flats = self._allocate()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}

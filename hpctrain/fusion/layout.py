@@ -26,6 +26,7 @@ __all__ = [
     "cut_into_runs",
     "is_dense",
     "like_parameter",
+    "members_between",
     "plan",
 ]
 
@@ -68,7 +69,11 @@ class Bucket:
 
 
 def plan(
-    specs: Sequence[ParameterSpec], *, bucket_bytes: int | None, order: Sequence[int] | None = None
+    specs: Sequence[ParameterSpec],
+    *,
+    bucket_bytes: int | None,
+    order: Sequence[int] | None = None,
+    num_parts: int = 1,
 ) -> list[Bucket]:
     """Lay out parameters in buckets, in the order in which they are sent.
 
@@ -76,6 +81,7 @@ def plan(
         specs: The parameters in the order of the optimizer's groups.
         bucket_bytes: When to close a bucket; None makes one bucket per dtype and device.
         order: The order in which gradients become ready; None takes the parameters backwards.
+        num_parts: Into how many equal parts the gradients of a bucket can be cut.
 
     Returns:
         The buckets in sending order. A model with no float32 or float64 parameter gets a bucket
@@ -96,11 +102,11 @@ def plan(
         filled += spec.numel * spec.itemsize
         full = bucket_bytes is not None and filled >= bucket_bytes
         open_groups[kind] = ([], 0) if full else (members, filled)
-    return _place(specs, groups)
+    return _place(specs, groups, num_parts)
 
 
 def _place(
-    specs: Sequence[ParameterSpec], groups: list[tuple[str, str, list[int]]]
+    specs: Sequence[ParameterSpec], groups: list[tuple[str, str, list[int]]], num_parts: int
 ) -> list[Bucket]:
     exact = [i for i, group in enumerate(groups) if group[0] in _EXACT]
     if exact:  # the last to leave: it can still say that the pass was interrupted
@@ -117,6 +123,9 @@ def _place(
             offsets.append(cursor)
             step = max(1, _ALIGN_BYTES // specs[index].itemsize)
             cursor += -(-specs[index].numel // step) * step
+        if members and num_parts > 1:
+            grain = num_parts * max(1, _ALIGN_BYTES // specs[members[0]].itemsize)
+            cursor = start + -(-(cursor - start) // grain) * grain
         flags = cursor
         cursor += len(members)
         control = cursor if number == counting else None
@@ -157,6 +166,29 @@ def cut_into_runs(bucket: Bucket, apart: frozenset[int]) -> list[tuple[int, int,
         else:
             runs.append((start, stop, kind))
     return runs
+
+
+def members_between(
+    bucket: Bucket, sizes: Sequence[int], start: int, stop: int
+) -> list[tuple[int, int, int, int]]:
+    """What of which parameters lies in a piece of a bucket.
+
+    Args:
+        bucket: The bucket.
+        sizes: Elements of each parameter, by index.
+        start: Of the piece, in elements from the buffer's start.
+        stop: Its end.
+
+    Returns:
+        Of each parameter that has a part there: its index, the first element of that part and the
+        one after its last, and where it begins in the piece.
+    """
+    found = []
+    for index, offset in zip(bucket.members, bucket.offsets, strict=True):
+        first, last = max(start, offset), min(stop, offset + sizes[index])
+        if first < last:
+            found.append((index, first - offset, last - offset, first - start))
+    return found
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -45,6 +45,7 @@ class Grid:
         data: Ranks along the data dimension; None: what the others leave.
         pipeline: Stages of the pipeline.
         tensor: Ranks that share each layer; they stay on one node, or fill whole nodes.
+        engine: What hpctrain's own collectives go over: `auto`, or a name as in `distribute`.
         timeout_s: How long a collective may wait for a rank before the job ends and names it.
 
     Raises:
@@ -60,13 +61,15 @@ class Grid:
         data: int | None = None,
         pipeline: int = 1,
         tensor: int = 1,
+        engine: str = "auto",
         timeout_s: float = 600.0,
     ) -> None:
-        _check_equal(world, (data, pipeline, tensor, timeout_s))
+        _check_equal(world, (data, pipeline, tensor, engine, timeout_s))
         self.world = world
         self.shape = fit_shape(world.size, data=data, pipeline=pipeline, tensor=tensor)
         self.placement = place(self.shape, [info.node_rank for info in world.ranks], world.hosts)
         self.coordinate: Coordinate = self.placement.coordinate(world.rank)
+        self._engine_name = engine
         self._timeout_s = timeout_s
         self._closed = False
         self._default = open_default_group(world, timeout_s=timeout_s)
@@ -153,7 +156,7 @@ class Grid:
         """
         dims = self._open_dims("engine", dims)
         if self._connection is None:
-            self._connection = connect(self.world, timeout_s=self._timeout_s)
+            self._connection = connect(self.world, self._engine_name, timeout_s=self._timeout_s)
         if dims == DIMENSIONS:
             return self._connection.engine
         if dims not in self._engines:
@@ -247,7 +250,7 @@ def _check_equal(world: World, given: tuple[object, ...]) -> None:
     told = world.comm.allgather(given)
     odd = next((rank for rank, other in enumerate(told) if other != told[0]), None)
     if odd is not None:
-        names = ("data", "pipeline", "tensor", "timeout_s")
+        names = ("data", "pipeline", "tensor", "engine", "timeout_s")
         first, other = (
             ", ".join(f"{n}={v}" for n, v in zip(names, told[r], strict=True)) for r in (0, odd)
         )

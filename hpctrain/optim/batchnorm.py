@@ -5,7 +5,7 @@ Forward and backward send one message each.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpctrain.engines import Engine, Op
 from hpctrain.errors import ConfigError
 from hpctrain.world import World, roll_call
+
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
 
 __all__ = ["SyncBatchNorm", "average_batchnorm", "normalise", "sync_batchnorm"]
 
@@ -284,7 +287,7 @@ def sync_batchnorm(engine: Engine, model: nn.Module, *, group_size: int | None =
     return part
 
 
-def average_batchnorm(world: World, model: nn.Module) -> None:
+def average_batchnorm(over: World | Grid, model: nn.Module) -> None:
     """Collective: replace running statistics that differ between ranks by their average.
 
     For BatchNorm with each rank's own statistics: call it before evaluation and before a
@@ -292,16 +295,23 @@ def average_batchnorm(world: World, model: nn.Module) -> None:
     variances leaves out how far the ranks' means lie apart, as it does over one rank's batches.
 
     Args:
-        world: The ranks.
+        over: The ranks; a grid where the model is in stages, each of which has its own layers.
         model: Built the same on every rank; its running means and variances are averaged, and
             `num_batches_tracked` becomes the largest.
 
     Raises:
-        ConfigError: there is no BatchNorm.
+        ConfigError: there is no BatchNorm; or the model is in stages, and the grid was not given.
         CollectiveError: a rank did not arrive.
     """
     from mpi4py import MPI
 
+    if isinstance(over, World) and hasattr(model, "hpctrain_cut"):
+        raise ConfigError(
+            "average_batchnorm(world, model): the model is in stages with different layers; call "
+            "average_batchnorm(grid, model)"
+        )
+    if not isinstance(over, World) and not any(isinstance(m, _BatchNorm) for m in model.modules()):
+        return  # another stage may have some
     floats = [
         buffer
         for layer in _batchnorms(model).values()
@@ -313,14 +323,15 @@ def average_batchnorm(world: World, model: nn.Module) -> None:
         for layer in _batchnorms(model).values()
         if layer.num_batches_tracked is not None
     ]
+    comm = over.comm if isinstance(over, World) else over.comm("data")
     if not floats:
         return
     summed = torch.cat([buffer.detach().double().cpu().flatten() for buffer in floats]).numpy()
     counted = torch.stack([counter.cpu() for counter in counters]).numpy()
-    roll_call(world.comm, "averaging BatchNorm statistics")
-    world.comm.Allreduce(MPI.IN_PLACE, summed, MPI.SUM)
-    world.comm.Allreduce(MPI.IN_PLACE, counted, MPI.MAX)
-    average = torch.from_numpy(summed) / world.size
+    roll_call(comm, "averaging BatchNorm statistics")
+    comm.Allreduce(MPI.IN_PLACE, summed, MPI.SUM)
+    comm.Allreduce(MPI.IN_PLACE, counted, MPI.MAX)
+    average = torch.from_numpy(summed) / comm.Get_size()
     with torch.no_grad():
         parts = torch.split(average, [buffer.numel() for buffer in floats])
         for buffer, part in zip(floats, parts, strict=True):

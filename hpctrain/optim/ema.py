@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ class EMA:
     After each step, average = decay * average + (1 - decay) * weight. All ranks have the same
     weights, so all have the same average. Floating-point buffers (running statistics) are averaged
     too; other buffers are the model's. Averages of half-precision weights are kept in float32.
-    `once_a_node` makes one that the ranks of a node hold together.
+    `once_a_node` makes one that the ranks of a node hold together. Of a model that `split` has
+    divided each rank averages what it holds: its shards, its stage.
 
     Args:
         model: Whose weights are averaged; parameters are looked up by name, so `model.to()` and
@@ -158,6 +159,7 @@ class EMA:
             _write(sources, self._averages)
             yield self._model
         finally:
+            _free_gathered(self._model)
             _write(sources, kept)
             self._swapped = False
 
@@ -194,8 +196,16 @@ class EMA:
         return sources
 
 
+def _free_gathered(model: nn.Module) -> None:
+    """Of a model that torch has sharded: what was gathered would miss what is written to shards."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            cast("Any", module).reshard()
+
+
 def _averaged(model: nn.Module) -> dict[str, Tensor]:
-    """What is averaged: parameters, and buffers that are floating or complex. Pure."""
+    """What is averaged: parameters (of shards these), and floating or complex buffers."""
+    _free_gathered(model)
     buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() or b.is_complex()}
     return plain_keys({**dict(model.named_parameters()), **buffers})
 
@@ -254,6 +264,8 @@ def _why_not(engine: Engine, model: nn.Module) -> str | None:
     """Collective at an engine's first call: why the ranks share no averages; the same on all."""
     if engine.size == 1:
         return "there is one rank"
+    if any(hasattr(p, "to_local") for p in model.parameters()):
+        return "weights are in shards"
     if not engine.capabilities.shares_memory:
         return f"the {engine.name} engine shares no memory"
     away = [p.device.type for p in model.parameters() if p.device.type != "cpu"]

@@ -71,6 +71,7 @@ class DistributeArguments:
     grid: Grid | None = None
     micro_batches: int | None = None
     schedule: str | None = None
+    shard_state: bool = False
 
     @property
     def is_in_stages(self) -> bool:
@@ -87,6 +88,7 @@ class DistributeArguments:
             share_parameters=self.share_parameters,
             wire=self.wire,
             horovod_fusion=self.horovod is not None and self.horovod.fusion == "horovod",
+            shard_state=self.shard_state,
         )
 
 

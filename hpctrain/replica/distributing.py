@@ -34,6 +34,7 @@ from hpctrain.replica.on_grid import (
     DataCompany,
     build_divided,
     build_sharded,
+    build_sliced,
     build_stage,
     build_stages,
     find_grid_mistake,
@@ -50,7 +51,7 @@ from hpctrain.replica.policy import (
 from hpctrain.replica.replica import Replica
 from hpctrain.replica.sweep import SweepTimer
 from hpctrain.replica.wire_state import WireUse, describe_wire
-from hpctrain.sharding import sharding_of
+from hpctrain.sharding import divides_state, sharding_of
 from hpctrain.sweep_request import sweep_of
 from hpctrain.tensor_parallel import division_of
 from hpctrain.update import ShardedUpdate, shards_by
@@ -156,6 +157,7 @@ def distribute(
         grid=grid,
         micro_batches=micro_batches,
         schedule=schedule,
+        shard_state=isinstance(model, torch.nn.Module) and divides_state(model),
     )
     sweep = sweep_of(world)
     if sweep is not None and sweep.asked.engine is not None and engine == AUTO and grid is None:
@@ -343,6 +345,9 @@ class _Layout:
             return self._build_node(choice, names, parameters)
         if choice.mode == "alone":
             return AloneMode(names, parameters)
+        if choice.mode == "slices":
+            size = choice.bucket_bytes
+            return build_sliced(self.engine, self.optimizer, names, parameters, bucket_bytes=size)
         wire, nodes = make_wire(choice.wire), self._nodes()
         mode = ArenaMode(
             self.engine,

@@ -17,12 +17,13 @@ from hpctrain.replica.modes import (
     GatherOrder,
     Partners,
     ShardedMode,
+    SlicedMode,
     Stages,
     TensorMode,
 )
 from hpctrain.sharding import sharding_of
 from hpctrain.tensor_parallel import division_of
-from hpctrain.update import shards_by
+from hpctrain.update import has_sliced_state, shards_by
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -38,6 +39,7 @@ __all__ = [
     "DataCompany",
     "build_divided",
     "build_sharded",
+    "build_sliced",
     "build_stage",
     "build_stages",
     "find_grid_mistake",
@@ -59,7 +61,12 @@ def find_grid_mistake(
     """What is wrong with arguments for a grid or a divided model, or None. Pure."""
     grid, sharding, division = given.grid, sharding_of(model), division_of(model)
     if grid is None:
-        if sharding is not None or division is not None or isinstance(model, StageModel):
+        if (
+            sharding is not None
+            or division is not None
+            or given.shard_state
+            or isinstance(model, StageModel)
+        ):
             return (
                 "distribute: this model was divided by split(grid, model); give the grid as well: "
                 "distribute(world, model, optimizer, grid=grid)"
@@ -101,10 +108,32 @@ def find_grid_mistake(
     if division is not None:
         return _find_odd_division(model, optimizer, given)
     if sharding is None:
-        return None
+        return _find_odd_state(given) if given.shard_state else None
     return _find_option(
         given, "torch sends its gradients, and each rank updates its shards"
     ) or _find_odd_optimizer(sharding, optimizer)
+
+
+def _find_odd_state(given: DistributeArguments) -> str | None:
+    """An option that does not go together with shard="state"."""
+    for name, value, default in (
+        ("overlap", given.overlap or None, None),
+        ("update", given.update, "auto"),
+        ("share_parameters", given.share_parameters, False),
+        ("horovod", given.horovod, None),
+        ("wire", given.wire, "none"),
+    ):
+        if value != default:
+            return (
+                f"distribute: {name}={value!r} with shard='state', where gradients are sent after "
+                "backward and each rank updates a part of the weights; leave it out"
+            )
+    if given.precision == "bf16-pure":
+        return (
+            "distribute: precision='bf16-pure' keeps float32 masters of all weights on every rank, "
+            "and shard='state' divides them; use precision='bf16'"
+        )
+    return None
 
 
 def _find_option(given: DistributeArguments, why: str) -> str | None:
@@ -354,3 +383,25 @@ def _counted_elsewhere(grid: Grid, parameters: Sequence[torch.nn.Parameter]) -> 
         for index, parameter in enumerate(parameters)
         if not cast("Any", parameter).placements[-1].is_shard()
     )
+
+
+def build_sliced(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    bucket_bytes: int | None,
+) -> SlicedMode:
+    """The mode of a model whose optimizer's state `split` was asked to divide.
+
+    Raises:
+        ConfigError: the optimizer's state was divided otherwise before.
+    """
+    if has_sliced_state(optimizer):
+        raise ConfigError(
+            "the optimizer's state is in slices of other parameters, or of a replica that was "
+            "closed; with shard='state' parameters cannot be added, converted or removed after "
+            "the first step: save a checkpoint, and resume with a new optimizer"
+        )
+    return SlicedMode(engine, names, parameters, optimizer, bucket_bytes=bucket_bytes)

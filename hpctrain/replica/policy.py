@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 UPDATES = ("auto", "sharded", "replicated")
-ModeName = Literal["alone", "arena", "node", "horovod"]
+ModeName = Literal["alone", "arena", "node", "slices", "horovod"]
 
 _SMALLEST_BYTES = 4 << 20
 _LARGEST_BYTES = 25 << 20
@@ -81,6 +81,8 @@ class Options:
     """How gradients are sent between nodes."""
     horovod_fusion: bool = False
     """Whether Horovod fuses the gradients itself."""
+    shard_state: bool = False
+    """Whether each rank is to hold 1/n of the optimizer's state: `split(shard="state")`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +103,8 @@ class Choice:
 
     mode: ModeName
     """`alone`: no exchange; `arena`: flat buffers through the engine; `node`: sums in memory
-    that the ranks of a node share; `horovod`: Horovod's own fusion."""
+    that the ranks of a node share; `slices`: each rank gets and updates its slice of all
+    parameters; `horovod`: Horovod's own fusion."""
     update: tuple[ChosenUpdate, ...]
     """One per optimizer."""
     overlap: bool
@@ -128,11 +131,15 @@ def choose(facts: ReplicaFacts, options: Options = _NOTHING_ASKED) -> Choice:
     Raises:
         ConfigError: the request is unknown, or not possible here.
     """
+    if options.shard_state:
+        _check_state(facts)
     mode, why = _choose_mode(facts, options)
+    if mode == "slices":
+        return _slice(facts, options, why)
     update = tuple(
         choose_update(
             one,
-            update=options.update,
+            update="sharded" if options.shard_state and mode == "node" else options.update,
             shared=mode == "node",
             has_masters=facts.has_masters,
             alone=facts.num_ranks == 1,
@@ -150,6 +157,37 @@ def choose(facts: ReplicaFacts, options: Options = _NOTHING_ASKED) -> Choice:
     if mode == "arena" and size is None and overlap:
         size = bucket_size(facts.gradient_bytes)
     return Choice(mode=mode, update=update, overlap=overlap, bucket_bytes=size, why=why, wire=wire)
+
+
+def _check_state(facts: ReplicaFacts) -> None:
+    """Refuse optimizers whose state cannot be divided anywhere.
+
+    Raises:
+        ConfigError: with what can be.
+    """
+    if len(facts.optimizers) > 1:
+        raise ConfigError(
+            f"shard='state' with {len(facts.optimizers)} optimizers; use one with several "
+            "parameter groups, or split without shard="
+        )
+    for one in facts.optimizers:
+        if one.shards_by != "element" or one.scattered is not None:
+            trouble = one.why if one.scattered is None else f"{one.scattered} is not contiguous"
+            raise ConfigError(
+                f"shard='state' cuts parameters anywhere: {trouble}; use an optimizer that treats "
+                "every element alone, such as AdamW, over contiguous parameters"
+            )
+
+
+def _slice(facts: ReplicaFacts, options: Options, why: str) -> Choice:
+    """Each rank updates a slice of every bucket."""
+    return Choice(
+        mode="slices",
+        update=tuple(ChosenUpdate(by="element", why=one.why) for one in facts.optimizers),
+        overlap=False,
+        bucket_bytes=options.bucket_bytes or bucket_size(facts.gradient_bytes),
+        why=why,
+    )
 
 
 def _choose_wire(facts: ReplicaFacts, options: Options) -> str:
@@ -170,7 +208,12 @@ def _choose_wire(facts: ReplicaFacts, options: Options) -> str:
 def _choose_mode(facts: ReplicaFacts, options: Options) -> tuple[ModeName, str]:
     if options.horovod_fusion:
         return "horovod", "Horovod is set to fuse the gradients"
-    if may_share_memory(facts.engine, facts.device_type, facts.num_ranks, options):
+    shares = may_share_memory(facts.engine, facts.device_type, facts.num_ranks, options)
+    if options.shard_state and facts.num_ranks > 1:
+        if shares and facts.sharing_ranks == facts.num_ranks:
+            return "node", "shard='state', and all ranks share memory, which holds the state once"
+        return "slices", "shard='state': reduce-scatter, update of a slice, allgather"
+    if shares:
         if facts.sharing_ranks > 1:
             return "node", "several ranks of a node share memory"
         return "arena", "no node has several ranks that could share memory"

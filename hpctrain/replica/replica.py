@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,16 +32,17 @@ from hpctrain.replica.checks import (
 )
 from hpctrain.replica.equal_ranks import Joining
 from hpctrain.replica.exchange import Exchange
-from hpctrain.replica.modes import Mode, StagedPass
+from hpctrain.replica.modes import Mode, SlicedMode, StagedPass
 from hpctrain.replica.naming import holds_parts, load_model
 from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_stepped
 from hpctrain.replica.window import Step, Turn
 from hpctrain.replica.wire_state import trouble_with_wire_state
-from hpctrain.sharding import fit_optimizer_state
+from hpctrain.sharding import fit_optimizer_state, piece_of_state
 from hpctrain.tensor_names import plain_keys
 from hpctrain.world import Observer, World, keep_freed_memory, phase
 
 if TYPE_CHECKING:
+    from hpctrain.pieces import Region
     from hpctrain.pipeline import StageState
 
 __all__ = ["Replica", "Step"]
@@ -536,6 +538,17 @@ class Replica:
         """Where a stage's state is in a checkpoint of the whole model; None: all is here."""
         stages = self._exchange.mode.stages
         return None if stages is None else stages.state
+
+    @property
+    def wanted_state(self) -> Callable[[str, tuple[int, ...]], Region | range | None] | None:
+        """Which part of a tensor of the optimizer's saved state this rank wants; None: all."""
+        mode = self._exchange.mode
+        if isinstance(mode, SlicedMode):
+            return mode.update.wanted
+        own = partial(piece_of_state, self.optimizer)
+        if mode.stages is not None:
+            return partial(mode.stages.state.wanted, own)
+        return own if self.is_sharded else None
 
     @property
     def is_sharded(self) -> bool:

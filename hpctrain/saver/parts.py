@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,8 +23,10 @@ from hpctrain.checkpoint import Region
 from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.optim import label_of
+from hpctrain.pieces import is_sharded
 from hpctrain.replica import Replica
-from hpctrain.sharding import as_pieces, load_shards, piece_of_state
+from hpctrain.saver.divided_parts import join_divided, take_divided, wanted_of
+from hpctrain.sharding import as_pieces, load_shards
 from hpctrain.tensor_names import are_plain, fit_keys, plain_keys
 from hpctrain.world import World
 
@@ -131,20 +132,30 @@ class Parts:
     def like(self) -> dict[str, Any]:
         """Which tensors a checkpoint must have, and which pieces this rank needs of them."""
         models = {_key(name, "model"): _model_state(one) for name, one in self.replicas.items()}
-        states: dict[str, Any] = {
-            _key(name, "optimizer"): partial(piece_of_state, one.optimizer)
+        states = {
+            _key(name, "optimizer"): one.wanted_state
             for name, one in self.replicas.items()
-            if one.is_sharded
+            if one.wanted_state is not None
         }
-        states |= {
-            _key(name, "optimizer"): partial(
-                one.stage_state.wanted, partial(piece_of_state, one.optimizer)
-            )
-            for name, one in self.replicas.items()
-            if one.stage_state is not None
+        sharded: dict[str, Any] = {
+            n: part.piece_of for n, part in self.others.items() if isinstance(part, Sharded)
         }
-        sharded = {n: part.piece_of for n, part in self.others.items() if isinstance(part, Sharded)}
+        if self.is_divided:
+            takes_all = all(one.stage_state is None for one in self.replicas.values())
+            sharded |= {
+                name: wanted_of(part.state_dict(), takes_all=takes_all)
+                for name, part in self.others.items()
+                if not isinstance(part, Sharded)
+            }
         return models | states | sharded
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks hold different parts of a model."""
+        return any(
+            one.stage_state is not None or any(map(is_sharded, one.model.parameters()))
+            for one in self.replicas.values()
+        )
 
     @property
     def watchdog(self) -> Any:
@@ -195,6 +206,8 @@ class Parts:
                 state = plain_keys(state)
             own[name] = mine = pick(state, differing)
             common[name] = replace(state, _take_from_first(world, mine))
+            if self.is_divided and not isinstance(other, Sharded):
+                common[name] = join_divided(world, common[name])
         if self.loader is not None:
             common["loader"] = self.loader.state_dict()
         return common, own
@@ -248,6 +261,8 @@ class Parts:
         for name, other in self.others.items():
             mine = {} if own is None else own[name]
             state = replace(common[name], mine)
+            if self.is_divided and not isinstance(other, Sharded):
+                state = take_divided(other.state_dict(), state)
             if isinstance(other, Module):
                 _load_model(other, state)
             else:

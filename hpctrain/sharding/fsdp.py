@@ -17,13 +17,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain import torch_backend  # its names load MPI when they are used
 from hpctrain.errors import ConfigError
+from hpctrain.sharding.kinds import ShardKind
 from hpctrain.sharding.units import ModuleFacts
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from hpctrain.torch_backend import NodeStaging
 
 __all__ = [
-    "SHARDED",
-    "ShardKind",
     "Sharding",
     "module_facts",
     "shard_model",
@@ -41,9 +40,6 @@ __all__ = [
     "trouble_with_model",
     "trouble_with_torch",
 ]
-
-ShardKind = Literal["state", "gradients", "parameters"]
-SHARDED: tuple[ShardKind, ...] = ("state", "gradients", "parameters")
 
 _ATTRIBUTE = "_hpctrain_sharding"
 _OLDEST = "2.6"
@@ -105,7 +101,7 @@ class Sharding:
     Args:
         model: torch has sharded it.
         mesh: Over which ranks.
-        kind: `state`, `gradients` or `parameters`.
+        kind: `gradients` or `parameters`.
         units: Names of its units.
         whole_gradients: Whether gradients stay whole until the exchange.
         in_stages: Whether it is a stage of a pipeline, through which several micro-batches pass
@@ -137,7 +133,7 @@ class Sharding:
         """Where ranks of a node gather and reduce; None: torch does it."""
         if whole_gradients or in_stages:
             _fsdp(model).set_requires_gradient_sync(False)
-        if kind == "state" or in_stages:  # until all is freed: before the step, or after the pass
+        if in_stages:  # until all is freed, after the pass
             _fsdp(model).set_reshard_after_backward(False)
 
     def compute_in_bfloat16(self) -> None:
@@ -420,11 +416,10 @@ def shard_model(
         model: Whole, with the same parameters on all ranks.
         mesh: One dimension.
         kind: `parameters`: units are freed after their forward pass and gathered again in the
-            backward pass; `gradients`: they stay until the backward pass has used them; `state`:
-            they stay until the step.
+            backward pass; `gradients`: they stay until the backward pass has used them.
         units: Names of modules that are gathered each for itself, outer before inner.
         whole_gradients: Keep gradients whole between the backward passes of a step, so that they
-            are reduced once a step; `state` always does.
+            are reduced once a step.
         in_stages: The model is a stage of a pipeline: its units are gathered and reduced once for
             all micro-batches of a pass.
 
@@ -443,12 +438,7 @@ def shard_model(
         fully_shard(modules[name], **options)
     fully_shard(model, **options)
     sharding = Sharding(
-        model,
-        mesh,
-        kind,
-        units,
-        whole_gradients=whole_gradients or kind == "state",
-        in_stages=in_stages,
+        model, mesh, kind, units, whole_gradients=whole_gradients, in_stages=in_stages
     )
     model.__dict__[_ATTRIBUTE] = sharding
     return sharding

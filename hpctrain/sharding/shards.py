@@ -22,6 +22,8 @@ __all__ = [
     "fit_optimizer_state",
     "load_shards",
     "piece_of_state",
+    "region_of",
+    "shard_like",
 ]
 
 
@@ -125,13 +127,23 @@ def fit_optimizer_state(
             fitted[number] = values
             continue
         fitted[number] = {
-            key: _like(parameter, value, f"state {number} {key}") for key, value in values.items()
+            key: shard_like(parameter, value, f"state {number} {key}")
+            for key, value in values.items()
         }
     return {**state, "state": fitted}
 
 
-def _like(parameter: Tensor, value: Any, name: str) -> Any:
-    """A value of an optimizer's state as a shard, where it has an element for each element."""
+def shard_like(parameter: Tensor, value: Any, name: str) -> Any:
+    """A value (of an optimizer's state) as a shard, where it has an element for each element.
+
+    Args:
+        parameter: A shard, which it is to lie like.
+        value: A whole tensor or this rank's piece of it; anything else stays what it is.
+        name: For messages.
+
+    Raises:
+        ConfigError: it has another shape.
+    """
     is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
     if is_sharded(value) or not (is_whole or isinstance(value, Piece)):
         return value

@@ -8,9 +8,7 @@ there for all to see: on every rank, for all parameters, though a node holds it 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import is_dense
 from hpctrain.log import format_bytes
+from hpctrain.update.divided import DividedUpdate
 from hpctrain.update.holding import SharedState
 from hpctrain.update.pieces import (
     ParameterPiece,
@@ -38,8 +37,6 @@ from hpctrain.update.sharing import (
 )
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from hpctrain.engines import Engine, NodeGroup
 
 __all__ = ["ShardedUpdate"]
@@ -47,7 +44,7 @@ __all__ = ["ShardedUpdate"]
 _ALIGN_BYTES = 64
 
 
-class ShardedUpdate:
+class ShardedUpdate(DividedUpdate):
     """Takes over `optimizer.step()` until it is closed.
 
     Args:
@@ -73,12 +70,10 @@ class ShardedUpdate:
         by: str,
         share_weights: bool = False,
     ) -> None:
+        super().__init__(optimizer, names, parameters)
         self.by = by
         self._engine = engine
         self._group = group
-        self._optimizer = optimizer
-        self._names = names
-        self._parameters = list(parameters)
         self._views = views
         self._has_complex = any(p.is_complex() for p in parameters)
         sizes = [p.numel() for p in parameters]
@@ -96,17 +91,7 @@ class ShardedUpdate:
         self._stage(share_weights)
         self._build()
         self._state = SharedState(group, optimizer, names, self._parameters)
-        self._suspended = False
-        self._depth = 0
-        self._hidden: tuple[list[Tensor | None], defaultdict[Tensor, Any]] | None = None
-        self._last = optimizer.register_step_pre_hook(self._before)
-        self._first = optimizer.register_step_post_hook(self._after)
-        self._handles: list[RemovableHandle] = [
-            self._last,
-            self._first,
-            optimizer.register_load_state_dict_post_hook(lambda _: self._state.forget()),
-        ]
-        self.reset_hooks()
+        self.take_over()
 
     def _stage(self, share_weights: bool) -> None:
         """Collective: the memory through which new weights are passed, or in which they stay."""
@@ -173,95 +158,8 @@ class ShardedUpdate:
         same = piece.whole or view.stride() == parameter.stride() or view.numel() <= 1
         return piece.part_of(view, parameter) if same else None
 
-    # Around the user's step
-
-    def reset_hooks(self) -> None:
-        """Let the user's hooks around a step run outside of ours, as they do around torch's own.
-
-        Called before every backward pass, which also ends a step that was interrupted.
-        """
-        self._depth = 0
-        self._show_again()
-        before: OrderedDict[int, Any] = self._optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
-        after: OrderedDict[int, Any] = self._optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
-        before.move_to_end(self._last.id)
-        after.move_to_end(self._first.id, last=False)
-
-    def _before(
-        self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._suspended:
-            return None
-        self._depth += 1
-        if self._depth > 1:  # a class whose step calls that of its base: torch hooks both
-            return None
-        instead = None
-        try:
-            self._check()
-            if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
-                instead = self._evaluate(args, kwargs)
-            self._step()
-        except BaseException:
-            self._depth = 0
-            raise
-        # What the optimizer's own step finds now is nothing to do.
-        self._hidden = ([p.grad for p in self._parameters], self._optimizer.state)
-        self._optimizer.state = defaultdict(dict)
-        for parameter in self._parameters:
-            parameter.grad = None
-        return instead
-
-    def _evaluate(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Evaluate a closure before the update, as torch's own optimizers do, and only once."""
-        kind = type(self._optimizer)
-        if not f"{kind.__module__}.".startswith("torch.optim."):
-            raise ConfigError(
-                f"{kind.__name__}.step(closure) may evaluate the closure anywhere in its update, "
-                "which is divided among the ranks; call backward before step, or pass "
-                'update="replicated" to distribute'
-            )
-        closure = kwargs.get("closure") or args[1]
-        with torch.enable_grad():
-            loss = closure()
-        return (args[0],), {"closure": lambda: loss}
-
-    def _check(self) -> None:
-        """Refuse what a divided update cannot do as torch does it."""
-        if next(reversed(self._optimizer._optimizer_step_pre_hooks)) != self._last.id:
-            raise ConfigError(
-                "a step hook was registered between backward and step, too late to run before the "
-                "update; register it before backward"
-            )
-        now = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
-        if now != [id(p) for p in self._parameters]:
-            raise ConfigError(
-                "the optimizer's parameters were changed between backward and step; do it after "
-                "the step"
-            )
-
-    def _after(self, _optimizer: object, _args: object, _kwargs: object) -> None:
-        self._depth = max(0, self._depth - 1)
-        if not self._depth:
-            self._show_again()
-
-    def _show_again(self) -> None:
-        if self._hidden is not None:
-            gradients, self._optimizer.state = self._hidden
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-            self._hidden = None
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Let every rank update everything, for a while; all ranks must have equal state after."""
-        self._suspended = True
-        try:
-            yield
-        finally:
-            self._suspended = False
-            self._state.forget()
+    def _forget_state(self) -> None:
+        self._state.forget()
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -362,9 +260,7 @@ class ShardedUpdate:
 
     def close(self) -> None:
         """Give the optimizer its own step back; its state stays, complete on every rank."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().close()
         if self._weights is not None:
             self._weights.release()
             self._weights = None

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 import hpctrain as hpc
 from hpctrain.checkpoint import export, list_checkpoints
+from hpctrain.pieces import Piece
 from mpi_tests.ranks.sharded_kit import adamw, assert_equal, build, train, train_alone, whole
 from mpi_tests.ranks.test_loader import first_ranks
 from mpi_tests.ranks.test_saver import common
@@ -25,7 +26,8 @@ def run(world, folder, shard):
         return
     with hpc.Grid(world) as grid:
         model = hpc.split(grid, build(), shard=shard)
-        replica = hpc.distribute(world, model, adamw(model), grid=grid)
+        options = {"bucket_bytes": 256} if shard == "state" else {}  # messages, also in a node
+        replica = hpc.distribute(world, model, adamw(model), grid=grid, **options)
         yield from_parts(world, folder, replica)
         replica.close()
 
@@ -41,6 +43,10 @@ def state(replica):
     for number, values in replica.optimizer.state_dict()["state"].items():
         for key, value in values.items():
             known = value.full_tensor() if hasattr(value, "full_tensor") else value
+            if isinstance(known, Piece):
+                runs = sorted(replica.world.comm.allgather((known.offset, known.tensor.tolist())))
+                elements = [one for _, run in runs for one in run]
+                known = torch.tensor(elements, dtype=known.tensor.dtype).view(known.shape)
             tensors[f"{number}.{key}"] = known.clone()
     return tensors
 
@@ -65,6 +71,39 @@ def test_another_division_resumes_with_the_same_bits(world, tmp_path):
             train(world, replica, batches=2, first=2)
             assert_equal(replica.model, train_alone(world.size))
             saver.close()
+
+
+def test_divided_state_goes_to_every_division_and_back(world, tmp_path):
+    folder = common(world, tmp_path)
+    expected = None
+    for number, shard in enumerate(("state", "parameters", "state", None)):
+        with run(world, folder, shard) as (replica, saver):
+            assert (saver.restore() is None) == (expected is None)
+            if expected is not None:
+                assert_same(state(replica), expected)
+            train(world, replica, batches=1, first=number)
+            saver.save(wait=True)
+            expected = state(replica)
+            if number == 3:
+                assert_equal(replica.model, train_alone(world.size))
+            saver.close()
+    with first_ranks(world, max(1, world.size - 1)) as some:
+        if some is not None:
+            with run(some, folder, "state") as (replica, saver):
+                saver.restore()
+                assert_same(state(replica), expected)
+                assert train(some, replica, batches=1, first=4)[0].moved
+                saver.save(wait=True)
+                if some.rank == 0:
+                    torch.save(state(replica), folder / "expected.pt")
+                else:
+                    state(replica)
+                saver.close()
+    world.comm.Barrier()
+    with run(world, folder, "state") as (replica, saver):
+        saver.restore()
+        assert_same(state(replica), torch.load(folder / "expected.pt"))
+        saver.close()
 
 
 def test_another_number_of_ranks_resumes_with_the_same_bits(world, tmp_path):

@@ -15,6 +15,7 @@ from hpctrain.fusion.layout import CONTROL_WORDS
 from hpctrain.fusion.usage import Watcher, complete
 from hpctrain.replica.policy import bucket_size
 from hpctrain.replica.window import Turn, Window
+from hpctrain.update.sliced import plan_messages, slice_of
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "complex128": 16}
 specs = st.lists(
@@ -197,3 +198,29 @@ def test_nobody_knows_how_many_steps_the_first_batch_has():
     turn.begin(last=False)  # a batch that was not stepped says nothing
     turn.begin(last=True)
     assert [turn.count_step() for _ in range(3)] == [False, False, True]
+
+
+@given(specs, st.one_of(st.none(), st.integers(1, 4000)), st.integers(1, 5))
+def test_slices_of_buckets_cover_every_element_once(parameters, bucket_bytes, num_ranks):
+    """Equal slices, and messages of weights in which each element of each parameter is once."""
+    buckets = plan(parameters, bucket_bytes=bucket_bytes, num_parts=num_ranks)
+    sizes = [one.numel for one in parameters]
+    for bucket in buckets:
+        slices = [slice_of(bucket, rank, num_ranks) for rank in range(num_ranks)]
+        assert slices[0][0] == bucket.start
+        assert slices[-1][1] == bucket.flags
+        assert all(a[1] == b[0] for a, b in pairwise(slices))
+    messages = plan_messages(buckets, sizes, num_ranks, message_bytes=num_ranks * 512)
+    taken = {
+        (index, element)
+        for message in messages
+        for part in message.parts
+        for index, first, last, _ in part
+        for element in range(first, last)
+    }
+    parts = [part for message in messages for part in message.parts]
+    assert len(taken) == sum(sizes) == sum(b - a for part in parts for _, a, b, _ in part)
+    for message in messages:
+        assert message.length * num_ranks * message.dtype.itemsize <= num_ranks * 512
+        ends = [at + b - a for part in message.parts for _, a, b, at in part]
+        assert max(ends) <= message.length

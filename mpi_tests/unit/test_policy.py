@@ -223,3 +223,41 @@ def test_choosing_imports_neither_torch_nor_mpi():
         "raise SystemExit(bool({'torch', 'mpi4py.MPI', 'horovod'} & set(sys.modules)))\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+STATE = Options(shard_state=True)
+
+
+@pytest.mark.parametrize(
+    ("given_facts", "options", "mode", "bucket", "update"),
+    [
+        (facts(ranks=1), STATE, "alone", None, "replicated"),
+        (facts(), STATE, "node", None, "sharded by element"),
+        (facts(optimizers=(SGD,)), STATE, "node", None, "sharded by element"),
+        (facts(nodes=2), STATE, "slices", 8 * MIB, "sharded by element"),
+        (facts(sharing=2), STATE, "slices", 8 * MIB, "sharded by element"),
+        (facts(), replace(STATE, bucket_bytes=MIB), "slices", MIB, "sharded by element"),
+        (facts("torch"), STATE, "slices", 8 * MIB, "sharded by element"),
+        (facts("torch", device="cuda"), STATE, "slices", 8 * MIB, "sharded by element"),
+        (facts("horovod", size=MIB), STATE, "slices", 4 * MIB, "sharded by element"),
+    ],
+)
+def test_divided_state_is_once_a_node_or_in_slices(given_facts, options, mode, bucket, update):
+    chosen = choose(given_facts, options)
+    assert (chosen.mode, chosen.bucket_bytes, str(chosen.update[0])) == (mode, bucket, update)
+    assert not chosen.overlap
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "told"),
+    [
+        ((COUPLED,), "it couples parameters; use an optimizer that treats every element"),
+        ((OptimizerFacts(shards_by="parameter"),), "treats every element alone"),
+        ((OptimizerFacts(scattered="a.weight"),), "a.weight is not contiguous"),
+        ((OptimizerFacts(), OptimizerFacts()), "with 2 optimizers"),
+    ],
+)
+def test_state_that_cannot_be_divided_is_refused(optimizers, told):
+    for num_nodes in (1, 2):
+        with pytest.raises(ConfigError, match=told):
+            choose(facts(nodes=num_nodes, optimizers=optimizers), STATE)

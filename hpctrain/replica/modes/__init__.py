@@ -10,6 +10,7 @@ from hpctrain.replica.modes.horovod import HorovodMode
 from hpctrain.replica.modes.node import NodeMode
 from hpctrain.replica.modes.partners import Partners
 from hpctrain.replica.modes.sharded import ShardedMode
+from hpctrain.replica.modes.slices import SlicedMode
 from hpctrain.replica.modes.stages import StagedPass, Stages
 from hpctrain.replica.modes.tensor import TensorMode
 
@@ -22,6 +23,7 @@ __all__ = [
     "NodeMode",
     "Partners",
     "ShardedMode",
+    "SlicedMode",
     "StagedPass",
     "Stages",
     "TensorMode",

@@ -33,12 +33,13 @@ class ArenaMode(Mode):
         bucket_bytes: int | None,
         overlap: bool,
         between: BetweenNodes | None = None,
+        num_parts: int = 1,
     ) -> None:
         super().__init__(names, parameters)
         self.engine = engine
         self._between = between
         self.overlap = overlap
-        self.arena = Arena(names, parameters, bucket_bytes=bucket_bytes)
+        self.arena = Arena(names, parameters, bucket_bytes=bucket_bytes, num_parts=num_parts)
         self._bucket_bytes = bucket_bytes
         self.watch = BackwardWatch(
             self.arena,

@@ -228,8 +228,7 @@ class ShardedMode(TorchGradientsMode):
         elif sharding.kind == "parameters":
             gathered = f"and at most {format_bytes(largest)} of a unit at a time, gathered"
         else:
-            until = "step" if sharding.kind == "state" else "backward"
-            gathered = f"and {format_bytes(everything)} gathered from forward to {until}"
+            gathered = f"and {format_bytes(everything)} gathered from forward to backward"
         kept = "whole between backward passes" if sharding.whole_gradients else "in shards"
         held = everything if sharding.whole_gradients else shards
         if sharding.in_stages and not sharding.whole_gradients:
