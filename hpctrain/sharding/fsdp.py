@@ -8,6 +8,7 @@ of the gradients. What is added here, so that the result is that of one process 
 - Every gather and every reduction goes into a digest. Ranks that take different branches would mix
   each other's parameters where sizes are the same, and torch does not see it.
 - After an update no unit keeps weights that were gathered before it.
+- Ranks that share memory gather and reduce there, where torch lets others do that.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from hpctrain import torch_backend  # its names load MPI when they are used
 from hpctrain.errors import ConfigError
 from hpctrain.sharding.units import ModuleFacts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from hpctrain.torch_backend import NodeStaging
 
 __all__ = [
     "SHARDED",
@@ -127,6 +131,8 @@ class Sharding:
         self._model = model
         self._digest = 0
         self._units = [self._watch(name, group) for name, group in _groups_of(model, units)]
+        self.staging = self._stage()
+        """Where ranks of a node gather and reduce; None: torch does it."""
         if whole_gradients or in_stages:
             _fsdp(model).set_requires_gradient_sync(False)
         if kind == "state" or in_stages:  # until all is freed: before the step, or after the pass
@@ -190,6 +196,30 @@ class Sharding:
         group.unshard, group.pre_forward = gather, forward
         group.pre_backward, group.post_backward = backward, reduce
         return unit
+
+    def _stage(self) -> NodeStaging | None:
+        """Let torch gather and reduce in memory that the ranks of a node share."""
+        root = _fsdp(self._model)
+        if not self._units or not hasattr(root, "set_custom_all_gather"):  # torch before 2.9
+            return None
+        groups = [unit.group for unit in self._units]
+        ranks = {id(one): one for one in (g.mesh_info.shard_process_group for g in groups)}
+        process_group = next(iter(ranks.values()))
+        is_ours = isinstance(process_group, torch_backend.MpiProcessGroup)
+        if not is_ours or len(ranks) > 1 or process_group.size() == 1:
+            return None
+        sizes = [_whole_bytes(group) for group in groups]
+        staging = torch_backend.NodeStaging(
+            process_group,
+            gathered=sizes,
+            reduced=sizes,
+            is_clear=lambda: all(group._all_gather_result is None for group in groups),
+        )
+        modules = dict(self._model.named_modules())
+        for name in ["", *self.names]:
+            _fsdp(modules[name]).set_custom_all_gather(staging.all_gather)
+            _fsdp(modules[name]).set_custom_reduce_scatter(staging.reduce_scatter)
+        return staging
 
     def _note(self, unit: _Unit, what: int) -> None:
         self.num_messages += 1
@@ -328,6 +358,14 @@ class Sharding:
 
     # What there is
 
+    @property
+    def way(self) -> str:
+        """How shards get from rank to rank, in words."""
+        if self.staging is None:
+            return "by torch's process group"
+        why_not = self.staging.why_not
+        return "in node-shared memory" if why_not is None else f"by messages: {why_not}"
+
     def shards(self) -> dict[int, str]:
         """The name of the unit of each sharded parameter, by id of the parameter."""
         return {
@@ -439,6 +477,13 @@ def _fully_shard() -> Callable[..., Any]:
 def _fsdp(model: nn.Module) -> Any:
     """A model that torch has sharded: it has further methods then."""
     return model
+
+
+def _whole_bytes(group: Any) -> int:
+    """Of the parameters of one of torch's groups when they are gathered, padded."""
+    num_elements = sum(one.padded_sharded_param_size.numel() for one in group.fsdp_params)
+    itemsize = max(one.sharded_param.element_size() for one in group.fsdp_params)
+    return int(num_elements * group.mesh_info.shard_mesh_size * itemsize)
 
 
 def _groups_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
         open_default_group,
     )
     from hpctrain.torch_backend.process_group import MpiProcessGroup
+    from hpctrain.torch_backend.staging import NodeStaging
 
 __all__ = [
     "BACKEND",
     "DefaultGroup",
     "MpiProcessGroup",
+    "NodeStaging",
     "choose_backend",
     "open_default_group",
 ]
@@ -33,5 +35,6 @@ __getattr__ = lazy(
     {
         ".opening": ("BACKEND", "DefaultGroup", "choose_backend", "open_default_group"),
         ".process_group": ("MpiProcessGroup",),
+        ".staging": ("NodeStaging",),
     },
 )

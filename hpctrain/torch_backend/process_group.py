@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,7 +30,9 @@ from hpctrain.torch_backend.works import Ended, Message, Several
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["MpiProcessGroup"]
+    from hpctrain.engines import MpiEngine
+
+__all__ = ["MpiProcessGroup", "digest", "in_words"]
 
 _c10d: Any = distributed_c10d
 _ProcessGroup: Any = _c10d.ProcessGroup
@@ -67,7 +69,8 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._comm = comm
         self._name = name
         self._members = tuple(members)
-        self._where = f"group of ranks {format_ranges(members, limit=16)}"
+        self.where = f"group of ranks {format_ranges(members, limit=16)}"
+        """The group in words."""
         self._device = device
         self._timeout_s = timeout_s
         self._engine = over_mpi(comm, device)
@@ -79,6 +82,11 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._sent: list[Message] = []
         self._coalesced: list[Any] | None = None
         self._closed = False
+
+    @property
+    def engine(self) -> MpiEngine:
+        """What carries its collectives."""
+        return self._engine
 
     # What torch asks about the group.
 
@@ -97,7 +105,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return "hpctrain"
 
     def __repr__(self) -> str:
-        return f"<hpctrain process {self._where}, {self._name!r}>"
+        return f"<hpctrain process {self.where}, {self._name!r}>"
 
     def shutdown(self) -> None:
         """Torch forgets the group; its communicators are given back by `close`."""
@@ -122,7 +130,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Collective: overwrite each tensor with the root's."""
         root = 0 if opts is None else opts.rootRank
         for tensor in tensors:
-            self._compare("broadcast", f"{_words(tensor)} from {root}")
+            self._compare("broadcast", f"{in_words(tensor)} from {root}")
             self._engine.broadcast_(tensor, root)
         return Ended(tensors)
 
@@ -130,7 +138,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Collective: combine each tensor over the ranks, in place."""
         how = self._reduction("all_reduce", opts)
         for tensor in tensors:
-            self._agree_on_reduction("all_reduce", tensor, how, _words(tensor))
+            self._agree_on_reduction("all_reduce", tensor, how, in_words(tensor))
             self._reduce_in_place(tensor, how)
         return Ended(tensors)
 
@@ -143,7 +151,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         how = self._reduction("reduce", opts)
         root = 0 if opts is None else opts.rootRank
         for tensor in tensors:
-            self._agree_on_reduction("reduce", tensor, how, f"{_words(tensor)} to {root}")
+            self._agree_on_reduction("reduce", tensor, how, f"{in_words(tensor)} to {root}")
             whole = tensor.detach().clone()
             self._reduce_in_place(whole, how)
             if root == self._own_rank:
@@ -158,10 +166,10 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             trouble = self._one_each("all_gather", parts)
             if trouble is None and _size(parts[self._own_rank]) != _size(given):
                 trouble = (
-                    f"the input is {_words(given)}, this rank's place in the output is "
-                    f"{_words(parts[self._own_rank])}"
+                    f"the input is {in_words(given)}, this rank's place in the output is "
+                    f"{in_words(parts[self._own_rank])}"
                 )
-            self._compare("all_gather", _words(*parts), trouble)
+            self._compare("all_gather", in_words(*parts), trouble)
             joined = self._engine.allgather(given.reshape(-1))
             _store_parts(joined, parts)
         return Ended([part for parts in outputs for part in parts])
@@ -171,7 +179,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         trouble = None
         if output.numel() != given.numel() * self._num_ranks or output.dtype != given.dtype:
             trouble = self._does_not_fit(output, given, "output", "input")
-        self._compare("all_gather_single", _words(given), trouble)
+        self._compare("all_gather_single", in_words(given), trouble)
         self._engine.allgather_into(output.detach(), given.detach())
         return Ended([output])
 
@@ -199,10 +207,10 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             trouble = self._one_each("reduce_scatter", parts)
             if trouble is None and _size(parts[self._own_rank]) != _size(output):
                 trouble = (
-                    f"the output is {_words(output)}, this rank's part of the input is "
-                    f"{_words(parts[self._own_rank])}"
+                    f"the output is {in_words(output)}, this rank's part of the input is "
+                    f"{in_words(parts[self._own_rank])}"
                 )
-            self._agree_on_reduction("reduce_scatter", output, how, _words(*parts), trouble)
+            self._agree_on_reduction("reduce_scatter", output, how, in_words(*parts), trouble)
             flat = [part.reshape(-1) for part in parts]
             if len({len(part) for part in flat}) == 1:
                 self._scatter_sum(output, torch.stack(flat), how)
@@ -219,7 +227,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         trouble = None
         if given.numel() != output.numel() * self._num_ranks or output.dtype != given.dtype:
             trouble = self._does_not_fit(given, output, "input", "output")
-        self._agree_on_reduction("reduce_scatter_single", given, how, _words(given), trouble)
+        self._agree_on_reduction("reduce_scatter_single", given, how, in_words(given), trouble)
         self._scatter_sum(output, given.reshape(self._num_ranks, -1), how)
         return Ended([output])
 
@@ -248,7 +256,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             room = f"splits {expected} of " if expected else ""
             raise CollectiveError(
                 f"all_to_all_single: ranks sent {num_rows} rows, the output has room for {room}"
-                f"{_words(output)}; the splits of all ranks must fit together"
+                f"{in_words(output)}; the splits of all ranks must fit together"
             )
         output.detach().copy_(came.view(output.shape))
         return Ended([output])
@@ -263,7 +271,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
         if counts != [part.numel() for part in outputs]:
             raise CollectiveError(
-                f"all_to_all: ranks sent {counts} elements, the output is {_words(*outputs)}; "
+                f"all_to_all: ranks sent {counts} elements, the output is {in_words(*outputs)}; "
                 "shapes must match pair by pair"
             )
         _store_parts(came, outputs)
@@ -279,8 +287,8 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if root == self._own_rank:
                 trouble = self._one_each("gather", parts)
                 if trouble is None and any(_size(part) != _size(given) for part in parts):
-                    trouble = f"the input is {_words(given)}, the output {_words(*parts)}"
-            self._compare("gather", f"{_words(given)} to {root}", trouble)
+                    trouble = f"the input is {in_words(given)}, the output {in_words(*parts)}"
+            self._compare("gather", f"{in_words(given)} to {root}", trouble)
             splits = [given.numel() if r == root else 0 for r in range(self._num_ranks)]
             came, _ = self._engine.alltoall(given.reshape(-1), splits)
             _store_parts(came, parts)
@@ -296,8 +304,8 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if root == self._own_rank:
                 trouble = self._one_each("scatter", parts)
                 if trouble is None and any(_size(part) != _size(output) for part in parts):
-                    trouble = f"the output is {_words(output)}, the input {_words(*parts)}"
-            self._compare("scatter", f"{_words(output)} from {root}", trouble)
+                    trouble = f"the output is {in_words(output)}, the input {in_words(*parts)}"
+            self._compare("scatter", f"{in_words(output)} from {root}", trouble)
             flat = torch.cat([p.reshape(-1) for p in parts]) if parts else output.new_empty(0)
             each = output.numel() if root == self._own_rank else 0
             came, _ = self._engine.alltoall(flat, [each] * self._num_ranks)
@@ -340,7 +348,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             num_bytes = tensor.numel() * tensor.element_size()
             if num_bytes > _MOST_FROM_ANYBODY:
                 raise ConfigError(
-                    f"recv: {_words(tensor)} from any rank has {num_bytes} bytes; at most "
+                    f"recv: {in_words(tensor)} from any rank has {num_bytes} bytes; at most "
                     f"{_MOST_FROM_ANYBODY} can come from an unknown rank: name the sender (src=)"
                 )
         return self._note(
@@ -358,7 +366,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         call = "send" if sends else "recv"
         if not (peer == MPI.ANY_SOURCE and not sends) and not 0 <= peer < self._num_ranks:
             raise ConfigError(
-                f"{call}: rank {peer} is not in the {self._where}; choose 0 <= rank < "
+                f"{call}: rank {peer} is not in the {self.where}; choose 0 <= rank < "
                 f"{self._num_ranks}"
             )
         most = self._largest_tag
@@ -372,7 +380,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             peer,
             tag,
             sends=sends,
-            title=f"{call} of {_words(tensor)} {way} {who} ({self._where}, tag {tag})",
+            title=f"{call} of {in_words(tensor)} {way} {who} ({self.where}, tag {tag})",
             timeout_s=self._timeout_s,
         )
 
@@ -420,7 +428,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _does_not_fit(self, large: Tensor, small: Tensor, large_name: str, small_name: str) -> str:
         return (
-            f"the {large_name} is {_words(large)} and the {small_name} {_words(small)}; the "
+            f"the {large_name} is {in_words(large)} and the {small_name} {in_words(small)}; the "
             f"{large_name} must have {self._num_ranks} times as many elements of the same dtype"
         )
 
@@ -432,20 +440,29 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             ConfigError: some rank's arguments do not fit together.
         """
         if self._closed:
-            raise ConfigError(f"{call}: the process {self._where} is closed")
+            raise ConfigError(f"{call}: the process {self.where} is closed")
         text = f"{call} {words}".rstrip()
 
         def exchange() -> None:
-            mine = np.array([_digest(text) if trouble is None else _TROUBLE], dtype=np.int64)
+            mine = np.array([digest(text) if trouble is None else _TROUBLE], dtype=np.int64)
             table = np.empty(self._num_ranks, dtype=np.int64)
             self._comm.Allgather(mine, table)
             if table[0] == _TROUBLE or (table != table[0]).any():
-                raise self._difference(self._comm.allgather((text, trouble)))
+                self.refuse(text, trouble)
 
-        self._engine.meet(exchange, f"{text} in the {self._where}", "", None)
+        self._engine.meet(exchange, f"{text} in the {self.where}", "", None)
+
+    def refuse(self, text: str, trouble: str | None = None) -> NoReturn:
+        """Collective: raise what differs between the ranks' calls, on all of them.
+
+        Args:
+            text: This rank's call.
+            trouble: Why its arguments do not fit together, or None.
+        """
+        raise self._difference(self._comm.allgather((text, trouble)))
 
     def _difference(self, told: list[tuple[str, str | None]]) -> HpcTrainError:
-        where = self._where
+        where = self.where
         for rank, (text, trouble) in enumerate(told):
             if trouble is not None:
                 return ConfigError(f"rank {self._members[rank]}, {where}: {text}: {trouble}")
@@ -458,7 +475,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(text: str) -> int:
+def digest(text: str) -> int:
     """A number of 56 bits that differs, as good as always, when texts do."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
@@ -467,7 +484,8 @@ def _size(tensor: Tensor) -> tuple[int, torch.dtype]:
     return tensor.numel(), tensor.dtype
 
 
-def _words(*tensors: Tensor) -> str:
+def in_words(*tensors: Tensor) -> str:
+    """Dtypes and shapes."""
     return ", ".join(
         f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in tensors
     )

@@ -204,6 +204,7 @@ class ShardedMode(TorchGradientsMode):
             ("units", f"{len(sharding.names)} and the root"),
             ("weights", f"{format_bytes(shards)} of {format_bytes(everything)} a rank, {gathered}"),
             ("gradients", f"{kept}: {format_bytes(held)} a rank"),
+            ("gathered", sharding.way),
         ]
 
     def counts(self) -> dict[str, int]:
