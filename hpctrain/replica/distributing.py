@@ -317,9 +317,9 @@ class _Layout:
         if isinstance(self.model, StageModel):
             return build_stage(self.engine, self.model, names, parameters)
         if division_of(self.model) is not None:
-            mode = ArenaMode(self.engine, names, parameters, bucket_bytes=None, overlap=False)
-            mode.chosen = "arena: split() has divided layers, and each rank sums its parts"
-            return mode
+            own = ArenaMode(self.engine, names, parameters, bucket_bytes=None, overlap=False)
+            own.chosen = "arena: split() has divided layers, and each rank sums its parts"
+            return own
         facts = gather_facts(
             self.world,
             self.engine,

@@ -469,7 +469,7 @@ class _NoView(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 

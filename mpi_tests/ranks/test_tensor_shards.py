@@ -50,7 +50,7 @@ def train(grid, replica, numbers):
 def test_shards_of_divided_layers_equal_one_process(world, shard):
     accumulate = 2 if shard == "gradients" else 1
     want = alone(clip=0.05, tied=True, accumulate=accumulate)
-    for sizes in grids(world.size)[world.size > 2 :]:
+    for sizes in grids(world.size)[-2:][: 1 if world.size == 4 else 2]:
         options = {"shard": shard, "clip_norm": 0.05, "accumulate": accumulate}
         with run(world, sizes, units=["attention"], **options) as (grid, replica):
             assert train(grid, replica, range(STEPS * accumulate)).moved
@@ -72,7 +72,7 @@ def test_any_grid_resumes_with_the_same_bits(world, tmp_path):
         saver.save(wait=True)
         kept = state(replica)
         saver.close()
-    others = [(sizes, None) for sizes in grids(world.size)]
+    others = [(grids(world.size)[0], None)]
     others.append((grids(world.size)[world.size // 3], "parameters"))  # 2 x 2 of four
     for sizes, shard in others:
         with run(world, sizes, **({"shard": shard} if shard else {})) as (grid, replica):
