@@ -113,17 +113,20 @@ def split(
     mistake = mistake or _find_mistake(module, shard, units, deferred is not None)
     agree(world.comm, mistake, error=ConfigError)
     _check_same(world, {name: repr(value) for name, value in given.items()})
-    if tensor is not None:
-        return _divide(grid, module, tensor)
-    if shard is None:
+    plan = None if tensor is None else _plan_layers(grid, module, tensor)
+    if shard is None and plan is None:
         return module
     if shard == "state":
         _make_equal(grid, module)
         mark_state_divided(module)
         return module
-    names = _choose_units(grid, module, units)
+    names = () if shard is None else _choose_units(grid, module, units)
     if deferred is None:
         _make_equal(grid, module)
+    if plan is not None and grid.tensor > 1:
+        tensor_parallel.split_layers(grid, module, plan)
+    if shard is None:
+        return module
     kind = next(one for one in SHARDED if one == shard)
     shard_model(module, grid.mesh("data"), kind, names, whole_gradients=whole_gradients)
     if deferred is not None:
@@ -216,18 +219,19 @@ def _find_mistake(
     return None
 
 
-def _divide(grid: Grid, model: torch.nn.Module, tensor: Mapping[str, str]) -> torch.nn.Module:
-    """Collective: divide layers over the tensor dimension; with one rank there is nothing to do."""
+def _plan_layers(grid: Grid, model: torch.nn.Module, tensor: Mapping[str, str]) -> dict[str, str]:
+    """Collective: which layers are divided, and how.
+
+    Raises:
+        ConfigError: on all ranks; they cannot be.
+    """
     plan, mistake = {}, None
     try:
         plan = tensor_parallel.plan_layers(model, tensor, grid.tensor)
     except ConfigError as error:
         mistake = f"split: {error}"
     agree(grid.world.comm, mistake, error=ConfigError)
-    _make_equal(grid, model)
-    if grid.tensor > 1:
-        tensor_parallel.split_layers(grid, model, plan)
-    return model
+    return plan
 
 
 def _find_odd_tensor(grid: Grid, model: object, shard: object, tensor: object) -> str | None:
@@ -246,8 +250,11 @@ def _find_odd_tensor(grid: Grid, model: object, shard: object, tensor: object) -
             f"split: tensor={tensor!r} must be patterns of names with their kinds, such as "
             "{'*.up': 'column', '*.down': 'row'}"
         )
-    if shard is not None:
-        return f"split: shard={shard!r} and tensor= together are not in this version; choose one"
+    if shard == "state":
+        return (
+            "split: shard='state' and tensor= together are not in this version; use "
+            "shard='gradients'"
+        )
     if not isinstance(model, torch.nn.Module):
         return (
             f"split: tensor= with a {type(model).__name__}; build the model on world.device and "

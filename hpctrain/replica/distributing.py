@@ -32,7 +32,7 @@ from hpctrain.replica.modes import AloneMode, ArenaMode, HorovodMode, Mode, Node
 from hpctrain.replica.naming import named_parameters
 from hpctrain.replica.on_grid import (
     DataCompany,
-    build_divided,
+    build_partners,
     build_sharded,
     build_sliced,
     build_stage,
@@ -293,6 +293,9 @@ class _Layout:
             self.numerics.adopt()
         names, parameters = named_parameters(self.model, self.optimizer)
         mode = self._choose(sharding, names, parameters)
+        division = division_of(self.model)
+        if given.grid is not None and division is not None:
+            mode.share(build_partners(given.grid, self.model, division, self.optimizer, parameters))
         if given.grid is not None and isinstance(self.model, StageModel):
             stages = build_stages(
                 given.grid, self.model, given, self.numerics, self.optimizer, parameters
@@ -313,11 +316,10 @@ class _Layout:
             return build_sharded(self.engine, sharding, self.optimizer, names, parameters, comm)
         if isinstance(self.model, StageModel):
             return build_stage(self.engine, self.model, names, parameters)
-        division = division_of(self.model)
-        if given.grid is not None and division is not None:
-            return build_divided(
-                self.engine, given.grid, self.model, division, self.optimizer, names, parameters
-            )
+        if division_of(self.model) is not None:
+            own = ArenaMode(self.engine, names, parameters, bucket_bytes=None, overlap=False)
+            own.chosen = "arena: split() has divided layers, and each rank sums its parts"
+            return own
         facts = gather_facts(
             self.world,
             self.engine,

@@ -19,7 +19,6 @@ from hpctrain.replica.modes import (
     ShardedMode,
     SlicedMode,
     Stages,
-    TensorMode,
 )
 from hpctrain.sharding import sharding_of
 from hpctrain.tensor_parallel import division_of
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataCompany",
-    "build_divided",
+    "build_partners",
     "build_sharded",
     "build_sliced",
     "build_stage",
@@ -49,6 +48,9 @@ _OF_PIPELINES = ("micro_batches", "schedule")
 _ELEMENTWISE = (
     "parts of a parameter are updated apart, and that needs an optimizer that treats every "
     "element alone, such as AdamW"
+)
+_PURE = (
+    "distribute: precision='bf16-pure' is not for a model with divided layers; use precision='bf16'"
 )
 
 
@@ -92,11 +94,11 @@ def find_grid_mistake(
     if isinstance(model, StageModel):
         odd = _find_odd_pipeline(grid, model, given) or _find_odd_stage(model, optimizer)
         return odd or (None if sharding is None else _find_odd_optimizer(sharding, optimizer))
-    divided = 1 if division is None else division.num_ranks
-    if grid.pipeline > 1 or grid.tensor != divided:
+    parts = 1 if division is None else division.num_ranks
+    if grid.pipeline > 1 or grid.tensor != parts:
         return (
             f"distribute: the grid has pipeline={grid.pipeline} and tensor={grid.tensor}, and the "
-            f"model is divided into 1 and {divided}; give the grid that split() was given, or use "
+            f"model is divided into 1 and {parts}; give the grid that split() was given, or use "
             "Grid(world)"
         )
     for name in _OF_PIPELINES:
@@ -105,13 +107,16 @@ def find_grid_mistake(
                 f"distribute: {name}={getattr(given, name)!r}, and the grid has no pipeline; leave "
                 "it out, or use accumulate"
             )
-    if division is not None:
-        return _find_odd_division(model, optimizer, given)
-    if sharding is None:
+    if sharding is None and division is None:
         return _find_odd_state(given) if given.shard_state else None
-    return _find_option(
-        given, "torch sends its gradients, and each rank updates its shards"
-    ) or _find_odd_optimizer(sharding, optimizer)
+    if division is not None and given.precision == "bf16-pure":
+        return _PURE
+    odd = _find_option(given)
+    if odd is None and sharding is not None:
+        odd = _find_odd_optimizer(sharding, optimizer)
+    elif odd is None:
+        odd = _find_odd_kind(optimizer) or _find_odd_part(model, optimizer)
+    return odd
 
 
 def _find_odd_state(given: DistributeArguments) -> str | None:
@@ -136,7 +141,7 @@ def _find_odd_state(given: DistributeArguments) -> str | None:
     return None
 
 
-def _find_option(given: DistributeArguments, why: str) -> str | None:
+def _find_option(given: DistributeArguments) -> str | None:
     """An option that a divided model has no use for."""
     for name, value, default in (
         ("overlap", given.overlap, None),
@@ -148,8 +153,8 @@ def _find_option(given: DistributeArguments, why: str) -> str | None:
     ):
         if value != default:
             return (
-                f"distribute: {name}={value!r} with a model that split() has divided: {why}; leave "
-                "it out"
+                f"distribute: {name}={value!r} with a model that split() has divided: each rank "
+                "updates what it holds, and how gradients are sent follows from that; leave it out"
             )
     return None
 
@@ -262,21 +267,6 @@ def build_stages(
     return Stages(runner, StageState(grid.comm("pipeline"), model, optimizer), parameters)
 
 
-def _find_odd_division(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: DistributeArguments
-) -> str | None:
-    """What is wrong with arguments for a model with divided layers, or None."""
-    if given.precision == "bf16-pure":
-        return (
-            "distribute: precision='bf16-pure' is not for a model with divided layers; use "
-            "precision='bf16'"
-        )
-    odd = _find_option(given, "each rank averages and updates its parts") or _find_odd_kind(
-        optimizer
-    )
-    return odd or _find_odd_part(model, optimizer)
-
-
 def _find_odd_part(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     """A parameter of an optimizer that is none of the divided model's."""
     own = {id(p) for p in model.parameters() if is_sharded(p)}
@@ -351,16 +341,14 @@ def build_sharded(
     return mode
 
 
-def build_divided(
-    engine: Engine,
+def build_partners(
     grid: Grid,
     model: torch.nn.Module,
     division: Division,
     optimizer: torch.optim.Optimizer,
-    names: Sequence[str],
     parameters: Sequence[torch.nn.Parameter],
-) -> TensorMode:
-    """The mode of a model whose layers `split` has divided.
+) -> Partners:
+    """Collective at the grid's first call: the ranks that share the layers of a model.
 
     Raises:
         ConfigError: the optimizer has come by parameters that are not the model's.
@@ -368,21 +356,14 @@ def build_divided(
     trouble = _find_odd_part(model, optimizer)
     if trouble is not None:
         raise ConfigError(trouble)
-    partners = Partners(grid.engine("tensor"), _counted_elsewhere(grid, parameters))
-    mode = TensorMode(engine, names, parameters, partners, division)
-    mode.chosen = f"tensor: split() has divided layers over {grid.tensor} ranks"
-    return mode
-
-
-def _counted_elsewhere(grid: Grid, parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
-    """Parameters that every rank along tensor has whole: the first one counts them."""
-    if grid.coordinate.tensor == 0:
-        return frozenset()
-    return frozenset(
-        index
-        for index, parameter in enumerate(parameters)
-        if not cast("Any", parameter).placements[-1].is_shard()
-    )
+    elsewhere: frozenset[int] = frozenset()
+    if grid.coordinate.tensor > 0:  # what all of them hold whole, the first one counts
+        elsewhere = frozenset(
+            index
+            for index, parameter in enumerate(parameters)
+            if not cast("Any", parameter).placements[-1].is_shard()
+        )
+    return Partners(grid.engine("tensor"), division, elsewhere)
 
 
 def build_sliced(

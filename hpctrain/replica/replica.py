@@ -660,8 +660,9 @@ class Replica:
         """Describe how gradients are exchanged, and why; as rows."""
         mode = self._exchange.mode
         wire = [("wire", mode.wire_chosen)] if mode.wire_chosen else []
-        stages = [] if mode.stages is None else mode.stages.describe()
-        return [("mode", mode.chosen), *stages, *mode.describe(), *wire]
+        others = (one for one in (mode.stages, mode.partners) if one is not None)
+        rows = [row for one in others for row in one.describe()]
+        return [("mode", mode.chosen), *rows, *mode.describe(), *wire]
 
     def close(self) -> None:
         """Collective, unless an engine was given: let the model go, and end what was connected.

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from hpctrain import torch_backend  # its names load MPI when they are used
 from hpctrain.errors import ConfigError
+from hpctrain.pieces import local_tensor
 from hpctrain.sharding.kinds import ShardKind
 from hpctrain.sharding.units import ModuleFacts
 
@@ -391,13 +393,16 @@ class Sharding:
     def num_bytes(self) -> tuple[int, int, int]:
         """Of parameters: this rank's shards, the largest unit gathered, and everything."""
         units = [
-            [one.sharded_param for one in unit.group.fsdp_params if one.sharded_param.numel()]
+            [one for one in unit.group.fsdp_params if one.sharded_param.numel()]
             for unit in self._units
         ]
-        whole = [sum(p.numel() * p.element_size() for p in unit) for unit in units]
-        local = sum(
-            cast(Any, p).to_local().numel() * p.element_size() for unit in units for p in unit
-        )
+        # Of a layer that is divided as well, its own part is gathered.
+        whole = [
+            sum(one._orig_size.numel() * one.sharded_param.element_size() for one in unit)
+            for unit in units
+        ]
+        shards = [one.sharded_param for unit in units for one in unit]
+        local = sum(local_tensor(p).numel() * p.element_size() for p in shards)
         return local, max(whole, default=0), sum(whole)
 
 
@@ -434,6 +439,8 @@ def shard_model(
     if kind != "parameters" or in_stages:
         options["reshard_after_forward"] = False
     modules = dict(model.named_modules())
+    for name in [*reversed(units), ""]:
+        modules[name].register_forward_hook(_give_no_views)
     for name in reversed(units):
         fully_shard(modules[name], **options)
     fully_shard(model, **options)
@@ -452,6 +459,28 @@ def trouble_with_torch(kind: str) -> str | None:
             f"this is torch {torch.__version__}; use a newer one, or leave shard= out"
         )
     return None
+
+
+class _NoView(torch.autograd.Function):
+    """The same tensor, and no view to autograd; writes to it are still seen."""
+
+    @staticmethod
+    def forward(_context: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _give_no_views(_module: nn.Module, _given: Any, out: Any) -> Any:
+    """Before torch hooks what a unit returns: writing to a view in place would lose the hook."""
+
+    def own(value: Any) -> Any:
+        is_view = isinstance(value, Tensor) and value.requires_grad and value._base is not None
+        return _NoView.apply(value) if is_view else value  # type: ignore[no-untyped-call]
+
+    return tree_map(own, out)
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:

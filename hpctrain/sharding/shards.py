@@ -6,7 +6,7 @@ DTensor that lies the same way, the whole tensor, or just this rank's piece of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hpctrain.tensor_names import fit_keys
 __all__ = [
     "as_pieces",
     "block_of",
+    "find_region",
     "fit_optimizer_state",
     "load_shards",
     "piece_of_state",
@@ -29,15 +30,34 @@ __all__ = [
 
 def region_of(tensor: Tensor) -> Region:
     """Which block of the whole this rank holds; may be empty."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     shard: Any = tensor
-    shape, offset = compute_local_shape_and_global_offset(
-        shard.shape, shard.device_mesh, shard.placements
-    )
-    # An empty block begins where the tensor ends, whatever torch says of it.
-    begins = tuple(min(at, n) for at, n in zip(offset, shard.shape, strict=True))
-    return Region(begins, tuple(shape))
+    mesh = shard.device_mesh
+    cuts = [
+        (int(placement.dim), getattr(placement, "split_factor", 1) > 1, mesh.size(i), at)
+        for i, (placement, at) in enumerate(
+            zip(shard.placements, mesh.get_coordinate(), strict=True)
+        )
+        if placement.is_shard() or hasattr(placement, "split_factor")
+    ]
+    return find_region(shard.shape, cuts)
+
+
+def find_region(shape: Sequence[int], cuts: Sequence[tuple[int, bool, int, int]]) -> Region:
+    """The block that is left of a tensor after it was cut several times. Pure.
+
+    Args:
+        shape: Of the whole.
+        cuts: For each dimension of a mesh: which dimension of the tensor it cuts, whether what the
+            other cuts have left is cut (torch's strided shards), into how many, and which is this
+            rank's. As torch cuts: the first ones are of equal size, the last may be less or empty.
+    """
+    begins, sizes = [0] * len(shape), list(shape)
+    for dim, _, count, place in sorted(cuts, key=lambda cut: cut[1]):  # a stable order
+        length = -(-sizes[dim] // count)
+        start = min(place * length, sizes[dim])
+        begins[dim] += start
+        sizes[dim] = min(length, sizes[dim] - start)
+    return Region(tuple(begins), tuple(sizes))
 
 
 def as_pieces(tree: Any) -> Any:

@@ -105,7 +105,7 @@ def digest(values: Iterable[object]) -> Tensor:
     that were exchanged change it.
     """
     texts, total = [], torch.zeros((), dtype=torch.int64)
-    for place, value in enumerate(values):
+    for value in values:
         if not isinstance(value, Tensor):
             known = isinstance(value, int | float | str | bool | type(None))
             texts.append(repr(value) if known else type(value).__name__)
@@ -114,7 +114,7 @@ def digest(values: Iterable[object]) -> Tensor:
         bits = _bits(value.detach())
         factors = torch.arange(bits.numel(), device=bits.device).mul_(2).add_(1).mul_(_STEP)
         summed = (bits.long() * factors).sum()
-        total = total.to(summed.device) * 3 + summed * (2 * place + 1)
+        total = total.to(summed.device) * _STEP + summed
     return total + zlib.crc32("\n".join(texts).encode())
 
 

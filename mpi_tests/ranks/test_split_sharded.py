@@ -361,7 +361,7 @@ def test_calls_that_do_not_fit_are_refused(world, grid):
         ({"units": ["blocks.*"]}, "units= .*give shard= too"),
         ({"whole_gradients": True}, "whole_gradients= .*give shard= too"),
         ({"shard": "parameters", "example": torch.ones(1)}, "example= .*stages='auto'; leave"),
-        ({"shard": "parameters", "tensor": {"*.up": "column"}}, "together are not in this"),
+        ({"shard": "state", "tensor": {"*.up": "column"}}, "together are not in this version"),
     ],
 )
 def test_arguments_without_effect_are_refused(grid, given, told):

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.errors import ConfigError
 from hpctrain.tensor_parallel import plan_layers, vocabulary_cross_entropy
+from hpctrain.tensor_parallel.boundary import digest, draws
 
 
 class Attention(nn.Module):
@@ -90,3 +91,38 @@ def test_plain_scores():
         vocabulary_cross_entropy(scores, target.T)
     with pytest.raises(ConfigError, match="reduction='max'"):
         vocabulary_cross_entropy(scores, target, reduction="max")
+
+
+def test_a_batch_in_another_order_has_another_digest():
+    x = torch.randn(4, 3)
+    for other in (x.flip(0), x.flip(1), x[:, :2], x.double(), x.roll(1)):
+        assert int(digest([x])) != int(digest([other]))
+    assert int(digest([x, 1, None])) == int(digest([x.clone(), 1, None]))
+    assert int(digest([x, 1])) != int(digest([x, 2]))
+    assert int(digest([x, x + 1])) != int(digest([x + 1, x]))
+    powers = torch.tensor([1.0, 2.0], dtype=torch.float64).repeat_interleave(4096)
+    assert int(digest([powers])) != int(digest([powers.roll(4096)]))
+    for dtype in (torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.complex64):
+        one = torch.tensor([0, 1, 1]).to(dtype)
+        assert int(digest([one])) != int(digest([one.flip(0)]))
+    assert int(digest([torch.empty(0, 3)])) != int(digest([torch.empty(0, 2)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "named", "told"),
+    [
+        ("dropout", (0,), {"p": 0.5, "training": True}, True),
+        ("dropout", (0,), {"p": 0.5, "training": False}, False),
+        ("dropout", (0,), {"p": 0.0}, False),
+        ("dropout", (0, 0.5, False), {}, False),
+        ("dropout", (0, 0.5), {"train": False}, False),
+        ("alpha_dropout", (0,), {"p": 0.5}, False),
+        ("scaled_dot_product_attention", (0, 0, 0), {}, False),
+        ("scaled_dot_product_attention", (0, 0, 0), {"dropout_p": 0.1}, True),
+        ("scaled_dot_product_attention", (0, 0, 0, None, 0.1), {}, True),
+        ("rand_like", (0,), {}, True),
+        ("linear", (0,), {}, False),
+    ],
+)
+def test_what_draws_random_numbers(name, args, named, told):
+    assert draws(name, args, named) is told

@@ -12,7 +12,6 @@ from hpctrain.replica.modes.partners import Partners
 from hpctrain.replica.modes.sharded import ShardedMode
 from hpctrain.replica.modes.slices import SlicedMode
 from hpctrain.replica.modes.stages import StagedPass, Stages
-from hpctrain.replica.modes.tensor import TensorMode
 
 __all__ = [
     "AloneMode",
@@ -26,6 +25,5 @@ __all__ = [
     "SlicedMode",
     "StagedPass",
     "Stages",
-    "TensorMode",
     "unfrozen",
 ]

@@ -115,10 +115,7 @@ class ArenaMode(Mode):
         self.arena.divide(divisor)
 
     def norm_squared(self, excluded: frozenset[int]) -> tuple[Tensor, Tensor]:
-        """Sums of squares over the arena, without the excluded parameters, and of these.
-
-        Collective where other ranks hold other parts of the model.
-        """
+        """Sums of squares over the arena, without the excluded parameters, and of these."""
         device = self.arena.parameters[0].device
 
         def squares(without: frozenset[int], of: frozenset[int]) -> Tensor:

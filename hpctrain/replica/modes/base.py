@@ -144,6 +144,12 @@ class Mode(Gradients, ABC):
         self.needs_every_pass = True
         self.plain_refusal = stages.plain_refusal
 
+    def share(self, partners: Partners) -> None:
+        """The layers of the model are divided over these ranks."""
+        self.partners = partners
+        self.holds_shards = True
+        self.plain_refusal = self.plain_refusal or partners.plain_refusal
+
     def fits(self) -> bool:
         """Whether the parameters are still what they were laid out as."""
         return self._kinds == [(p.dtype, p.device, p.shape) for p in self.parameters]
@@ -198,10 +204,12 @@ class Mode(Gradients, ABC):
         """A block in which every rank that steps updates everything by itself.
 
         Raises:
-            ConfigError: the model is in stages; a rank that has left would not run its own.
+            ConfigError: the model is in stages, or its layers are divided; a rank that has left
+                would not run its own.
         """
-        if self.stages is not None:
-            raise ConfigError(self.stages.join_refusal)
+        for others in (self.stages, self.partners):
+            if others is not None:
+                raise ConfigError(others.join_refusal)
         return nullcontext()
 
     # Gradients as they lie on the parameters
@@ -253,22 +261,19 @@ class Mode(Gradients, ABC):
     def _sum_norms(
         self, squares: Callable[[frozenset[int], frozenset[int]], Tensor], excluded: frozenset[int]
     ) -> tuple[Tensor, Tensor]:
-        """Collective over the partners and the stages: sums over the whole model, each once.
+        """Collective over the stages and partners: sums of squares of the whole model.
+
+        What several of them hold, such as tied weights, is counted once.
 
         Args:
-            squares: Those of this rank: without these parameters, and of those.
+            squares: Those that are here: without these parameters, and of those.
             excluded: What is counted apart.
         """
-        elsewhere: frozenset[int] = frozenset()
-        if self.partners is not None:
-            elsewhere |= self.partners.elsewhere
-        if self.stages is not None:
-            elsewhere |= self.stages.elsewhere
+        others = [one for one in (self.partners, self.stages) if one is not None]
+        elsewhere = frozenset[int]().union(*(one.elsewhere for one in others))
         sums = squares(excluded | elsewhere, excluded - elsewhere)
-        if self.partners is not None:
-            sums = self.partners.add_up(sums)
-        if self.stages is not None:
-            sums = self.stages.sum_over(sums)
+        for one in others:
+            sums = one.sum_over(sums)
         kept, left = sums.unbind()
         return kept, left
 

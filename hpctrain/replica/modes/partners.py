@@ -5,7 +5,6 @@ What each of them does is compared, and what is counted over the model is counte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from hpctrain.replica.control_words import ControlWords
 
 if TYPE_CHECKING:
     from hpctrain.engines import Engine
+    from hpctrain.tensor_parallel import Division
 
 __all__ = ["Partners"]
 
@@ -35,19 +35,32 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Partners:
-    """The partners of this rank, itself too.
+    """The partners of this rank along the tensor dimension, itself too.
 
     Args:
         engine: Over them.
+        division: Which layers they share.
         elsewhere: Parameters that another one counts, by index: all of them hold these whole.
     """
 
-    engine: Engine
-    elsewhere: frozenset[int] = frozenset()
+    plain_refusal = (
+        "loss.backward() with divided layers: gradients must be weighed by samples, the same on "
+        "all ranks that share a layer; call replica.backward(loss, num_samples=...) or "
+        "replica.learn(loss_fn, x, y)"
+    )
+    join_refusal = (
+        "replica.join() with divided layers: ranks that share a layer must run it together; give "
+        "every rank the same number of batches (a Loader does), with num_samples=0 for an empty "
+        "one"
+    )
 
-    def add_up(self, sums: Tensor) -> Tensor:
+    def __init__(self, engine: Engine, division: Division, elsewhere: frozenset[int]) -> None:
+        self.engine = engine
+        self.elsewhere = elsewhere
+        self._division = division
+
+    def sum_over(self, sums: Tensor) -> Tensor:
         """Collective: sums over the whole model, from each one's own; the same bits on all."""
         total = sums.double()  # an empty share has another dtype than the others
         if self.engine.size > 1:
@@ -80,3 +93,9 @@ class Partners:
             f"ranks that hold parts of one model did different things: {apart[0]} differed; do the "
             "same on all ranks of one data coordinate (grid.coordinate.data)"
         )
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Rows that say what is divided."""
+        kinds = list(self._division.plan.values())
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+        return [("divided layers", f"{counts}, over {self._division.num_ranks} ranks")]
