@@ -30,7 +30,7 @@ from hpctrain.torch_backend.works import Ended, Message, Several
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-    from hpctrain.engines import MpiEngine
+    from hpctrain.engines import Engine
 
 __all__ = ["MpiProcessGroup", "digest", "in_words"]
 
@@ -84,7 +84,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._closed = False
 
     @property
-    def engine(self) -> MpiEngine:
+    def engine(self) -> Engine:
         """What carries its collectives."""
         return self._engine
 
