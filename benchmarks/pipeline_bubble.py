@@ -69,7 +69,7 @@ def main() -> int:
     plan = BenchPlan(
         name="pipeline_bubble",
         module="benchmarks.pipeline_bubble",
-        cases=[Case(name=case_name(m), warmup=1, repeats=2 if args.quick else 5) for m in counts],
+        cases=[Case(name=case_name(m), warmup=0, repeats=1 if args.quick else 2) for m in counts],
         variants=make_variants(kinds, stages),
         comparisons=[(f"{kind}-{p}", f"{KINDS[0]}-{p}") for p in stages for kind in kinds[1:]],
         rules=command.rules_of(args),

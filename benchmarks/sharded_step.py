@@ -13,7 +13,7 @@ from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 
 __all__ = ["CASES", "COMPARISONS", "VARIANTS", "main"]
 
-CASES = {"64 tokens": (1, 64), "512 tokens": (8, 64)}
+CASES = {"64 tokens": (1, 64), "256 tokens": (4, 64)}
 """Sequences of each rank, and their length."""
 
 VARIANTS = (
@@ -38,7 +38,7 @@ COMPARISONS = (
     ("parameters", "parameters-by-message"),
 )
 _QUICK = "8 tokens"
-_WARMUP = 1
+_WARMUP = 0
 
 
 def main() -> int:
@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded_step", description=__doc__)
     command.add_arguments(parser, blocks=11)
     parser.add_argument(
-        "--steps", type=int, default=2, metavar="S", help="steps in a block (default: 2)"
+        "--steps", type=int, default=1, metavar="S", help="steps in a block (default: 1)"
     )
     args = parser.parse_args()
     if args.worker:

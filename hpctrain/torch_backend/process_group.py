@@ -10,21 +10,19 @@ some (`_allgather_base` is `all_gather_single`): both names are here.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from hpctrain.engines import EngineWatchdog, over_mpi
-from hpctrain.errors import CollectiveError, ConfigError, HpcTrainError
+from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.log import format_ranges
-from hpctrain.torch_backend.reducing import Reduction, as_reduction, check_fold, fold
+from hpctrain.torch_backend.comparing import Comparer, in_words
+from hpctrain.torch_backend.reducing import Reduction, add_rows, as_reduction, check_fold, fold
 from hpctrain.torch_backend.works import Ended, Message, Several
 
 if TYPE_CHECKING:
@@ -32,11 +30,10 @@ if TYPE_CHECKING:
 
     from hpctrain.engines import Engine
 
-__all__ = ["MpiProcessGroup", "digest", "in_words"]
+__all__ = ["MpiProcessGroup"]
 
 _c10d: Any = distributed_c10d
 _ProcessGroup: Any = _c10d.ProcessGroup
-_TROUBLE = -1
 _LEAST_TAG_UB = 32767  # what MPI promises
 _MOST_FROM_ANYBODY = 2**30
 
@@ -76,6 +73,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._engine = over_mpi(comm, device)
         if len(self._members) > 1:
             self._engine.watch_among(watchdog, self._members)
+        self._calls = Comparer(comm, self._engine, self.where, self._members)
         self._num_ranks = comm.Get_size()
         self._own_rank = comm.Get_rank()
         self._largest_tag = int(comm.Get_attr(MPI.TAG_UB) or _LEAST_TAG_UB)
@@ -130,15 +128,25 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Collective: overwrite each tensor with the root's."""
         root = 0 if opts is None else opts.rootRank
         for tensor in tensors:
-            self._compare("broadcast", f"{in_words(tensor)} from {root}")
-            self._engine.broadcast_(tensor, root)
+            rows = self._swap("broadcast", f"{in_words(tensor)} from {root}", tensor, None)
+            if rows is None:
+                self._engine.broadcast_(tensor, root)
+            else:
+                tensor.detach().copy_(rows[root].view(tensor.shape))
         return Ended(tensors)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Ended:
         """Collective: combine each tensor over the ranks, in place."""
         how = self._reduction("all_reduce", opts)
         for tensor in tensors:
-            self._agree_on_reduction("all_reduce", tensor, how, in_words(tensor))
+            if how.adds(tensor.dtype):
+                words = f"{how.name} {in_words(tensor)}"
+                rows = self._swap("all_reduce", words, tensor, None)
+                if rows is not None:
+                    add_rows(rows, tensor, self._num_ranks if how.name == "AVG" else 1)
+                    continue
+            else:
+                self._agree_on_reduction("all_reduce", tensor, how, in_words(tensor))
             self._reduce_in_place(tensor, how)
         return Ended(tensors)
 
@@ -179,8 +187,11 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         trouble = None
         if output.numel() != given.numel() * self._num_ranks or output.dtype != given.dtype:
             trouble = self._does_not_fit(output, given, "output", "input")
-        self._compare("all_gather_single", in_words(given), trouble)
-        self._engine.allgather_into(output.detach(), given.detach())
+        rows = self._swap("all_gather_single", in_words(given), given, trouble)
+        if rows is None:
+            self._engine.allgather_into(output.detach(), given.detach())
+        else:
+            output.detach().copy_(rows.reshape(output.shape))
         return Ended([output])
 
     def all_gather_single_coalesced(
@@ -227,7 +238,15 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         trouble = None
         if given.numel() != output.numel() * self._num_ranks or output.dtype != given.dtype:
             trouble = self._does_not_fit(given, output, "input", "output")
-        self._agree_on_reduction("reduce_scatter_single", given, how, in_words(given), trouble)
+        call = "reduce_scatter_single"
+        if how.adds(given.dtype):
+            rows = self._swap(call, f"{how.name} {in_words(given)}", given, trouble)
+            if rows is not None:
+                own = rows.view(self._num_ranks, self._num_ranks, -1)[:, self._own_rank]
+                add_rows(own, output, self._num_ranks if how.name == "AVG" else 1)
+                return Ended([output])
+        else:
+            self._agree_on_reduction(call, given, how, in_words(given), trouble)
         self._scatter_sum(output, given.reshape(self._num_ranks, -1), how)
         return Ended([output])
 
@@ -433,62 +452,29 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def _compare(self, call: str, words: str, trouble: str | None = None) -> None:
-        """Collective: raise on all ranks of the group unless all are about to do the same.
+        """Collective: raise on all ranks of the group unless all are about to do the same."""
+        self._check_open(call)
+        self._calls.compare(f"{call} {words}".rstrip(), trouble)
 
-        Raises:
-            CollectiveError: calls, shapes, dtypes or operations differ.
-            ConfigError: some rank's arguments do not fit together.
-        """
+    def _swap(self, call: str, words: str, tensor: Tensor, trouble: str | None) -> Tensor | None:
+        """Collective: as `_compare`; every rank's values as rows, where they are few."""
+        if not self._calls.fits(tensor):
+            self._compare(call, words, trouble)
+            return None
+        self._check_open(call)
+        return self._calls.swap(f"{call} {words}", tensor, trouble)
+
+    def _check_open(self, call: str) -> None:
         if self._closed:
             raise ConfigError(f"{call}: the process {self.where} is closed")
-        text = f"{call} {words}".rstrip()
 
-        def exchange() -> None:
-            mine = np.array([digest(text) if trouble is None else _TROUBLE], dtype=np.int64)
-            table = np.empty(self._num_ranks, dtype=np.int64)
-            self._comm.Allgather(mine, table)
-            if table[0] == _TROUBLE or (table != table[0]).any():
-                self.refuse(text, trouble)
-
-        self._engine.meet(exchange, f"{text} in the {self.where}", "", None)
-
-    def refuse(self, text: str, trouble: str | None = None) -> NoReturn:
-        """Collective: raise what differs between the ranks' calls, on all of them.
-
-        Args:
-            text: This rank's call.
-            trouble: Why its arguments do not fit together, or None.
-        """
-        raise self._difference(self._comm.allgather((text, trouble)))
-
-    def _difference(self, told: list[tuple[str, str | None]]) -> HpcTrainError:
-        where = self.where
-        for rank, (text, trouble) in enumerate(told):
-            if trouble is not None:
-                return ConfigError(f"rank {self._members[rank]}, {where}: {text}: {trouble}")
-        odd = next(rank for rank, (text, _) in enumerate(told) if text != told[0][0])
-        return CollectiveError(
-            f"{where}: rank {self._members[0]} calls {told[0][0]}, rank {self._members[odd]} calls "
-            f"{told[odd][0]}; all ranks of a group must make the same calls in the same order, "
-            "with equal shapes, dtypes and operations"
-        )
-
-
-@functools.lru_cache(maxsize=4096)
-def digest(text: str) -> int:
-    """A number of 56 bits that differs, as good as always, when texts do."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    def refuse(self, text: str) -> NoReturn:
+        """Collective: raise what differs between the ranks' calls, on all of them."""
+        self._calls.refuse(text)
 
 
 def _size(tensor: Tensor) -> tuple[int, torch.dtype]:
     return tensor.numel(), tensor.dtype
-
-
-def in_words(*tensors: Tensor) -> str:
-    """Dtypes and shapes."""
-    return ", ".join(
-        f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in tensors
-    )
 
 
 def _store_parts(joined: Tensor, parts: Sequence[Tensor]) -> None:

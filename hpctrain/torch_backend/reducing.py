@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from hpctrain.engines import Op
 from hpctrain.errors import ConfigError
 
-__all__ = ["Reduction", "as_reduction", "fold"]
+__all__ = ["Reduction", "add_rows", "as_reduction", "check_fold", "fold"]
 
 _c10d: Any = distributed_c10d
 _RedOp: Any = _c10d.ReduceOp
@@ -36,6 +36,8 @@ _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_EXACT = (torch.float32, torch.float64)
+_WHOLE = (torch.int32, torch.int64)
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -48,6 +50,12 @@ class Reduction:
     """The engine's; None: values are gathered and folded."""
     factor: float | Tensor = 1.0
     """What PREMUL_SUM multiplies by, before the sum."""
+
+    def adds(self, dtype: torch.dtype) -> bool:
+        """Whether it is a sum, or an average, that rounds as rows are added."""
+        return (self.name in ("SUM", "AVG") and dtype in _EXACT) or (
+            self.name == "SUM" and dtype in _WHOLE
+        )
 
 
 def as_reduction(given: Any, call: str) -> Reduction:
@@ -62,6 +70,19 @@ def as_reduction(given: Any, call: str) -> Reduction:
             return Reduction(name=name, op=_ENGINE_OPS.get(name), factor=factor)
     names = ", ".join((*_ENGINE_OPS, *_FOLDS))
     raise ConfigError(f"{call}: the reduce operation {given} is unknown; use one of {names}")
+
+
+def add_rows(rows: Tensor, total: Tensor, divisor: int) -> None:
+    """Add the rows, one for each rank, in rank order into a tensor of their size, and divide."""
+    first, *others = rows.unbind(0)
+    plain = total.detach()
+    so_far = first.view(plain.shape)
+    for other in others:
+        so_far = torch.add(so_far, other.view(plain.shape), out=plain)
+    if so_far is not plain:
+        plain.copy_(so_far)
+    if divisor != 1:
+        plain.div_(divisor)
 
 
 def check_fold(name: str, dtype: torch.dtype, call: str) -> str | None:

@@ -23,7 +23,8 @@ from torch.distributed import distributed_c10d
 
 from hpctrain import log
 from hpctrain.errors import CollectiveError
-from hpctrain.torch_backend.process_group import MpiProcessGroup, digest, in_words
+from hpctrain.torch_backend.comparing import digest, in_words
+from hpctrain.torch_backend.process_group import MpiProcessGroup
 from hpctrain.torch_backend.reducing import as_reduction
 
 if TYPE_CHECKING:
