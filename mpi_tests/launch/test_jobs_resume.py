@@ -14,6 +14,7 @@ import pytest
 
 from mpi_tests.cluster.mpi import mpi_of_this_python
 from mpi_tests.cluster.slurm import Slurm
+from mpi_tests.full import slow
 from mpi_tests.launch.commands import HPCTRAIN
 from mpi_tests.launch.desk import LIMIT_S, Desk
 
@@ -202,6 +203,7 @@ def test_a_cancelled_job_has_saved_and_can_be_submitted_again(desk: Desk) -> Non
     check_whole(desk, "cancel")
 
 
+@slow
 def test_a_preempted_job_comes_back(desk: Desk) -> None:
     job = submit(desk, "preempted")
     desk.wait_for(job, "under way 0", 1)

@@ -89,7 +89,7 @@ def test_a_stopped_rank_is_named_in_every_collective(tmp_path, launcher, engine)
     ("launcher", "name", "says"),
     [
         ("hpctrain run", "saver.save_and_wait", "Saver.save: saving a run"),
-        ("mpirun", "store.save", "Store.save: agree"),
+        pytest.param("mpirun", "store.save", "Store.save: agree", marks=slow),
         ("mpirun", stopping.END, "the end of `with hpc.init()`"),
     ],
 )
