@@ -104,7 +104,9 @@ def split(
         _check_same(world, {name: repr(value) for name, value in given.items()})
         _make_equal(grid, whole)
         names = () if shard is None else _choose_units(grid, whole, units)
+        plan = {} if tensor is None else _plan_layers(grid, whole, tensor)
         stage = cut_model(grid, cast("torch.nn.Module", model), stages, example=example)
+        _divide_stage(grid, stage, plan)
         if shard is not None:
             _shard_stage(grid, stage, shard, names, whole_gradients=whole_gradients)
         return stage
@@ -146,6 +148,23 @@ def _choose_units(
     names = choose_units(facts, sizes) if units is None else match_units(facts, units)
     agree(grid.world.comm, trouble_with_model(model, names), error=ConfigError)
     return names
+
+
+def _divide_stage(grid: Grid, stage: StageModel, plan: Mapping[str, str]) -> None:
+    """Collective over the tensor dimension: divide the layers of a stage, in place.
+
+    Args:
+        grid: The ranks.
+        stage: This rank's.
+        plan: Of the whole model; layers of other stages are left out.
+    """
+    if grid.tensor == 1:
+        return
+    own = dict(stage.named_modules())
+    stage.keep_skeleton()
+    tensor_parallel.split_layers(
+        grid, stage, {name: kind for name, kind in plan.items() if name in own}
+    )
 
 
 def _shard_stage(
@@ -302,9 +321,11 @@ def _find_odd_stages(
                 "cut the model; give stages='auto'"
             )
         return None
-    if shard == "state" or tensor is not None:
-        other = f"shard={shard!r}" if shard is not None else f"tensor={tensor!r}"
-        return f"split: {other} and stages= together are not in this version; choose one of them"
+    if shard == "state":
+        return (
+            "split: shard='state' and stages= together are not in this version; use "
+            "shard='gradients', or leave one of them out"
+        )
     parts = model if isinstance(model, Sequence) else [model]
     odd = next((one for one in parts if not isinstance(one, torch.nn.Module)), None)
     if odd is not None:
