@@ -103,12 +103,11 @@ def split(
         agree(world.comm, _find_mistake(whole, shard, units, False), error=ConfigError)
         _check_same(world, {name: repr(value) for name, value in given.items()})
         _make_equal(grid, whole)
-        names = () if shard is None else _choose_units(grid, whole, units)
-        plan = {} if tensor is None else _plan_layers(grid, whole, tensor)
+        own_units = () if shard is None else _choose_units(grid, whole, units)
+        layers = {} if tensor is None else _plan_layers(grid, whole, tensor)
         stage = cut_model(grid, cast("torch.nn.Module", model), stages, example=example)
-        _divide_stage(grid, stage, plan)
-        if shard is not None:
-            _shard_stage(grid, stage, shard, names, whole_gradients=whole_gradients)
+        _divide_stage(grid, stage, layers)
+        _shard_stage(grid, stage, shard, own_units, whole_gradients=whole_gradients)
         return stage
     deferred, mistake = _build(grid, model, shard)
     module = cast("torch.nn.Module", model if deferred is None else deferred.model)
@@ -168,17 +167,19 @@ def _divide_stage(grid: Grid, stage: StageModel, plan: Mapping[str, str]) -> Non
 
 
 def _shard_stage(
-    grid: Grid, stage: StageModel, shard: str, units: Sequence[str], *, whole_gradients: bool
+    grid: Grid, stage: StageModel, shard: str | None, units: Sequence[str], *, whole_gradients: bool
 ) -> None:
     """Collective: cut a stage into shards over the ranks that hold it, in place.
 
     Args:
         grid: The ranks.
         stage: This rank's.
-        shard: What lies in shards.
+        shard: What lies in shards; None: nothing.
         units: Of the whole model; those of other stages are left out.
         whole_gradients: As in `split`.
     """
+    if shard is None:
+        return
     kind = next(one for one in SHARDED if one == shard)
     own = dict(stage.named_modules())
     mine = [name for name in units if name in own]

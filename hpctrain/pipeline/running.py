@@ -275,7 +275,7 @@ class PipelineRunner:
                     _as_list(self._call(self.model, rows_of(given, n, n + run.size)))
                     for n in range(0, run.size * run.num, run.size)
                 ]
-            return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+            return [_undivided(torch.cat(pieces)) for pieces in zip(*parts, strict=True)]
         facts = _micro_facts(given, run)
         output = self._flows.take(FlowKey(facts, run.num, trains=False)).evaluate(given)
         found = []

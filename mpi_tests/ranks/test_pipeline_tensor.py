@@ -1,4 +1,4 @@
-"""Stages whose layers are divided over the tensor dimension train as one process does."""
+"""Stages with divided layers, also in shards over data, train as one process does."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mpi_tests.ranks.test_saver import common
 
 LAYERS = {"0": "column", "2": "row", "4": "column", "6": "row", "8": "column"}
 DIVIDED = {"tensor": LAYERS}
+ALL = {**DIVIDED, "shard": "parameters"}
 NUM_WORDS = 12
 
 
@@ -34,10 +35,18 @@ def grid(world, request):
         yield made
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_training_equals_one_process(grid, accumulate):
+CASES = {
+    "divided": (DIVIDED, 1),
+    "divided-and-sharded": (ALL, 1),
+    "gradients-accumulate": ({**DIVIDED, "shard": "gradients"}, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_one_process(grid, case):
     """Smaller last batches, tied weights over stages, clipping over the grid, accumulation."""
-    pair = Trained(grid, divide=DIVIDED, accumulate=accumulate, clip_norm=0.05)
+    divide, accumulate = CASES[case]
+    pair = Trained(grid, divide=divide, accumulate=accumulate, clip_norm=0.05)
     pair.replica.measures_norm = True
     for number in range(4):
         done = pair.learn(number)
@@ -48,7 +57,7 @@ def test_training_equals_one_process(grid, accumulate):
 
 
 def test_evaluation_and_description(grid):
-    pair = Trained(grid, divide=DIVIDED)
+    pair = Trained(grid, divide=ALL)
     x, _ = global_batch(1, 7)
     with torch.no_grad():
         assert torch.allclose(pair.replica(x), pair.alone(x), rtol=0, atol=TOLERANCE)
@@ -119,7 +128,7 @@ def test_scores_that_stay_divided_on_the_last_stage(grid):
         pair.own.step()
         assert abs(float(done.loss) - float(loss.detach())) < TOLERANCE
     with torch.no_grad():
-        assert torch.allclose(whole(pair.replica(x)), pair.alone(x), rtol=0, atol=TOLERANCE)
+        assert torch.allclose(pair.replica(x), pair.alone(x), rtol=0, atol=TOLERANCE)
     pair.check()
 
 
@@ -133,7 +142,7 @@ def whole(tensor):
 
 def test_other_grids_resume(world, grid, tmp_path):
     folder = common(world, tmp_path)
-    pair = Trained(grid, divide=DIVIDED)
+    pair = Trained(grid, divide=ALL)
     saver = hpc.Saver(world, folder, pair.replica, every_s=None)
     pair.learn(0)
     pair.learn_alone([0])
