@@ -103,10 +103,11 @@ def split(
         agree(world.comm, _find_mistake(whole, shard, units, False), error=ConfigError)
         _check_same(world, {name: repr(value) for name, value in given.items()})
         _make_equal(grid, whole)
-        names = () if shard is None else _choose_units(grid, whole, units)
+        own_units = () if shard is None else _choose_units(grid, whole, units)
+        layers = {} if tensor is None else _plan_layers(grid, whole, tensor)
         stage = cut_model(grid, cast("torch.nn.Module", model), stages, example=example)
-        if shard is not None:
-            _shard_stage(grid, stage, shard, names, whole_gradients=whole_gradients)
+        _divide_stage(grid, stage, layers)
+        _shard_stage(grid, stage, shard, own_units, whole_gradients=whole_gradients)
         return stage
     deferred, mistake = _build(grid, model, shard)
     module = cast("torch.nn.Module", model if deferred is None else deferred.model)
@@ -148,18 +149,37 @@ def _choose_units(
     return names
 
 
+def _divide_stage(grid: Grid, stage: StageModel, plan: Mapping[str, str]) -> None:
+    """Collective over the tensor dimension: divide the layers of a stage, in place.
+
+    Args:
+        grid: The ranks.
+        stage: This rank's.
+        plan: Of the whole model; layers of other stages are left out.
+    """
+    if grid.tensor == 1:
+        return
+    own = dict(stage.named_modules())
+    stage.keep_skeleton()
+    tensor_parallel.split_layers(
+        grid, stage, {name: kind for name, kind in plan.items() if name in own}
+    )
+
+
 def _shard_stage(
-    grid: Grid, stage: StageModel, shard: str, units: Sequence[str], *, whole_gradients: bool
+    grid: Grid, stage: StageModel, shard: str | None, units: Sequence[str], *, whole_gradients: bool
 ) -> None:
     """Collective: cut a stage into shards over the ranks that hold it, in place.
 
     Args:
         grid: The ranks.
         stage: This rank's.
-        shard: What lies in shards.
+        shard: What lies in shards; None: nothing.
         units: Of the whole model; those of other stages are left out.
         whole_gradients: As in `split`.
     """
+    if shard is None:
+        return
     kind = next(one for one in SHARDED if one == shard)
     own = dict(stage.named_modules())
     mine = [name for name in units if name in own]
@@ -302,9 +322,11 @@ def _find_odd_stages(
                 "cut the model; give stages='auto'"
             )
         return None
-    if shard == "state" or tensor is not None:
-        other = f"shard={shard!r}" if shard is not None else f"tensor={tensor!r}"
-        return f"split: {other} and stages= together are not in this version; choose one of them"
+    if shard == "state":
+        return (
+            "split: shard='state' and stages= together are not in this version; use "
+            "shard='gradients', or leave one of them out"
+        )
     parts = model if isinstance(model, Sequence) else [model]
     odd = next((one for one in parts if not isinstance(one, torch.nn.Module)), None)
     if odd is not None:

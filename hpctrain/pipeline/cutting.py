@@ -204,8 +204,9 @@ class StageModel(nn.Module):
         return value if is_last else _dense(value)
 
     def keep_skeleton(self) -> None:
-        """Keep a copy without data, before torch divides the tensors of this stage."""
-        self._skeleton = [skeleton_of(self)]
+        """Keep a copy without data, before torch divides the tensors of this stage; once."""
+        if not self._skeleton:
+            self._skeleton = [skeleton_of(self)]
 
     @property
     def skeleton(self) -> nn.Module:

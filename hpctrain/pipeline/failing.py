@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map_only
 
-from hpctrain.errors import CollectiveError, StageError
+from hpctrain.errors import StageError, TimedOutError
 from hpctrain.pipeline.shapes import TensorFacts
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-__all__ = ["Called", "Failures", "zeros_like_facts"]
+__all__ = ["Called", "Failures", "arrived", "zeros_like_facts"]
 
 T = TypeVar("T")
 _DOINGS = ("forward", "loss", "backward")
@@ -72,7 +74,7 @@ class Failures:
         if self._error is None:
             try:
                 return call()
-            except CollectiveError:  # not the user's: ranks have not met
+            except TimedOutError:  # others do not wait for this rank: it has waited for them
                 raise
             except Exception as error:
                 self._note(error, doing, number)
@@ -120,6 +122,13 @@ def _place(error: BaseException) -> str:
     return f", {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
 
 
+def arrived(tensor: Tensor) -> Tensor:
+    """A tensor that no collective is still writing to: it is sent to another stage."""
+    if not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    return tensor.clone() if tensor.requires_grad else tensor.wait()
+
+
 def zeros_like_facts(facts: Sequence[TensorFacts], device: torch.device) -> tuple[Tensor, ...]:
     """Tensors of these shapes, differentiable where those are."""
     return tuple(
@@ -161,7 +170,11 @@ class Called(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         """Run the stage."""
-        return self._failures.attempt("forward", partial(self._run, arguments), self._nothing)
+        return self._failures.attempt("forward", partial(self._settled, arguments), self._nothing)
+
+    def _settled(self, arguments: tuple[Any, ...]) -> Any:
+        output = self._run(arguments)
+        return tree_map_only(Tensor, arrived, output)
 
     def _nothing(self) -> Any:
         made = zeros_like_facts(self._outputs, self._device)

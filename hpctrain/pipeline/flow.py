@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.utils._pytree import tree_map_only
 
-from hpctrain.pipeline.failing import Failures, zeros_like_facts
+from hpctrain.pipeline.failing import Failures, arrived, zeros_like_facts
 from hpctrain.pipeline.shapes import TensorFacts
 
 if TYPE_CHECKING:
@@ -96,9 +97,14 @@ class _Stage(PipelineStage):
         """Differentiate one micro-batch; where that fails, the stage before gets zeros."""
         self.failures.attempt(
             "backward",
-            partial(super().backward_one_chunk, bwd_chunk_id, *given, **named),
+            partial(self._differentiate, bwd_chunk_id, *given, **named),
             partial(self._send_zeros, bwd_chunk_id),
         )
+
+    def _differentiate(self, bwd_chunk_id: int, *given: Any, **named: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *given, **named)
+        found = self.bwd_cache.get(bwd_chunk_id, ())
+        self.bwd_cache[bwd_chunk_id] = tree_map_only(Tensor, arrived, found)
 
     def _send_zeros(self, bwd_chunk_id: int) -> None:
         self.fwd_cache.pop(bwd_chunk_id, None)

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from hpctrain.engines import Op
 from hpctrain.errors import ConfigError
+from hpctrain.grid import DIMENSIONS
+from hpctrain.pieces import is_sharded
 from hpctrain.pipeline.cutting import StageModel
 from hpctrain.pipeline.failing import Called, Failures
 from hpctrain.pipeline.flow import SCHEDULES, Flow, FlowKey, Flows, Place
@@ -249,9 +251,7 @@ class PipelineRunner:
         self._failures.begin()
         with self._gathered() if self._gathered is not None else nullcontext():
             parts = [self._evaluate(run, inputs) for run in runs]
-        self._failures.settle(
-            self.grid.comm("pipeline") if self._gathered is None else self.grid.world.comm
-        )
+        self._failures.settle(self._batch_comm if self._gathered is None else self.grid.world.comm)
         joined = (
             [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
             if runs
@@ -275,7 +275,7 @@ class PipelineRunner:
                     _as_list(self._call(self.model, rows_of(given, n, n + run.size)))
                     for n in range(0, run.size * run.num, run.size)
                 ]
-            return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+            return [_undivided(torch.cat(pieces)) for pieces in zip(*parts, strict=True)]
         facts = _micro_facts(given, run)
         output = self._flows.take(FlowKey(facts, run.num, trains=False)).evaluate(given)
         found = []
@@ -283,7 +283,7 @@ class PipelineRunner:
             shape = (one.shape[0] * run.num, *one.shape[1:])
             whole = torch.empty(shape, dtype=one.dtype, device=self._place.device)
             if self._place.is_last:
-                whole.copy_(_as_list(output)[number])
+                whole.copy_(_undivided(_as_list(output)[number]))
             self._engine.broadcast_(whole, self._place.num_stages - 1, what="an output")
             found.append(whole)
         return found
@@ -326,7 +326,8 @@ class PipelineRunner:
         weights: there data coordinates may have different numbers of batches.
         """
         trains = loss_fn is not None
-        whole = ("data", "pipeline") if trains or self._gathered else ("pipeline",)
+        is_whole = trains or self._gathered is not None
+        everyone = self.grid.comm(*DIMENSIONS) if is_whole else self._batch_comm
         now = signature_of(self.model)
         if trouble is None:
             trouble = trouble_with_parameters(self._parameters, now)
@@ -337,10 +338,10 @@ class PipelineRunner:
         is_known = all((facts, trains) in self._shapes for facts in wanted) and not is_changed
         batch = (*inputs, target) if target is not None else tuple(inputs)
         told = "" if trouble else f"{settings}{self._describe(batch)}"
-        fine, known = self._compare(whole, trouble is None, told, is_known)
+        fine, known = self._compare(is_whole, trouble is None, told, is_known)
         if not fine:
             trouble = self._differences(trouble, told)
-            agree(self.grid.comm(*whole), trouble, error=ConfigError)
+            agree(everyone, trouble, error=ConfigError)
         if not known:
             if self._any(is_changed):
                 self._flows.clear()
@@ -349,26 +350,29 @@ class PipelineRunner:
             trouble = self._frozen_in_part()
             for facts in wanted:
                 trouble = trouble or self._find_shapes(facts, target, loss_fn)
-            agree(self.grid.comm(*whole), trouble, error=ConfigError)
+            agree(everyone, trouble, error=ConfigError)
         return runs
 
-    def _compare(
-        self, whole: Sequence[str], fine: bool, told: str, known: bool
-    ) -> tuple[bool, bool]:
+    @property
+    def _batch_comm(self) -> Comm:
+        """The ranks that are given the same batch: those of one data coordinate."""
+        return self.grid.comm(*(("pipeline", "tensor") if self.grid.tensor > 1 else ("pipeline",)))
+
+    def _compare(self, is_whole: bool, fine: bool, told: str, known: bool) -> tuple[bool, bool]:
         """Collective: whether all have the same batch and no trouble, and know its shapes."""
         from mpi4py import MPI
 
         digest = zlib.crc32(told.encode())
         words = np.array([digest, -digest, fine, known], dtype=np.int64)
-        self.grid.comm("pipeline").Allreduce(MPI.IN_PLACE, words, op=MPI.MIN)
+        self._batch_comm.Allreduce(MPI.IN_PLACE, words, op=MPI.MIN)
         both = np.array([words[2] and words[0] == -words[1], words[3]], dtype=np.int64)
-        if "data" in whole and self.grid.data > 1:
+        if is_whole and self.grid.data > 1:
             self.grid.comm("data").Allreduce(MPI.IN_PLACE, both, op=MPI.MIN)
         return bool(both[0]), bool(both[1])
 
     def _any(self, is_so: bool) -> bool:
-        """Collective over the stages."""
-        told: list[bool] = self.grid.comm("pipeline").allgather(is_so)
+        """Collective over the ranks of one data coordinate."""
+        told: list[bool] = self._batch_comm.allgather(is_so)
         return any(told)
 
     def _frozen_in_part(self) -> str | None:
@@ -390,7 +394,7 @@ class PipelineRunner:
 
     def _differences(self, trouble: str | None, told: str) -> str | None:
         """Collective over the stages: this rank's trouble, or how their batches differ."""
-        everyone: list[str] = self.grid.comm("pipeline").allgather(told)
+        everyone: list[str] = self._batch_comm.allgather(told)
         if "" in everyone or len(set(everyone)) == 1:
             return trouble
         shapes = [one.partition(" with ")[0] for one in everyone]
@@ -475,6 +479,11 @@ class PipelineRunner:
         """Collective over the stages: give back what it holds."""
         self._flows.clear()
         self.ties.close()
+
+
+def _undivided(output: Tensor) -> Tensor:
+    """Scores that ranks hold by classes, put together. Collective over the tensor dimension."""
+    return cast("Any", output).full_tensor() if is_sharded(output) else output
 
 
 def _as_list(output: Any) -> list[Tensor]:

@@ -54,7 +54,7 @@ def cut_model(
     layers: tuple[Layer, ...] = ()
     given: str | Stages = stages
     try:
-        _check_options(grid, stages, example, limit_bytes)
+        _check_options(stages, example, limit_bytes)
         layers, given = _layers_of(model, stages, grid.pipeline)
     except ConfigError as error:
         trouble = str(error)
@@ -82,16 +82,9 @@ def cut_model(
     return made
 
 
-def _check_options(
-    grid: Grid, stages: str | Stages, example: object, limit_bytes: int | None
-) -> None:
+def _check_options(stages: str | Stages, example: object, limit_bytes: int | None) -> None:
     if isinstance(stages, str) and stages != AUTO:
         raise ConfigError(f"stages={stages!r}; give 'auto', or a list of names")
-    if grid.tensor > 1 and grid.pipeline > 1:
-        raise ConfigError(
-            f"stages with pipeline={grid.pipeline} and tensor={grid.tensor}: a pipeline whose "
-            "layers are split over ranks is not supported; use tensor=1, or pipeline=1"
-        )
     if stages != AUTO and (example is not None or limit_bytes is not None):
         raise ConfigError("example and limit_bytes are for stages='auto'; leave them out")
 

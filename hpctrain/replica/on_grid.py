@@ -93,7 +93,9 @@ def find_grid_mistake(
         return "distribute: engine= and grid= were both given; a grid brings its own engine"
     if isinstance(model, StageModel):
         odd = _find_odd_pipeline(grid, model, given) or _find_odd_stage(model, optimizer)
-        return odd or (None if sharding is None else _find_odd_optimizer(sharding, optimizer))
+        if odd is None and sharding is not None:
+            odd = _find_odd_optimizer(sharding, optimizer)
+        return odd if odd is not None or division is None else _find_odd_kind(optimizer)
     parts = 1 if division is None else division.num_ranks
     if grid.pipeline > 1 or grid.tensor != parts:
         return (

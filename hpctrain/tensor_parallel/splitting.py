@@ -43,7 +43,8 @@ def split_layers(grid: Grid, model: nn.Module, plan: Mapping[str, str]) -> Divis
     with warnings.catch_warnings():
         # torch 2.6 says so of CPUs; what draws random numbers is refused here.
         warnings.filterwarnings("ignore", "DTensor random operators may not have")
-        parallelize_module(model, mesh, cast("Any", styles))
+        if styles:  # a stage of a pipeline may have none of the divided layers
+            parallelize_module(model, mesh, cast("Any", styles))
     for name in embeddings:
         # Through a plain tensor: torch cannot send a sum back into a masked lookup.
         model.get_submodule(name).register_forward_hook(lambda _, __, out: replicate(out, mesh))
