@@ -214,7 +214,7 @@ class Boundary:
 
     def enter(self, model: nn.Module, args: Any, named: Any) -> Any:
         """Check that the ranks have the same batch, and wrap it."""
-        self._check_same(tree_leaves((args, named)))
+        self._check_same(tree_leaves((args, named)), draws=self.draws and model.training)
         self.forward.enter_context(
             implicit_replication()
         )  # for what torch makes inside an operator
@@ -245,13 +245,13 @@ class Boundary:
                 value = value.wait()
         return value
 
-    def _check_same(self, leaves: list[Any]) -> None:
+    def _check_same(self, leaves: list[Any], *, draws: bool) -> None:
         """Collective: ranks that share layers must have the same batch, and draw the same."""
         if self.mesh.size() == 1:
             return
         device = torch.device(self.mesh.device_type)
         found = [digest(leaves)]
-        if self.draws:
+        if draws:
             own = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
             found.append(digest([own]))
         mine = torch.stack([one.to(device) for one in found])

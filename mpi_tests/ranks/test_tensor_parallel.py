@@ -146,9 +146,9 @@ def test_different_doings_are_refused_on_all_ranks(world, make_grid):
     replica.close()
 
 
-def learn_often(replica):
+def learn_often(replica, loss_fn=mse, dtype=torch.float64):
     for _ in range(8):  # of options a few bits are compared at a time
-        replica.learn(mse, rows(0), rows(1))
+        replica.learn(loss_fn, rows(0).to(dtype), rows(1).to(dtype))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -188,6 +188,19 @@ def test_half_precision_and_an_overflow_on_one_rank(world, make_grid, precision)
         assert_equal(model, one, limit=1e-4)
         replica.close()
         grid.close()
+
+
+def test_steps_that_overflow_for_ever_end_on_all_ranks(world, make_grid):
+    """One rank of those that share layers finds what is not finite; it tells the others."""
+    grid = make_grid(tensor=world.size)
+    model = hpc.split(grid, small().float(), tensor=SMALL)
+    scaling = hpc.precision.LossScaling(init_scale=4.0, max_skips=2)
+    made = torch.optim.SGD(model.parameters(), 0.01)
+    replica = hpc.distribute(world, model, made, grid=grid, precision="fp16", scaling=scaling)
+    bad = float("inf") if world.rank == world.size - 1 else 1.0
+    with pytest.raises(NonFiniteError, match="steps in a row were skipped"):
+        learn_often(replica, lambda out, y: mse(out, y) * bad, dtype=torch.float32)
+    replica.close()
 
 
 def test_nan_on_one_rank_stops_all(world, make_grid):

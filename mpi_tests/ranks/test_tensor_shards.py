@@ -19,6 +19,8 @@ from mpi_tests.ranks.tensor_kit import (
     build,
     grids,
     mine,
+    mse,
+    rows,
     small,
     words_loss,
 )
@@ -109,6 +111,28 @@ def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("shard", [None, "parameters"])
+def test_ranks_without_samples_take_part(world, shard):
+    """Of a data coordinate, at times; one process sees the other rows alone."""
+    sizes = grids(world.size)[world.size // 3]
+    one = small()
+    optimizer = adamw(one)
+    with hpc.Grid(world, timeout_s=60, **sizes) as grid:
+        model = hpc.split(grid, small(), tensor=SMALL, shard=shard)
+        replica = hpc.distribute(world, model, adamw(model), grid=grid, clip_norm=0.1)
+        for number in range(2):
+            counts = [(place + number) % 2 if grid.data > 1 else 2 for place in range(grid.data)]
+            own = [rows(10 * number + place, count) for place, count in enumerate(counts)]
+            optimizer.zero_grad()
+            mse(one(torch.cat(own)), torch.cat(own).cos()).backward()
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+            x = own[grid.coordinate.data]
+            assert replica.learn(mse, x, x.cos()).moved
+        assert_equal(model, one)
+        replica.close()
 
 
 def test_what_is_not_there_is_refused(world):

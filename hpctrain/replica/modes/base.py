@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpctrain.errors import ConfigError
 from hpctrain.fusion import Arrived, Bucket, Usage
+from hpctrain.pieces import local_tensor
 from hpctrain.precision import Gradients
 from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.partners import Partners
@@ -235,7 +236,7 @@ class Mode(Gradients, ABC):
 
     def local_gradients(self) -> list[Tensor | None]:
         """What of the gradients is on this rank."""
-        return [p.grad for p in self.parameters]
+        return [None if p.grad is None else local_tensor(p.grad) for p in self.parameters]
 
     def gradients(self) -> list[Tensor | None]:
         """Copies of the gradients as they are now."""

@@ -174,10 +174,6 @@ class ShardedMode(TorchGradientsMode):
 
     # Gradients: every rank treats its shards
 
-    def local_gradients(self) -> list[Tensor | None]:
-        """This rank's shards."""
-        return [None if p.grad is None else local_tensor(p.grad) for p in self.parameters]
-
     def _split_shards(self, excluded: frozenset[int]) -> tuple[list[Tensor], list[Tensor]]:
         kept, left = self._split(excluded)
         return [local_tensor(g) for g in kept], [local_tensor(g) for g in left]
