@@ -24,7 +24,7 @@ __all__ = [
 KINDS = ("column", "row", "vocabulary")
 _ATTRIBUTE = "_hpctrain_division"
 _OLDEST = "2.10"
-"""2.6 leaves gradients before a divided last layer wrong, 2.9 cannot divide attention in float64."""
+"""2.6 gets gradients before a divided last layer wrong; 2.9 divides no attention in float64."""
 _HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads")
 
 
