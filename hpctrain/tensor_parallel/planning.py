@@ -23,8 +23,8 @@ __all__ = [
 
 KINDS = ("column", "row", "vocabulary")
 _ATTRIBUTE = "_hpctrain_division"
-_OLDEST = "2.10"
-"""2.6 gets gradients before a divided last layer wrong; 2.9 divides no attention in float64."""
+_OLDEST = "2.12"
+"""2.6 and 2.9 get gradients before a divided last layer wrong; 2.9 and 2.11 divide no attention."""
 _HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads")
 
 
