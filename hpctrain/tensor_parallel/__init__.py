@@ -11,6 +11,7 @@ from hpctrain.tensor_parallel.planning import (
     divided_sizes,
     division_of,
     plan_layers,
+    trouble_with_dtensors,
 )
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = [
     "division_of",
     "plan_layers",
     "split_layers",
+    "trouble_with_dtensors",
     "vocabulary_cross_entropy",
 ]
 

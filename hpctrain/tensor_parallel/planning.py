@@ -6,15 +6,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hpctrain.errors import ConfigError
 from hpctrain.name_patterns import match_names
 
-__all__ = ["KINDS", "Division", "divided_sizes", "division_of", "plan_layers"]
+__all__ = [
+    "KINDS",
+    "Division",
+    "divided_sizes",
+    "division_of",
+    "plan_layers",
+    "trouble_with_dtensors",
+]
 
 KINDS = ("column", "row", "vocabulary")
 _ATTRIBUTE = "_hpctrain_division"
+_OLDEST = "2.12"
+"""2.6 and 2.9 get gradients before a divided last layer wrong; 2.9 and 2.11 divide no attention."""
 _HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads")
 
 
@@ -43,6 +53,16 @@ def division_of(model: nn.Module) -> Division | None:
     return found if isinstance(found, Division) else None
 
 
+def trouble_with_dtensors() -> str | None:
+    """Why this torch cannot divide layers, in words; None: it can. Pure."""
+    if torch.__version__ >= _OLDEST:
+        return None
+    return (
+        f"tensor= needs torch >= {_OLDEST}, whose DTensor gives the gradients of one process, and "
+        f"this is torch {torch.__version__}; use a newer one, or leave tensor= out"
+    )
+
+
 def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -> dict[str, str]:
     """The kind of each layer that is divided, by its name.
 
@@ -55,8 +75,12 @@ def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -
 
     Raises:
         ConfigError: an unknown kind, a pattern without a layer, a layer with two kinds, sizes that
-            do not divide (the message has those that would), or what cannot be divided exactly.
+            do not divide (the message has those that would), what cannot be divided exactly, or a
+            torch that is too old for it.
     """
+    trouble = trouble_with_dtensors() if num_ranks > 1 else None
+    if trouble is not None:
+        raise ConfigError(trouble)
     for pattern, kind in patterns.items():
         if kind not in KINDS:
             raise ConfigError(

@@ -20,6 +20,7 @@ import hpctrain as hpc
 from hpctrain.errors import ConfigError
 from hpctrain.grid import factorings
 from hpctrain.sharding import trouble_with_torch
+from hpctrain.tensor_parallel import trouble_with_dtensors
 
 WIDTH, ROWS, STEPS = 12, 12, 3
 # What torch 2.6 says wherever a CPU tensor is divided.
@@ -72,8 +73,7 @@ def compare(named):
         assert (whole - want[name]).abs().max() <= 1e-11
 
 
-def needs_fsdp():
-    trouble = trouble_with_torch("cpu")
+def needs(trouble):
     if trouble is not None:
         pytest.skip(trouble)
 
@@ -92,7 +92,7 @@ def train(grid, net):
 
 
 def test_fsdp_is_equal_to_one_process(make_grid, world):
-    needs_fsdp()
+    needs(trouble_with_torch("cpu"))
     grid = make_grid()
     net = model()
     for block in net:
@@ -104,6 +104,7 @@ def test_fsdp_is_equal_to_one_process(make_grid, world):
 
 @quiet
 def test_tensor_parallel_is_equal_to_one_process(make_grid, world):
+    needs(trouble_with_dtensors())
     grid = make_grid(tensor=world.size)
     net = model()
     plan = {f"{i}.0": RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(4)}
@@ -154,7 +155,7 @@ def test_a_pipeline_is_equal_to_one_process(make_grid, world):
 
 @quiet
 def test_a_mesh_of_two_dimensions_is_equal_to_one_process(make_grid, world):
-    needs_fsdp()
+    needs(trouble_with_torch("cpu") or trouble_with_dtensors())
     tensor = 2 if world.size % 2 == 0 else 1
     grid = make_grid(tensor=tensor)
     net = model()
