@@ -8,7 +8,6 @@ import torch
 from hpctrain.errors import ConfigError
 from hpctrain.train.config import parse_config
 from hpctrain.train.entry import make_trainer
-from mpi_tests.ranks.test_sentinel_grid import shape
 from mpi_tests.ranks.test_train_entry import FUNCTION, folder, shared
 
 __all__ = ["folder", "shared"]
@@ -39,7 +38,8 @@ def fit(world, folder, directory, *settings):
 
 
 def divisions(world):
-    data, other = shape(world)
+    other = 2 if world.size % 2 == 0 else world.size
+    data = world.size // other
     yield "state", ["grid.shard=state", "engine.bucket_bytes=256"]
     yield "parameters", ["grid.shard=parameters"]
     yield "stages", [f"grid.data={data}", f"grid.pipeline={other}", "grid.micro_batches=2"]
