@@ -15,9 +15,11 @@ from hpctrain import metrics as exact
 from hpctrain.data import Loader
 from hpctrain.errors import ConfigError
 from hpctrain.optim import EMA, SyncBatchNorm, average_batchnorm
+from hpctrain.sharding import sharding_of
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
+    from hpctrain.grid import Grid
     from hpctrain.replica import Replica
     from hpctrain.train.trainer import Trainer
     from hpctrain.world import World
@@ -189,8 +191,9 @@ def supervised(trainer: Trainer, batch: Any) -> Tensor | None:
     """Collective: one step of a model on a batch, with the trainer's loss or the model's own."""
     prepare = arrange if trainer.has_stepped else _on_first(trainer, arrange)
     inputs, named, target, loss = prepare(batch, trainer.replica.model, trainer.loss)
+    in_stages = trainer.grid is not None and trainer.grid.pipeline > 1  # the last stage has a loss
     step = trainer.replica.learn(
-        loss if trainer.has_stepped else _on_first(trainer, loss, last=True),
+        loss if trainer.has_stepped or in_stages else _on_first(trainer, loss, last=True),
         *inputs,
         target,
         num_samples=trainer.loader.num_samples,
@@ -230,6 +233,7 @@ def evaluate(
     *,
     ema: EMA | None = None,
     averaged: bool = True,
+    grid: Grid | None = None,
 ) -> dict[str, float]:
     """Collective: the mean loss and metrics over the samples of all ranks; all must match.
 
@@ -243,14 +247,17 @@ def evaluate(
         metrics: One value a sample of what the model returns and the target.
         ema: The average of the model's weights, where there is one.
         averaged: Whether it is the average that is evaluated, or the last weights.
+        grid: The grid that the model was divided on; each data coordinate counts once.
 
     Raises:
         ConfigError: on all ranks, when there are no samples.
     """
     world, model = replica.world, replica.model
+    over = world if grid is None else grid
+    gathers = sharding_of(model) is not None  # on all ranks, those without samples too
     sums = {name: exact.Mean() for name in ("loss", *metrics)}
     if world.size > 1 and any(_has_own_statistics(layer) for layer in model.modules()):
-        _average_statistics(world, model, ema)  # all ranks must evaluate one and the same model
+        _average_statistics(over, model, ema)  # all ranks must evaluate one and the same model
     swapped = ema.swapped_in() if ema is not None and averaged else nullcontext()
     was_training = model.training
     model.eval()
@@ -258,6 +265,9 @@ def evaluate(
         with torch.no_grad(), swapped:
             for batch in loader:
                 if loader.num_samples == 0:
+                    if gathers:
+                        inputs, named, _, _ = arrange(batch, model, loss)
+                        replica(*inputs, **named)
                     continue
                 made = compute(replica, model, batch, loss)
                 sums["loss"].update(made.loss, loader.num_samples)
@@ -265,15 +275,15 @@ def evaluate(
                     sums[name].update(metric(made.out, made.target))
     finally:
         model.train(was_training)
-    return {name: total.value(world) for name, total in sums.items()}
+    return {name: total.value(over) for name, total in sums.items()}
 
 
-def _average_statistics(world: World, model: nn.Module, ema: EMA | None) -> None:
+def _average_statistics(over: World | Grid, model: nn.Module, ema: EMA | None) -> None:
     """Collective: average the statistics of BatchNorm over ranks, and their averages over steps."""
-    average_batchnorm(world, model)
+    average_batchnorm(over, model)
     if ema is not None:
         with ema.swapped_in():
-            average_batchnorm(world, model)
+            average_batchnorm(over, model)
             for name, buffer in model.named_buffers():
                 if name in ema.averages:
                     ema.averages[name].copy_(buffer)

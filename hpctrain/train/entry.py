@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from hpctrain import log
 from hpctrain.connection import connect, init
 from hpctrain.data import Loader, is_stream
 from hpctrain.errors import CheckpointError, ConfigError, HpcTrainError
+from hpctrain.grid import Grid
 from hpctrain.launch import tee_output
 from hpctrain.optim import EMA, sync_batchnorm
 from hpctrain.precision import LossScaling
 from hpctrain.replica import Replica, distribute
+from hpctrain.splitting import split
 from hpctrain.train.arguments import count_batches, refuse_no_batch
 from hpctrain.train.building import (
     build_data,
@@ -126,10 +130,11 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
         directory: The run directory; None keeps nothing.
     """
     timer = time_steps(world) if _times_steps(world, config) else None
-    replicas = _distribute(world, config, _together(world, lambda: build_models(config)))
+    grid = _make_grid(world, config)
+    replicas = _distribute(world, config, grid, _together(world, lambda: build_models(config)))
     data = _together(world, lambda: build_data(config, world, folder))
     draw = _together(world, lambda: build_draw(config, data, folder))
-    loader = _loader(world, config, data, draw)
+    loader = _loader(world, config, data, draw, grid)
     held_out = _together(world, lambda: build_data(config, world, folder, evaluation=True))
     train = config.train
     if directory is not None and _saves(world, config):
@@ -152,7 +157,7 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
         replicas,
         loader,
         **named,
-        evaluation=None if held_out is None else _evaluation_loader(world, config, held_out),
+        evaluation=None if held_out is None else _evaluation_loader(world, config, held_out, grid),
         epochs=train.num_epochs,
         steps=train.steps,
         schedules={} if by_epoch else schedules,
@@ -169,6 +174,7 @@ def make_trainer(world: World, config: Config, folder: Path, directory: Path | N
         logging=config.logging,
         timer=timer,
         config=to_toml(config),
+        grid=grid,
     )
 
 
@@ -215,10 +221,50 @@ def _times_steps(world: World, config: Config) -> bool:
     return world.device.type == "cpu" if chosen is None else chosen
 
 
-def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[str, Replica]:
+def _make_grid(world: World, config: Config) -> Grid | None:
+    """Collective: the grid, where a configuration wants one."""
+    chosen = config.grid
+    if not chosen.is_used:
+        return None
+    return Grid(
+        world,
+        data=chosen.data,
+        pipeline=chosen.pipeline,
+        tensor=chosen.tensor,
+        engine=config.engine.name,
+        timeout_s=config.engine.timeout_s,
+    )
+
+
+def _divide(grid: Grid, config: Config, model: torch.nn.Module) -> torch.nn.Module:
+    """Collective: a model, divided as a configuration says."""
+    chosen = config.grid
+    stages = (list(chosen.stages) or "auto") if chosen.pipeline > 1 else None
+    return split(
+        grid,
+        model,
+        shard=chosen.shard,
+        units=list(chosen.units) or None,
+        whole_gradients=chosen.whole_gradients,
+        stages=stages,
+        tensor=chosen.layers or None,
+    )
+
+
+def _distribute(
+    world: World, config: Config, grid: Grid | None, models: dict[str, Any]
+) -> dict[str, Replica]:
     """Collective: all models on all ranks, over one engine."""
     chosen = config.engine
-    connection = connect(world, chosen.name, timeout_s=chosen.timeout_s)
+    if grid is None:
+        connection = connect(world, chosen.name, timeout_s=chosen.timeout_s)
+        engine, reason = connection.engine, connection.reason
+    else:
+        engine, reason = grid.engine("data"), "of the grid"
+        if len(models) > 1:
+            raise ConfigError(
+                f"model.build returned {len(models)} models, and [grid] divides one; leave it out"
+            )
     precision = config.precision
     scaling = None
     if precision.kind == "fp16":
@@ -233,11 +279,13 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
     for name, model in models.items():
         model.to(world.device)
         if config.model.sync_batchnorm:
-            sync_batchnorm(connection.engine, model)
+            sync_batchnorm(engine, model)
         if config.model.compile:
             compile_model(
                 model, mode=config.model.compile_mode, backend=config.model.compile_backend
             )
+        if grid is not None:
+            model = _divide(grid, config, model)
         optimizer = _together(
             world,
             lambda model=model: build_optimizer(config, model, prefers_fused=prefers_fused),
@@ -246,7 +294,7 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
             world,
             model,
             optimizer,
-            engine=connection.engine,
+            engine=engine if grid is None else "auto",
             accumulate=config.train.accumulate,
             overlap=chosen.overlap,
             bucket_bytes=chosen.bucket_bytes,
@@ -259,8 +307,11 @@ def _distribute(world: World, config: Config, models: dict[str, Any]) -> dict[st
             clip_norm=config.optimizer.clip_norm,
             clip_value=config.optimizer.clip_value,
             averages_statistics=config.evaluates,  # before every evaluation
+            grid=grid,
+            micro_batches=config.grid.micro_batches,
+            schedule=config.grid.schedule,
         )
-        replicas[name].reason = connection.reason
+        replicas[name].reason = reason
     return replicas
 
 
@@ -277,7 +328,9 @@ def _averages(config: Config, replicas: dict[str, Replica]) -> dict[str, EMA]:
     }
 
 
-def _loader(world: World, config: Config, data: Any, draw: dict[str, Any]) -> Loader:
+def _loader(
+    world: World, config: Config, data: Any, draw: dict[str, Any], grid: Grid | None
+) -> Loader:
     chosen = config.data
     return Loader(
         world,
@@ -289,14 +342,15 @@ def _loader(world: World, config: Config, data: Any, draw: dict[str, Any]) -> Lo
         num_workers=chosen.num_workers or None,
         prefetch=chosen.prefetch,
         split=chosen.split,
+        grid=grid,
         **draw,
     )
 
 
-def _evaluation_loader(world: World, config: Config, data: Any) -> Loader:
+def _evaluation_loader(world: World, config: Config, data: Any, grid: Grid | None) -> Loader:
     batch = config.train.evaluation_batch or config.train.global_batch
-    split = config.data.split if is_stream(data) else None
-    return Loader(world, data, global_batch=batch, shuffle=False, split=split)
+    how = config.data.split if is_stream(data) else None
+    return Loader(world, data, global_batch=batch, shuffle=False, split=how, grid=grid)
 
 
 def _count_steps(config: Config, loader: Loader) -> int | None:

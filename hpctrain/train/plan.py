@@ -146,6 +146,11 @@ def make_plan(
     Raises:
         ConfigError: the engine or the update is not possible as requested.
     """
+    if config.grid.is_used:
+        raise ConfigError(
+            "a dry run does not plan [grid]; `hpctrain plan --memory` predicts memory and times of "
+            "every grid"
+        )
     engine = choose_engine(
         config.engine.name,
         device_kind=place.device_kind,

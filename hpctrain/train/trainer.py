@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -31,6 +31,9 @@ from hpctrain.train.figures import (
 from hpctrain.train.progress import MetricSchedules, Monitor, Progress, RunState
 from hpctrain.train.recording import Recorder, make_summary, open_directory
 from hpctrain.world import World, exit_code_of
+
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
 
 __all__ = ["EVENTS", "Trainer"]
 
@@ -76,6 +79,7 @@ class Trainer:
         logging: What is written and shown.
         timer: From `hpctrain.train.time_steps`, to split the time of steps.
         config: The resolved configuration as TOML, kept in the run directory.
+        grid: The grid that the model was divided on, and the loaders too.
 
     Raises:
         ConfigError: arguments are wrong or do not go together.
@@ -107,8 +111,10 @@ class Trainer:
         logging: Logging | None = None,
         timer: StepTimer | None = None,
         config: str | None = None,
+        grid: Grid | None = None,
     ) -> None:
         self.world = world
+        self.grid = grid
         self.replicas = dict(replica) if isinstance(replica, Mapping) else {MAIN: replica}
         self.loader = loader
         self.loss = loss
@@ -420,6 +426,7 @@ class Trainer:
             self.metrics,
             ema=self.emas.get(next(iter(self.replicas))),
             averaged=self._evaluates_ema,
+            grid=self.grid,
         )
         self.progress.results, self.progress.evaluated_step = results, self.step
         self._by_metric.step(results)

@@ -11,7 +11,14 @@ from hpctrain.train.config.file import (
     parse_config,
     to_toml,
 )
-from hpctrain.train.config.running import Checkpoint, EngineChoice, Faults, Logging, Precision
+from hpctrain.train.config.running import (
+    Checkpoint,
+    EngineChoice,
+    Faults,
+    GridChoice,
+    Logging,
+    Precision,
+)
 from hpctrain.train.config.sections import Averages, Data, Model, Optimizer, Schedule, Training
 
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "Data",
     "EngineChoice",
     "Faults",
+    "GridChoice",
     "Logging",
     "Model",
     "Optimizer",

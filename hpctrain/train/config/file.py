@@ -11,7 +11,14 @@ from typing import Any, get_origin
 
 from hpctrain.errors import ConfigError
 from hpctrain.tables import Key, adapt, keys_of, mistake, nearest, trouble_with, write_toml
-from hpctrain.train.config.running import Checkpoint, EngineChoice, Faults, Logging, Precision
+from hpctrain.train.config.running import (
+    Checkpoint,
+    EngineChoice,
+    Faults,
+    GridChoice,
+    Logging,
+    Precision,
+)
 from hpctrain.train.config.sections import (
     Averages,
     Data,
@@ -21,6 +28,7 @@ from hpctrain.train.config.sections import (
     Section,
     Training,
 )
+from hpctrain.wire import NONE
 
 __all__ = [
     "SECTIONS",
@@ -45,6 +53,7 @@ class Config:
     ema: Averages = field(default_factory=Averages)
     precision: Precision = field(default_factory=Precision)
     engine: EngineChoice = field(default_factory=EngineChoice)
+    grid: GridChoice = field(default_factory=GridChoice)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)
     faults: Faults = field(default_factory=Faults)
@@ -77,11 +86,31 @@ class Config:
             yield "schedule.args.lr is optimizer.lr; write it there"
         if self.engine.share_parameters and self.precision.kind == "bf16-pure":
             yield 'engine.share_parameters does not go with precision.kind="bf16-pure"'
+        if self.grid.is_used:
+            yield from self._grid_conflicts()
 
     @property
     def evaluates(self) -> bool:
         """Whether there are evaluations."""
         return bool(self.data.evaluation or self.data.evaluation_files)
+
+    def _grid_conflicts(self) -> Iterator[str]:
+        """What a divided model has no use for."""
+        engine = self.engine
+        for name, given in (
+            ("model.compile", self.model.compile),
+            ("engine.overlap", engine.overlap),
+            (f'engine.update="{engine.update}"', engine.update != "auto"),
+            ("engine.share_parameters", engine.share_parameters),
+            (f'engine.wire="{engine.wire}"', engine.wire != NONE),
+            ("train.step", self.train.step),
+        ):
+            if given:
+                yield f"{name} does not go with [grid]; leave one of them out"
+        if self.grid.pipeline > 1 and self.train.loss is None:
+            yield "grid.pipeline needs train.loss: a stage does not return the loss of the model"
+        if self.grid.pipeline > 1 and self.model.sync_batchnorm:
+            yield "model.sync_batchnorm does not go with grid.pipeline; leave one of them out"
 
     @property
     def plateau_metric(self) -> str:
@@ -129,6 +158,7 @@ SECTIONS: dict[str, type[Section]] = {
         Averages,
         Precision,
         EngineChoice,
+        GridChoice,
         Checkpoint,
         Logging,
         Faults,

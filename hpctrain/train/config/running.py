@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from hpctrain.engines import AUTO, engine_names
-from hpctrain.tables import key
+from hpctrain.tables import key, keys_of, table
 from hpctrain.train.config.sections import MONITOR, Section
 from hpctrain.wire import NONE, wire_names
 
-__all__ = ["Checkpoint", "EngineChoice", "Faults", "Logging", "Precision"]
+__all__ = ["Checkpoint", "EngineChoice", "Faults", "GridChoice", "Logging", "Precision"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +83,73 @@ class EngineChoice(Section):
                 'engine.update="sharded" needs gradients in shared memory; engine.overlap=true and '
                 "engine.bucket_bytes ask for messages"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridChoice(Section):
+    """How a model is divided among the ranks; left out, every rank has all of it."""
+
+    title: ClassVar[str] = "grid"
+
+    data: int | None = key(
+        "Ranks that train on different samples; left out, what the others leave.",
+        default=None,
+        low=1,
+    )
+    pipeline: int = key("Stages that the model, a chain of modules, is cut into.", default=1, low=1)
+    tensor: int = key("Ranks that share each layer.", default=1, low=1)
+    shard: Literal["state", "gradients", "parameters"] | None = key(
+        "What lies in shards over the data dimension; left out, nothing.", default=None
+    )
+    units: tuple[str, ...] = key(
+        "Patterns of module names that are gathered each for itself; left out, the repeated blocks "
+        "of the model.",
+        default=(),
+    )
+    whole_gradients: bool = key(
+        "Keep gradients of shards whole between the parts of a step.", default=False
+    )
+    stages: tuple[str, ...] = key(
+        "Names of the layers at which the stages but the first begin; left out, they are balanced.",
+        default=(),
+    )
+    layers: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=table(
+            "Layers that are divided over the tensor dimension: patterns of names, each with "
+            "`column`, `row` or `vocabulary`."
+        ),
+    )
+    micro_batches: int | None = key(
+        "Parts that a batch is cut into on its way through the stages.", default=None, low=1
+    )
+    schedule: Literal["1f1b", "gpipe"] | None = key(
+        "In which order a stage runs them; left out, 1f1b.", default=None
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything of it was asked for."""
+        return any(getattr(self, each.name) != each.default for each in keys_of(type(self)))
+
+    def conflicts(self) -> Iterator[str]:
+        """Options of stages, layers and shards where there are some."""
+        if self.pipeline > 1 and self.micro_batches is None:
+            yield (
+                f"grid.pipeline={self.pipeline} needs grid.micro_batches; take at least "
+                f"{4 * self.pipeline}"
+            )
+        for name in ("stages", "micro_batches", "schedule"):
+            if self.pipeline == 1 and getattr(self, name):
+                yield f"grid.{name} belongs to grid.pipeline, which is 1; leave it out"
+        if (self.tensor > 1) != bool(self.layers):
+            yield (
+                f"grid.tensor={self.tensor} with {len(self.layers)} patterns in grid.layers; give "
+                "both or neither"
+            )
+        for name in ("units", "whole_gradients"):
+            if getattr(self, name) and self.shard not in ("gradients", "parameters"):
+                yield f'grid.{name} belongs to grid.shard="gradients" or "parameters"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
