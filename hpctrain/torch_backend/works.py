@@ -25,6 +25,7 @@ _Work: Any = _c10d.Work
 _HOLDS_WORKS = torch.__version__ >= "2.7"
 """Whether torch's C++ keeps the Python part of a Work; before, its `wait` would wait for ever."""
 _held: dict[int, Any] = {}
+_LONGEST_NAP_S = 1e-4  # a stage that naps longer keeps all later ones waiting
 _MOST_BYTES = 2**30
 """In one message: counts have 32 bits in MPI 3. Longer ones travel in pieces, in order."""
 
@@ -179,7 +180,7 @@ class Message(_Work):  # type: ignore[misc]
         timeout_s = self._timeout_s
         if timeout is not None and timeout > timedelta(0):
             timeout_s = timeout.total_seconds()
-        if not poll(self.is_completed, timeout_s=timeout_s):
+        if not poll(self.is_completed, timeout_s=timeout_s, longest_nap_s=_LONGEST_NAP_S):
             for request, _ in self._requests:
                 request.Cancel()
             raise TimedOutError(
