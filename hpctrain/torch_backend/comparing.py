@@ -21,7 +21,7 @@ from hpctrain.errors import CollectiveError, ConfigError, HpcTrainError
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-    from hpctrain.engines import MpiEngine
+    from hpctrain.engines import Engine
 
 __all__ = ["Comparer", "digest", "in_words", "room_for"]
 
@@ -47,7 +47,7 @@ class Comparer:
         members: These ranks in the world.
     """
 
-    def __init__(self, comm: Comm, engine: MpiEngine, where: str, members: Sequence[int]) -> None:
+    def __init__(self, comm: Comm, engine: Engine, where: str, members: Sequence[int]) -> None:
         self._comm = comm
         self._engine = engine
         self._where = where

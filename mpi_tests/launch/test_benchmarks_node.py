@@ -41,6 +41,27 @@ def test_gathering_is_compared_with_copies_of_the_output(tmp_path):
 
 
 @slow
+def test_sharded_models_train_alike_however_they_are_gathered(tmp_path):
+    result = result_of("sharded_step", tmp_path / "result.json")
+    series = {item["variant"]: item for item in result["series"]}
+    trained = [name for name in series if not name.startswith("compute")]
+    losses = [series[name]["outcome"]["loss"] for name in trained]
+    assert len(losses) == 7
+    assert losses == pytest.approx([losses[0]] * 7, rel=1e-4)
+    # units are two layers and the root, which stays from forward to backward
+    assert [series[k]["counts"]["messages"] for k in ("gradients", "parameters")] == [6, 8]
+
+
+@slow
+def test_divided_layers_train_alike_over_either_backend(tmp_path):
+    result = result_of("tensor_step", tmp_path / "result.json")
+    series = {item["variant"]: item for item in result["series"]}
+    names = ("compute", "hpctrain", "hpctrain-split", "gloo")
+    losses = [series[name]["outcome"]["loss"] for name in names]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+
+
+@slow
 def test_barriers_are_compared_below_and_above_the_number_of_cores(tmp_path):
     many = max(3, len(os.sched_getaffinity(0)) + 1)
     result = result_of("barrier", tmp_path / "result.json", "--ranks", f"2,{many}")
