@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Comparer", "digest", "in_words", "room_for"]
 
 _TROUBLE = -1
-_HEAD = 8
+_HEAD = 16  # a multiple of every element's size, as older versions of torch want it
 _MOST_BYTES = 4096
 _MOST_OF_ALL_BYTES = 32768
 _MOST_VIEWS = 256

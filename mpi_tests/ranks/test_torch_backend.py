@@ -35,11 +35,12 @@ OPS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def default_group(world):
+    before = dist.is_initialized()  # by a test that met the limits of an older torch
     opened = open_default_group(world, timeout_s=60)
     assert dist.get_backend() == opened.backend == "hpctrain"
     yield opened
     opened.close()
-    assert not dist.is_initialized()
+    assert dist.is_initialized() == before
 
 
 def allowed(name, dtype):
