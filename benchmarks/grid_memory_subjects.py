@@ -29,6 +29,7 @@ MODELS = {
     "8M": (256, 10, 128),
     "9M": (512, 3, 128),
     "23M": (256, 8, 32768),
+    "25M": (512, 8, 128),
     "805M": (2048, 16, 128),
 }
 """By name: width, blocks and words; of 23M most is words, which the root gathers."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.automatic_grid import find_odd_pair
 from hpctrain.cli.plan.sizing import memory_of, parse_memory, parse_tensor
 from hpctrain.errors import ConfigError
 from hpctrain.grid import Shape
@@ -295,6 +296,16 @@ def test_stages_begin_where_a_model_can_be_cut():
     assert found.stages == (("block.0",), ("block.1", "block.2", "block.3"))
     none = plan_grids(replace(whole, no_stages="a branch"), 2, memory_per_rank=None)
     assert {tuple(shape): why for shape, why in none.refused}[(1, 2, 1)] == "no stages: a branch"
+
+
+def test_what_does_not_go_together_is_left_out():
+    plan = plan_grids(footprint(), 8, memory_per_rank=None, find_trouble=find_odd_pair)
+    left = {(tuple(choice.shape), choice.shard) for choice in plan.choices}
+    assert ((4, 2, 1), "parameters") in left
+    assert ((8, 1, 1), "state") in left
+    assert ((4, 2, 1), "state") not in left
+    assert not any(shape[1] > 1 and shape[2] > 1 for shape, _ in left)
+    assert "split cannot do stages= and tensor= together" in {why for _, why in plan.refused}
 
 
 def test_the_global_batch_is_the_same_on_every_grid():
