@@ -27,7 +27,7 @@ from hpctrain.errors import LaunchError
 from hpctrain.predict import Footprint, Subject, measure_footprint, plan_grids
 from hpctrain.predict.grid_choice import GridChoice
 
-__all__ = ["footprint_of", "main", "predicted", "row"]
+__all__ = ["footprint_of", "main", "predicted", "row", "run_ranks"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _LIMIT_S = 900.0
@@ -103,9 +103,12 @@ def _real(name: str, num_ranks: int, batch: int, shard: str) -> dict[str, Any]:
     return found
 
 
-def _together(name: str, num_ranks: int, batch: int, shard: str) -> dict[str, Any]:
-    """Ranks that train one model; what the one with the most holds."""
-    words = ["benchmarks.grid_memory_ranks", name, str(batch), shard]
+def run_ranks(num_ranks: int, *words: str) -> dict[str, Any]:
+    """Start ranks of a module of benchmarks; rank 0 prints one line of JSON.
+
+    Raises:
+        LaunchError: they failed; with the end of what they said.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "hpctrain", "run", "-n", str(num_ranks), "--quiet", "-m", *words],
         cwd=ROOT,
@@ -120,6 +123,11 @@ def _together(name: str, num_ranks: int, batch: int, shard: str) -> dict[str, An
         raise LaunchError(f"measuring {' '.join(words)} failed: {done.stderr.strip()[-2000:]}")
     found: dict[str, Any] = json.loads(lines[-1])
     return found
+
+
+def _together(name: str, num_ranks: int, batch: int, shard: str) -> dict[str, Any]:
+    """Ranks that train one model; what the one with the most holds."""
+    return run_ranks(num_ranks, "benchmarks.grid_memory_ranks", name, str(batch), shard)
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> str:

@@ -21,7 +21,6 @@ from hpctrain.world import World
 __all__ = ["main"]
 
 _STEPS = 3
-_UNITS = ["words", "blocks.*", "head"]
 
 
 def _loss(scores: Tensor, words: Tensor) -> Tensor:
@@ -32,11 +31,11 @@ def measure(world: World, name: str, batch: int, shard: str) -> dict[str, int]:
     """Collective: bytes after an update with its gradients, and at the peak."""
     kind = world.device.type
     # Libraries make their work space at the first use.
-    loss_of(Transformer(64, 1).to(world.device), 1, kind).backward()
+    loss_of(Transformer(64, 1, 128).to(world.device), 1, kind).backward()
     before = now(kind)[0]
     held: list[int] = []
     with hpc.Grid(world) as grid:
-        model = hpc.split(grid, lambda: Transformer(*MODELS[name]), shard=shard, units=_UNITS)
+        model = hpc.split(grid, lambda: Transformer(*MODELS[name]), shard=shard)
         optimizer = torch.optim.AdamW(model.parameters())
         optimizer.register_step_post_hook(lambda *_: held.append(now(kind)[0]))
         replica = hpc.distribute(world, model, optimizer, grid=grid)

@@ -21,12 +21,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
+from hpctrain.sharding import choose_units, module_facts
+
 __all__ = ["MODELS", "SEQUENCE", "Transformer", "allocated", "fake_ranks", "now", "tracked"]
 
-MODELS = {"8M": (256, 10), "9M": (512, 3), "805M": (2048, 16)}
-"""By name: width and blocks."""
+MODELS = {
+    "8M": (256, 10, 128),
+    "9M": (512, 3, 128),
+    "23M": (256, 8, 32768),
+    "25M": (512, 8, 128),
+    "805M": (2048, 16, 128),
+}
+"""By name: width, blocks and words; of 23M most is words, which the root gathers."""
 SEQUENCE = 128
-_WORDS = 128
 _HEAD = 64
 
 
@@ -50,22 +57,22 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Words out, one row for each word: what a unit gives must not be a view."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, words: int) -> None:
         super().__init__()
-        self.words = nn.Linear(width, _WORDS)
+        self.words = nn.Linear(width, words)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.words(x.flatten(0, 1))
 
 
 class Transformer(nn.Module):
-    """Words in, words out; the words are few, so that nearly all parameters are in blocks."""
+    """Words in, words out; where words are few, nearly all parameters are in blocks."""
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, words: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(_WORDS, width)
+        self.words = nn.Embedding(words, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
-        self.head = Head(width)
+        self.head = Head(width, words)
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows of words."""
@@ -94,10 +101,11 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
 
 
 def _shard(model: Transformer, mesh: Any, shard: str) -> None:
-    """FSDP2 over its units, as `shard=` would do it."""
-    for unit in (model.words, *model.blocks, model.head):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=shard == "parameters")
-    fully_shard(model, mesh=mesh)
+    """FSDP2 over the units of `hpctrain.split`, with the options that it gives torch."""
+    options = {} if shard == "parameters" else {"reshard_after_forward": False}
+    for name in choose_units(*module_facts(model)):
+        fully_shard(model.get_submodule(name), mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
 def tracked(name: str, num_ranks: int, batch: int, shard: str = "parameters") -> dict[str, int]:
@@ -118,6 +126,7 @@ def tracked(name: str, num_ranks: int, batch: int, shard: str = "parameters") ->
                     optimizer.step()
                     held = _total(tracker, "current")
                     optimizer.zero_grad()
+                    tracker.reset_mod_stats()  # it follows one step at a time; its peak stays
             return {"held": held, "peak": _total(tracker, "peak")}
 
 
@@ -139,7 +148,7 @@ def allocated(name: str, num_ranks: int, batch: int, shard: str = "parameters") 
         if shard != "none":
             _shard(model, init_device_mesh(device, (num_ranks,)), shard)
         # Libraries make their work space at the first use.
-        loss_of(Transformer(64, 1).to(device), 1, device).backward()
+        loss_of(Transformer(64, 1, 128).to(device), 1, device).backward()
         before = now(device)[0]
         model.to_empty(device=device)
         with torch.no_grad():

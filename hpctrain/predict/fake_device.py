@@ -17,9 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from hpctrain.errors import ConfigError
+from hpctrain.name_patterns import is_inside
 from hpctrain.pipeline import chain_of
 from hpctrain.predict.footprint import FORMATS, Footprint
 from hpctrain.predict.unit_watch import UnitWatch
+from hpctrain.sharding import choose_units, module_facts
 from hpctrain.tensor_parallel import divided_sizes, plan_layers
 
 __all__ = ["StepParts", "measure_footprint", "state_copies", "units_of"]
@@ -162,30 +164,34 @@ def _check_device(model: nn.Module) -> None:
             )
 
 
-def units_of(model: nn.Module) -> list[str]:
-    """The names of the modules that are not cut, in the order of the module tree.
+def units_of(model: nn.Module) -> dict[str, bool]:
+    """The modules that are not cut, in the order of the tree, and whether they are the root's.
 
-    Lists and sequences of modules are opened, and so is a module with more than half of all
-    parameters that has modules of its own.
+    The units of `hpctrain.split(shard=...)`. Of the rest, which the root gathers, lists and
+    sequences of modules are opened, and so is a module with more than half of all parameters that
+    has modules of its own: a pipeline may be cut there.
     """
+    alone = set(choose_units(*module_facts(model)))
     total = sum(p.numel() for p in model.parameters())
 
-    def is_opened(module: nn.Module) -> bool:
+    def is_opened(where: str, module: nn.Module) -> bool:
         if not any(True for _ in module.children()):
             return False
         if isinstance(module, nn.Sequential | nn.ModuleList):
             return True
+        if any(is_inside(name, where) for name in alone):
+            return True
         return sum(p.numel() for p in module.parameters()) > _LARGE * total
 
-    def found(module: nn.Module, before: str) -> Iterator[str]:
+    def found(module: nn.Module, before: str) -> Iterator[tuple[str, bool]]:
         for name, child in module.named_children():
             where = f"{before}{name}"
-            if is_opened(child):
+            if where not in alone and is_opened(where, child):
                 yield from found(child, f"{where}.")
             else:
-                yield where
+                yield where, where not in alone
 
-    return list(found(model, "")) or [""]
+    return dict(found(model, "")) or {"": True}
 
 
 def _chain(model: nn.Module) -> tuple[tuple[str, ...], str]:

@@ -29,8 +29,8 @@ class WeightFormat:
 FORMATS = {
     "fp32": WeightFormat(),
     "tf32": WeightFormat(),
-    "bf16": WeightFormat(computed=0.5),
-    "fp16": WeightFormat(computed=0.5),
+    "bf16": WeightFormat(),  # autocast: gathered as they are, and cast where they are used
+    "fp16": WeightFormat(),
     "bf16-pure": WeightFormat(stored=0.5, computed=0.5, master=1.0),
 }
 
@@ -60,6 +60,8 @@ class Unit:
     tensor_messages: int = 0
     """Allreduces over the tensor group, forward and backward together."""
     tensor_message_bytes: int = 0
+    in_root: bool = False
+    """Whether a sharded model gathers it with the root, for the whole pass."""
     layer: str = ""
     """The layer that a pipeline is cut at, where the unit is a part of one; empty: itself."""
 

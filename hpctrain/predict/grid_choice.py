@@ -6,7 +6,7 @@ one that changes least. Times are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -192,6 +192,7 @@ def plan_grids(
     ranks_per_node: int | None = None,
     shares_memory: bool = False,
     schedule: ScheduleName = "1f1b",
+    find_trouble: Callable[[Shape, ShardLevel], str | None] | None = None,
 ) -> GridPlan:
     """Every grid of so many ranks with what it costs, best first.
 
@@ -205,6 +206,7 @@ def plan_grids(
         ranks_per_node: None: the machine's, or all on one node.
         shares_memory: Whether ranks of a node add up in its shared memory, where nothing is cut.
         schedule: Of pipelines.
+        find_trouble: Why a shape and a level of sharding do not go together; None: all do.
 
     Raises:
         ConfigError: a number is out of range.
@@ -226,6 +228,9 @@ def plan_grids(
             refused.append((shape, trouble))
             continue
         for shard in SHARDS if shape.data > 1 else SHARDS[:1]:
+            if trouble := find_trouble and find_trouble(shape, shard):
+                refused.append((shape, trouble))
+                continue
             whole = shape.data == num_ranks and shard == "none"
             shared = layout.local_ranks if shares_memory and whole else 1
             found.append(setting.best(shape, shard, shared))

@@ -107,7 +107,8 @@ class RankBytes:
     activations: int
     """Of all micro-batches under way."""
     gathered: int
-    """Whole weights and gradients, where they are sharded, while a unit computes."""
+    """Whole weights and gradients, where they are sharded, at the fullest moment of backward. Less
+    than 0 where most shards of gradients are not there yet."""
     transient: int
     """What an operation makes and drops again."""
 
@@ -119,7 +120,7 @@ class RankBytes:
     @property
     def total(self) -> int:
         """At the most, at any one time."""
-        return self.held + self.activations + self.gathered + self.transient
+        return self.held + max(0, self.activations + self.gathered + self.transient)
 
 
 def bytes_of(placed: PlacedModel, stage: int, *, shared_by: int = 1) -> RankBytes:
@@ -144,14 +145,15 @@ def bytes_of(placed: PlacedModel, stage: int, *, shared_by: int = 1) -> RankByte
         shard=placed.shard,
         num_shards=placed.shape.data,
         units=[
-            UnitSize(round(whole * form.computed), reduced, placed.scaled(kept))
-            for (whole, reduced), kept in zip(map(placed.unit_bytes, units), kept_by, strict=True)
+            UnitSize(round(whole * form.computed), reduced, placed.scaled(kept), unit.in_root)
+            for unit, (whole, reduced), kept in zip(
+                units, map(placed.unit_bytes, units), kept_by, strict=True
+            )
         ],
+        accumulates=placed.micro_batches > 1,
     )
     count = in_flight(placed.schedule, placed.micro_batches, placed.shape.pipeline, stage)
-    # A sharded model is gathered in the format that it computes in: nothing is cast.
-    casts = placed.shard in ("none", "state")
-    cast = sum(unit.cast_bytes for unit in units) if casts else 0
+    cast = sum(unit.cast_bytes for unit in units)
     held = -(-memory.per_node // shared_by)
     state = _held_state(memory, placed, shared_by)
     own = memory.weights

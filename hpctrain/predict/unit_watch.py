@@ -131,16 +131,19 @@ class UnitWatch:
     next `row` module of the same unit, or to the unit's end, and the operations of both.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[str], styles: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, bool], styles: Mapping[str, str]
+    ) -> None:
         """Watch these modules.
 
         Args:
             model: The whole.
-            units: Names of its modules, none inside another.
+            units: Names of its modules, none inside another, and whether they are the root's.
             styles: By name of a module that is divided: `column` or `row`.
         """
         self._model = model
         self._names = list(units)
+        self._in_root = list(units.values())
         self._styles = styles
         self._seen = [_Seen() for _ in units]
         self._current = 0
@@ -312,6 +315,7 @@ class UnitWatch:
                     tensor_flops=float(seen.tensor_flops),
                     tensor_messages=seen.messages,
                     tensor_message_bytes=seen.message_bytes,
+                    in_root=self._in_root[index],
                     layer=next((o for o in layers if is_inside(self._names[index], o)), ""),
                 )
             )

@@ -23,6 +23,8 @@ class UnitSize(NamedTuple):
     """Bytes of its whole gradients in the format that they are added up in."""
     activations: int = 0
     """Bytes that it keeps for backward, and drops before its gradients are added up."""
+    in_root: bool = False
+    """Whether it is gathered with the root: for the whole pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +43,8 @@ class Memory:
     per_node: int
     """What the fullest node holds: its ranks' private and shared memory."""
     gathered: int = 0
-    """What a rank holds while it computes, on top of all activations: whole weights and gradients
-    that are sharded."""
+    """What a rank holds at the fullest moment of backward, beyond its own and all activations:
+    whole weights and gradients. Less than 0 where most shards of gradients are not there yet."""
 
     @classmethod
     def estimate(
@@ -59,6 +61,7 @@ class Memory:
         shard: ShardLevel = "none",
         num_shards: int = 1,
         units: Sequence[UnitSize] = (),
+        accumulates: bool = False,
     ) -> Memory:
         """What docs/node.md says of shared memory, and one copy a rank of everything elsewhere.
 
@@ -74,6 +77,7 @@ class Memory:
             shard: What each rank holds a share of; the levels contain each other.
             num_shards: How many ranks share it.
             units: What is gathered together, in the order of the forward pass.
+            accumulates: Whether gradients of an earlier micro-batch are there during backward.
 
         Raises:
             ConfigError: sharded weights in shared memory.
@@ -93,6 +97,7 @@ class Memory:
                 shard,
                 num_shards,
                 units,
+                accumulates,
             )
         own, shared = weights + gradients + optimizer_state + averages, 0
         if shares_memory:
@@ -121,6 +126,7 @@ class Memory:
         shard: ShardLevel,
         num_shards: int,
         units: Sequence[UnitSize],
+        accumulates: bool,
     ) -> Memory:
         """A share of the state; of the gradients too; of the weights too, from step to step."""
         share = _share(optimizer_state, num_shards) + _share(averages, num_shards)
@@ -128,8 +134,9 @@ class Memory:
             own, gathered = weights + gradients + share, _share(gradients, num_shards)
         else:
             own = _share(weights, num_shards) + _share(gradients, num_shards) + share
-            whole = sum(unit.weights for unit in units)
-            gathered = _most_gathered(units, keeps=whole if shard == "gradients" else None)
+            gathered = _most_gathered(
+                units, num_shards, frees=shard == "parameters", accumulates=accumulates
+            )
         return cls(
             weights=weights,
             gradients=gradients,
@@ -145,20 +152,44 @@ def _share(num_bytes: int, num_shards: int) -> int:
     return -(-num_bytes // num_shards)
 
 
-def _most_gathered(units: Sequence[UnitSize], *, keeps: int | None) -> int:
-    """The most that backward holds whole at a time, beyond all activations.
+def _most_gathered(
+    units: Sequence[UnitSize], num_shards: int, *, frees: bool, accumulates: bool
+) -> int:
+    """The most that backward holds at a time, beyond what is held after it and all activations.
 
     A unit's backward begins with its weights and those of the unit before it, which are on their
-    way already. It ends with its gradients, and the same laid out for the message; its activations
-    are gone then, as are those of later units all the time. Where weights are kept from forward to
-    backward (`keeps` bytes), nothing is on its way.
+    way already; all weights that are still to be used, where forward has not freed them. Its
+    gradients come, whole, while its activations go: all of both are counted, for no order is known.
+    Then its weights go, and its gradients are cut and laid out for the message, which is held until
+    the next one is. Its shard of gradients has come. The root's weights and whole gradients stay to
+    the end.
+
+    Args:
+        units: In the order of the forward pass.
+        num_shards: How many ranks share them.
+        frees: Whether forward frees weights, and backward gathers them again.
+        accumulates: Whether all shards of gradients are there from an earlier micro-batch.
     """
-    most = gone = 0
-    for index in reversed(range(len(units))):
-        unit = units[index]
-        coming = units[index - 1].weights if index else 0
-        held = unit.weights + coming if keeps is None else keeps
-        end = held + unit.weights + unit.reduced - unit.activations
-        most = max(most, max(held, end) - gone)
+    shards = sum(_share(unit.reduced, num_shards) for unit in units)
+    root = sum(unit.weights for unit in units if unit.in_root)
+    waiting = [unit.weights for unit in units if not unit.in_root]
+    """Weights of units that backward has not reached; the next is the last."""
+    most = root_gradients = sent = gone = 0
+    there = shards if accumulates else 0
+    for unit in reversed(units):
+        held = root + sum(waiting[-2:] if frees else waiting)
+        kept = root_gradients + there - gone
+        if unit.in_root:
+            root_gradients += unit.weights
+            most = max(most, held + unit.weights + kept + sent)
+        else:
+            waiting.pop()
+            end = held + unit.weights + sent
+            # Its weights are gone and its gradients there, cut for the message, and the message.
+            message = held + 2 * unit.reduced - unit.activations
+            most = max(most, kept + end, kept + message)
+            sent = unit.reduced
+            there += 0 if accumulates else _share(unit.reduced, num_shards)
         gone += unit.activations
-    return most
+    last = root_gradients + sum(unit.reduced for unit in units if unit.in_root)
+    return max(most, last + there - gone) - shards

@@ -11,6 +11,7 @@ from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 from hpctrain.predict import Subject, measure_footprint
 from hpctrain.predict.fake_device import state_copies, units_of
+from hpctrain.sharding import choose_units, module_facts
 
 WIDTH, ROWS = 16, 6
 FILE = """
@@ -60,12 +61,27 @@ def subject(model, optimizer=torch.optim.AdamW, **options):
 
 
 def test_units_are_found_in_the_tree():
-    assert units_of(Tower()) == ["words", "blocks.0", "blocks.1", "blocks.2", "head"]
-    assert units_of(nn.Linear(2, 2)) == [""]
+    blocks = {f"blocks.{index}": False for index in range(3)}
+    assert units_of(Tower()) == {"words": True, **blocks, "head": True}
+    assert units_of(nn.Linear(2, 2)) == {"": True}
     wrapped = nn.Module()
     wrapped.inner = Tower()
     wrapped.last = nn.Linear(2, 2)
-    assert units_of(wrapped)[-2:] == ["inner.head", "last"]
+    assert list(units_of(wrapped))[-2:] == ["inner.head", "last"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Tower(),
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False),
+        nn.Sequential(nn.Sequential(Block(), Block()), nn.Tanh(), Block()),
+    ],
+)
+def test_units_are_those_that_split_gathers(model):
+    alone = [name for name, in_root in units_of(model).items() if not in_root]
+    assert alone == list(choose_units(*module_facts(model)))
 
 
 def test_bytes_by_hand():

@@ -104,7 +104,7 @@ def test_sharded_memory_is_sixteen_bytes_a_parameter_over_the_ranks(num_shards):
     weights = 4 * 1_000_000
     unit = UnitSize(weights // 4, weights // 4)
 
-    def estimate(shard):
+    def estimate(shard, **more):
         return Memory.estimate(
             weights=weights,
             gradients=weights,
@@ -114,16 +114,24 @@ def test_sharded_memory_is_sixteen_bytes_a_parameter_over_the_ranks(num_shards):
             shards_update=False,
             shard=shard,
             num_shards=num_shards,
-            units=[unit] * 4,
+            **({"units": [unit] * 4} | more),
         )
 
     assert estimate("none").per_rank == 4 * weights
     assert estimate("state").per_rank == 2 * weights + 2 * weights // num_shards
     for shard in ("gradients", "parameters"):
         assert estimate(shard).per_rank == 4 * weights // num_shards
-    # A unit's weights, those of the next, its gradients, and these laid out for the message.
-    assert estimate("parameters").gathered == 4 * unit.weights
-    assert estimate("gradients").gathered == weights + 2 * unit.weights
+    # A unit's weights, those of the next, its gradients, and the message of the one before; the
+    # shards of two units' gradients have come by then, and two have not.
+    shard = -(-unit.reduced // num_shards)
+    assert estimate("parameters").gathered == 4 * unit.weights - 2 * shard
+    assert estimate("parameters", accumulates=True).gathered == 4 * unit.weights
+    # All weights, and of the last unit its gradients cut and laid out for the message.
+    assert estimate("gradients").gathered == 6 * unit.weights - 4 * shard
+    assert estimate("gradients", accumulates=True).gathered == 6 * unit.weights
+    # The root's weights are there all the time, and its whole gradients from the head on.
+    rooted = [unit._replace(in_root=True), unit, unit, unit._replace(in_root=True)]
+    assert estimate("parameters", units=rooted, accumulates=True).gathered == 7 * unit.weights
 
 
 def test_sharding_and_shared_memory_do_not_go_together():
@@ -289,6 +297,17 @@ def test_stages_begin_where_a_model_can_be_cut():
     assert {tuple(shape): why for shape, why in none.refused}[(1, 2, 1)] == "no stages: a branch"
 
 
+def test_what_does_not_go_together_is_left_out():
+    def find_trouble(shape, shard):
+        return "not both" if shape.pipeline > 1 and shard == "state" else None
+
+    plan = plan_grids(footprint(), 8, memory_per_rank=None, find_trouble=find_trouble)
+    left = {(tuple(choice.shape), choice.shard) for choice in plan.choices}
+    assert {((4, 2, 1), "parameters"), ((8, 1, 1), "state")} <= left
+    assert ((4, 2, 1), "state") not in left
+    assert (Shape(4, 2, 1), "not both") in plan.refused
+
+
 def test_the_global_batch_is_the_same_on_every_grid():
     plan = plan_grids(footprint(), 8, memory_per_rank=1 << 34, global_batch=48)
     for choice in plan.choices:
@@ -298,13 +317,18 @@ def test_the_global_batch_is_the_same_on_every_grid():
 
 
 def test_precisions():
-    half = cut(Shape(8, 1, 1), shard="parameters", precision="bf16")
-    whole = cut(Shape(8, 1, 1), shard="parameters")
-    assert bytes_of(half, 0).held == bytes_of(whole, 0).held
-    # Gradients are added up in float32, when the unit's activations are gone.
-    assert bytes_of(half, 0).gathered == (3 * 6 + 12 - 6) * MIB
-    pure = bytes_of(cut(Shape(1, 1, 1), precision="bf16-pure"), 0)
-    assert (pure.weights, pure.gradients, pure.state) == (48 * MIB, 48 * MIB, 3 * 96 * MIB)
+    def sharded(precision):
+        return bytes_of(cut(Shape(8, 1, 1), shard="parameters", precision=precision), 0)
+
+    whole, half, pure = map(sharded, ("fp32", "bf16", "bf16-pure"))
+    assert half == whole, "autocast: weights are gathered as they are"
+    assert pure.held == whole.held, "shards are float32 masters"
+    # Two parts of 6 MiB in bfloat16, and 12 in float32 twice for the message, when one unit's
+    # activations are gone and none of eight shards of gradients, 1.5 MiB each, has come.
+    assert pure.gathered == (2 * 6 + 2 * 12 - 6 - 8 * 1.5) * MIB
+    masters = bytes_of(cut(Shape(1, 1, 1), precision="bf16-pure"), 0)
+    assert (masters.weights, masters.gradients) == (48 * MIB, 48 * MIB)
+    assert masters.state == 3 * 96 * MIB
     with pytest.raises(ConfigError, match="fp8"):
         footprint(precision="fp8")
 

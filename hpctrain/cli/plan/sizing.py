@@ -213,7 +213,7 @@ def _row(choice: GridChoice) -> list[object]:
         f"{choice.micro_batches} x {choice.micro_batch}",
         *(log.format_bytes(each) for each in (need.weights, need.gradients, need.state)),
         log.format_bytes(need.activations),
-        log.format_bytes(need.gathered + need.transient),
+        log.format_bytes(max(0, need.gathered + need.transient)),
         log.format_bytes(need.total),
         "yes" if choice.fits else f"{log.format_bytes(-spare)} too much",
         f"{1000 * time.step_s:.4g}" if time else "not known",
