@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from benchmarks.grid_memory import footprint_of, row
+from benchmarks.grid_memory import ROOT, footprint_of, row
 from benchmarks.grid_memory_subjects import tracked
 
 MODEL, BATCH = "9M", 1
@@ -24,3 +26,15 @@ def test_held_bytes_and_the_peak_are_predicted(footprint, num_ranks, shard):
     assert 0.9 <= found["held_over_16N/n"] <= 1.1
     assert abs(found["held_error_percent"]) <= 1
     assert 0 <= found["peak_error_percent"] <= 10, "never too little"
+
+
+def test_the_page_has_the_figures_of_the_result():
+    page = (ROOT / "docs" / "plan.md").read_text()
+    path = "benchmarks/results/plan/grid_memory-2026-11-16-aarch64-2cores.json"
+    assert path in page
+    names = ("16N/n", "held_predicted", "held_measured", "peak_predicted", "peak_measured")
+    for found in json.loads((ROOT / path).read_text())["tracked"]:
+        ideal, held, measured, peak, most = (f"{found[name] / 2**20:,.0f}" for name in names)
+        line = f"| {found['ranks']} | {found['shard']} | {ideal} MiB | {held} and {measured} MiB | "
+        line += f"{peak} MiB | {most} MiB | {found['peak_error_percent']} % |"
+        assert line in page
