@@ -76,8 +76,9 @@ def split(
             None: they are weighed by the bytes of their weights.
         tensor: Linear and embedding layers that are divided over the tensor dimension: patterns of
             their names, each with `column` (a linear layer's outputs are divided), `row` (its
-            inputs) or `vocabulary` (an embedding's rows, or the outputs of the last layer, whose
-            scores stay divided for `vocabulary_cross_entropy`).
+            inputs), `vocabulary` (an embedding's rows, or the outputs of the last layer, whose
+            scores stay divided for `vocabulary_cross_entropy`) or `cores` (the largest core of a
+            tensor train).
 
     Returns:
         The model, changed in place; with `stages` this rank's stage, whose parameters have the

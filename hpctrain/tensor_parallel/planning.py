@@ -102,7 +102,7 @@ def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -
             raise ConfigError(
                 f"tensor: {pattern!r} is {kind!r}; choose {', '.join(map(repr, KINDS))}"
             )
-    layers = {
+    layers: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if name and isinstance(module, nn.Linear | nn.Embedding | DividesItself)
