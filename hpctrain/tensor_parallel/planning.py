@@ -103,9 +103,7 @@ def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -
                 f"tensor: {pattern!r} is {kind!r}; choose {', '.join(map(repr, KINDS))}"
             )
     layers: dict[str, nn.Module] = {
-        name: module
-        for name, module in model.named_modules()
-        if name and isinstance(module, nn.Linear | nn.Embedding | DividesItself)
+        name: module for name, module in model.named_modules() if name and _may_be_divided(module)
     }
     plan: dict[str, str] = {}
     for pattern, names in match_names(patterns, layers, what="linear or embedding layer").items():
@@ -135,6 +133,10 @@ def divided_sizes(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[s
             heads = getattr(owner, attribute, None)
             if isinstance(heads, int):
                 yield f"{name} ({attribute})", heads
+
+
+def _may_be_divided(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding | DividesItself)
 
 
 def _check_layer(name: str, layer: nn.Module, kind: str, num_ranks: int) -> None:

@@ -168,3 +168,9 @@ def test_what_does_not_divide_is_refused(world):
             hpc.split(grid, odd, tensor={"0": "column"})
         with pytest.raises(ConfigError, match=r"is a Linear and cannot be 'cores'"):
             hpc.split(grid, build(), tensor={"head": "cores"})
+        with pytest.raises(ConfigError, match=r"shard='parameters' and 'cores' .* together"):
+            hpc.split(grid, build(), tensor=PATTERNS, shard="parameters")
+        tied = build()
+        tied.block["small"].cores[0] = tied.embed.cores[0]
+        with pytest.raises(ConfigError, match=r"are one tensor; untie them"):
+            hpc.split(grid, tied, tensor=PATTERNS)
