@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-_LONG = ("bench", "bench_slurm", "chaos", "jobs_restart_slurm", "jobs_resume", "plan")
-_LONG += ("stopped_ranks",)
+_LONG = ("bench", "bench_slurm", "chaos", "eight_ranks", "jobs_restart_slurm", "jobs_resume")
+_LONG += ("plan", "stopped_ranks")
 PARTS = ("unit-1", "unit-2", "ranks", "launch")
 _QUICK = ("plain_scripts",)
 _QUICK_RANKS = "not horovod and not trainer_results"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import pad
 
 from hpctrain.errors import ConfigError
+from hpctrain.nn.contracting import look_up, multiply_batch
 from hpctrain.nn.cores import Decomposition, decompose, draw, multiply_out
 from hpctrain.nn.factors import TrainShape, choose_shape
 from hpctrain.nn.orders import (
     MERGE_LIMIT,
-    Join,
     LookupOrder,
     ProductOrder,
     lookup_orders,
@@ -24,6 +24,11 @@ from hpctrain.nn.orders import (
 )
 from hpctrain.nn.report import TrainReport
 from hpctrain.tables import count_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hpctrain.nn.dividing import CoreDivision
 
 __all__ = ["TTEmbedding", "TTLinear"]
 
@@ -36,6 +41,8 @@ class TensorTrain(nn.Module):
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype={dtype} must be a floating-point one")
         self.shape = shape
+        self.division: CoreDivision | None = None
+        """How the largest core is divided over ranks; None: it is not."""
         self.factorisation_error: float | None = None
         self.cores = nn.ParameterList(
             nn.Parameter(torch.empty(each, device=device, dtype=dtype))
@@ -49,7 +56,31 @@ class TensorTrain(nn.Module):
 
     def to_dense(self) -> Tensor:
         """The weight as the dense layer has it; gradients flow to the cores."""
-        return multiply_out(list(self.cores), self.shape)
+        cores: list[Any] = list(self.cores)
+        if self.division is not None:
+            cores = [core.full_tensor() for core in cores]
+        return multiply_out(cores, self.shape)
+
+    @property
+    def largest_core(self) -> int:
+        """The number of the core with the most elements; the first of several."""
+        sizes = [math.prod(each) for each in self.shape.core_shapes]
+        return sizes.index(max(sizes))
+
+    @property
+    def divided_rows(self) -> int:
+        """What the number of ranks must divide: the row factor of the largest core."""
+        return self.shape.row_factors[self.largest_core]
+
+    def divide_cores(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's part of the largest core; `split(tensor={...: "cores"})` calls it.
+
+        Args:
+            mesh: Over the ranks, whose number divides `divided_rows`; all have the same cores.
+        """
+        from hpctrain.nn.dividing import divide_core  # DTensor takes seconds to load
+
+        self.division = divide_core(self.cores, self.shape, self.largest_core, mesh)
 
     def report(self) -> TrainReport:
         """Parameters against the dense layer's, and the error when it was made from one."""
@@ -121,7 +152,8 @@ class TTLinear(TensorTrain):
         shape = _linear_shape(in_features, out_features, ranks, in_factors, out_factors, num_cores)
         super().__init__(shape, device, dtype)
         self.in_features, self.out_features = in_features, out_features
-        self.orders = product_orders(shape, merge_limit=count_of(merge_limit, "merge_limit"))
+        self.merge_limit = count_of(merge_limit, "merge_limit")
+        self.orders = product_orders(shape, merge_limit=self.merge_limit)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         else:
@@ -187,6 +219,12 @@ class TTLinear(TensorTrain):
         """The order in which a batch of vectors is multiplied: the cheapest."""
         return up_to(self.orders, batch)
 
+    def divide_cores(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's part of the largest core: each rank computes some of the outputs."""
+        super().divide_cores(mesh)
+        if self.division is not None:
+            self.orders = product_orders(self.division.shape, merge_limit=self.merge_limit)
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply with the weight, add the bias."""
         if x.shape[-1] != self.in_features:
@@ -197,13 +235,14 @@ class TTLinear(TensorTrain):
         flat = x.reshape(-1, self.in_features)
         if shape.padded_columns > shape.columns:
             flat = pad(flat, (0, shape.padded_columns - shape.columns))
-        order = self.order(flat.shape[0])
-        cores = list(self.cores)
-        cores[0], cores[-1] = cores[0].squeeze(0), cores[-1].squeeze(-1)
-        operands: list[Tensor] = [flat.reshape(-1, *shape.column_factors), *cores]
-        for join in order.joins:
-            operands.append(_contract(operands[join.left], operands[join.right], join))
-        out = operands[-1].permute(order.permutation).reshape(-1, shape.padded_rows)
+        cores, order = list(self.cores), self.order(flat.shape[0])
+        if self.division is None:
+            digits = multiply_batch(flat, cores, shape, order)
+        else:
+            mine, parts = self.division.local_input(flat), self.division.local_cores(cores)
+            digits = multiply_batch(mine, parts, self.division.shape, order)
+            digits = self.division.join_digits(digits)
+        out = digits.reshape(-1, shape.padded_rows)
         out = out[:, : shape.rows].reshape(*lead, self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
@@ -264,7 +303,8 @@ class TTEmbedding(TensorTrain):
         super().__init__(shape, device, dtype)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = _check_padding(padding_idx, num_embeddings)
-        self.orders = lookup_orders(shape, merge_limit=count_of(merge_limit, "merge_limit"))
+        self.merge_limit = count_of(merge_limit, "merge_limit")
+        self.orders = lookup_orders(shape, merge_limit=self.merge_limit)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -326,6 +366,12 @@ class TTEmbedding(TensorTrain):
         """The order in which a batch of rows is made: the cheapest."""
         return up_to(self.orders, batch)
 
+    def divide_cores(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's part of the largest core: each rank makes some of the rows."""
+        super().divide_cores(mesh)
+        if self.division is not None:
+            self.orders = lookup_orders(self.division.shape, merge_limit=self.merge_limit)
+
     def to_dense(self) -> Tensor:
         """The weight as the dense layer has it; gradients flow to the cores."""
         weight = super().to_dense()
@@ -337,67 +383,23 @@ class TTEmbedding(TensorTrain):
     def forward(self, ids: Tensor) -> Tensor:
         """Make the rows of these numbers."""
         flat = ids.reshape(-1).long()
-        order = self.order(flat.shape[0])
-        operands: list[Tensor] = list(self.cores)
-        kind = "cpu" if flat.is_meta else flat.device.type  # there is no autocast on meta
-        with torch.autocast(kind, enabled=False):
-            for step in order.steps:
-                a, b = operands[step.left], operands[step.right]
-                if step.kind == "merge":
-                    made = _merge(a, b)
-                elif step.kind == "gather":
-                    made = _gather(a, self._digit(flat, step.first, step.last))
-                else:
-                    made = _multiply(a, b)
-                operands.append(made)
-        rows = operands[-1].reshape(-1, self.shape.padded_columns)[:, : self.embedding_dim]
+        rows = self._rows(flat)[:, : self.embedding_dim]
         if self.padding_idx is not None:
             rows = rows.masked_fill((flat == self.padding_idx).unsqueeze(1), 0.0)
         return rows.reshape(*ids.shape, self.embedding_dim)
 
-    def _digit(self, ids: Tensor, first: int, last: int) -> Tensor:
-        """The digits of cores first..last as one number."""
-        factors = self.shape.row_factors
-        stride, size = math.prod(factors[last + 1 :]), math.prod(factors[first : last + 1])
-        digit = torch.div(ids, stride, rounding_mode="floor")
-        if first:
-            return digit.remainder(size)
-        # A row of the padding is no row: it is made a number that the gather itself refuses.
-        return digit.masked_fill(ids >= self.num_embeddings, size)
+    def _rows(self, flat: Tensor) -> Tensor:
+        division, cores, order = self.division, list(self.cores), self.order(flat.shape[0])
+        if division is None:
+            return look_up(flat, cores, self.shape, order)
+        ids, is_mine = division.local_ids(division.local_input(flat), self.shape)
+        rows = look_up(ids, division.local_cores(cores), division.shape, order)
+        return division.join_rows(rows.masked_fill(~is_mine.unsqueeze(1), 0.0))
 
     def extra_repr(self) -> str:
         """Sizes, factors, ranks, what it saves."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return self._repr(f"{self.num_embeddings}, {self.embedding_dim}{padding}")
-
-
-def _contract(a: Tensor, b: Tensor, join: Join) -> Tensor:
-    """`torch.tensordot`, which autocast does not know, by a product of matrices, which it does."""
-    of_a = [n for n in range(a.dim()) if n not in join.left_dims]
-    of_b = [n for n in range(b.dim()) if n not in join.right_dims]
-    inner = math.prod([a.shape[n] for n in join.left_dims])
-    left = a.permute(*of_a, *join.left_dims).reshape(-1, inner)
-    right = b.permute(*join.right_dims, *of_b).reshape(inner, -1)
-    return (left @ right).reshape([a.shape[n] for n in of_a] + [b.shape[n] for n in of_b])
-
-
-def _merge(a: Tensor, b: Tensor) -> Tensor:
-    """Two neighbouring tables as one: the rows of both, the columns of both."""
-    product: Tensor = torch.tensordot(a, b, dims=1).permute(0, 1, 3, 2, 4, 5)
-    rows, columns = a.shape[1] * b.shape[1], a.shape[2] * b.shape[2]
-    return product.reshape(a.shape[0], rows, columns, b.shape[3])
-
-
-def _gather(table: Tensor, rows: Tensor) -> Tensor:
-    """(batch, rank before, columns, rank after) of these rows."""
-    before, _, columns, after = table.shape
-    return embedding(rows, table.transpose(0, 1).flatten(1)).reshape(-1, before, columns, after)
-
-
-def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Two neighbouring stacks of rows as one."""
-    product = torch.bmm(a.flatten(1, 2), b.flatten(2))
-    return product.reshape(-1, a.shape[1], a.shape[2] * b.shape[2], b.shape[3])
 
 
 def _linear_shape(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from hpctrain.name_patterns import match_names
 
 __all__ = [
     "KINDS",
+    "DividesItself",
     "Division",
     "divided_sizes",
     "division_of",
@@ -21,11 +22,25 @@ __all__ = [
     "trouble_with_dtensors",
 ]
 
-KINDS = ("column", "row", "vocabulary")
+KINDS = ("column", "row", "vocabulary", "cores")
 _ATTRIBUTE = "_hpctrain_division"
 _OLDEST = "2.12"
 """2.6 and 2.9 get gradients before a divided last layer wrong; 2.9 and 2.11 divide no attention."""
 _HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads")
+
+
+@runtime_checkable
+class DividesItself(Protocol):
+    """A layer that knows how to be divided, as tensor trains do: kind `cores`."""
+
+    @property
+    def divided_rows(self) -> int:
+        """What the number of ranks must divide."""
+        ...
+
+    def divide_cores(self, mesh: Any) -> None:
+        """Keep this rank's part."""
+        ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,7 +85,8 @@ def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -
         model: Whole.
         patterns: Of names, each with its kind. `column`: a linear layer's outputs are divided.
             `row`: its inputs are. `vocabulary`: an embedding's rows, or the outputs of the last
-            layer, whose scores stay divided for `vocabulary_cross_entropy`.
+            layer, whose scores stay divided for `vocabulary_cross_entropy`. `cores`: the largest
+            core of a tensor train.
         num_ranks: Of the tensor dimension.
 
     Raises:
@@ -86,10 +102,8 @@ def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -
             raise ConfigError(
                 f"tensor: {pattern!r} is {kind!r}; choose {', '.join(map(repr, KINDS))}"
             )
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if name and isinstance(module, nn.Linear | nn.Embedding)
+    layers: dict[str, nn.Module] = {
+        name: module for name, module in model.named_modules() if name and _may_be_divided(module)
     }
     plan: dict[str, str] = {}
     for pattern, names in match_names(patterns, layers, what="linear or embedding layer").items():
@@ -109,6 +123,9 @@ def divided_sizes(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[s
     """What the ranks of a tensor group must divide: each planned layer's size, and its heads."""
     for name, kind in plan.items():
         layer = model.get_submodule(name)
+        if isinstance(layer, DividesItself):
+            yield name, layer.divided_rows
+            continue
         weight = layer.get_parameter("weight")
         yield name, weight.shape[1 if kind == "row" else 0]
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -118,8 +135,19 @@ def divided_sizes(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[s
                 yield f"{name} ({attribute})", heads
 
 
+def _may_be_divided(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding | DividesItself)
+
+
 def _check_layer(name: str, layer: nn.Module, kind: str, num_ranks: int) -> None:
-    if isinstance(layer, nn.Embedding):
+    if isinstance(layer, DividesItself) or kind == "cores":
+        if not isinstance(layer, DividesItself) or kind != "cores":
+            raise ConfigError(
+                f"tensor: {name} is a {type(layer).__name__} and cannot be {kind!r}; 'cores' is "
+                "for tensor trains, and the others for linear and embedding layers"
+            )
+        size, what = layer.divided_rows, "rows in its largest core"
+    elif isinstance(layer, nn.Embedding):
         if kind != "vocabulary":
             raise ConfigError(
                 f"tensor: {name} is an embedding and can be 'vocabulary', not {kind!r}"
@@ -162,7 +190,10 @@ def _check_model(model: nn.Module, plan: Mapping[str, str]) -> None:
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
+    trains = tuple(f"{layer}." for layer, kind in plan.items() if kind == "cores")
     for names in owners.values():
+        if len(names) > 1 and any(name.startswith(trains) for name in names):
+            raise ConfigError(f"tensor: {' and '.join(names)} are one tensor; untie them")
         layers = [name.rpartition(".")[0] for name in names]
         if len({_cut(plan.get(layer)) for layer in layers}) > 1:
             raise ConfigError(

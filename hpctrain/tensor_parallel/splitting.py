@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hpctrain.grid import Grid
 from hpctrain.tensor_parallel.boundary import Boundary, replicate
-from hpctrain.tensor_parallel.planning import Division
+from hpctrain.tensor_parallel.planning import DividesItself, Division
 
 __all__ = ["split_layers"]
 
@@ -39,12 +39,17 @@ def split_layers(grid: Grid, model: nn.Module, plan: Mapping[str, str]) -> Divis
     tied = _ties(model)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     embeddings = [n for n in plan if isinstance(model.get_submodule(n), nn.Embedding)]
-    styles = {name: _style(kind, name in embeddings) for name, kind in plan.items()}
+    styles = {
+        name: _style(kind, name in embeddings) for name, kind in plan.items() if kind != "cores"
+    }
     with warnings.catch_warnings():
         # torch 2.6 says so of CPUs; what draws random numbers is refused here.
         warnings.filterwarnings("ignore", "DTensor random operators may not have")
         if styles:  # a stage of a pipeline may have none of the divided layers
             parallelize_module(model, mesh, cast("Any", styles))
+    for name, kind in plan.items():
+        if kind == "cores":
+            cast("DividesItself", model.get_submodule(name)).divide_cores(mesh)
     for name in embeddings:
         # Through a plain tensor: torch cannot send a sum back into a masked lookup.
         model.get_submodule(name).register_forward_hook(lambda _, __, out: replicate(out, mesh))

@@ -23,8 +23,9 @@ import hpctrain as hpc
 EPOCHS, SAMPLES, BATCH, FEATURES = 3, 22, 6, 8
 KINDS = {
     "alone": ({}, {}, {}),
-    "pipeline": ({"pipeline": 2}, {"stages": "auto"}, {"micro_batches": 3}),
+    "stages": ({"pipeline": 2}, {"stages": "auto", "shard": "parameters"}, {"micro_batches": 3}),
     "sharded": ({}, {"shard": "parameters"}, {}),
+    "tensor": ({"tensor": 2}, {"tensor": {"*.up": "column", "*.down": "row"}}, {}),
 }
 """Arguments of the grid, of `split` and of `distribute`; alone: none of them is called."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import pytest
 import torch
 
 from hpctrain.checkpoint import list_checkpoints
@@ -13,12 +14,11 @@ from mpi_tests.launch.commands import HPCTRAIN, run
 from mpi_tests.launch.grid_run import BATCH, EPOCHS, SAMPLES
 
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
-JOBS = [
+CHAINS = {
     # kind, ranks, who dies in which step
-    ("pipeline", 4, (2, 5)),
-    ("sharded", 2, (1, 9)),
-    ("alone", 1, None),
-]
+    "from stages to shards": [("stages", 4, (2, 5)), ("sharded", 2, (1, 9)), ("alone", 1, None)],
+    "from shards to layers": [("sharded", 3, (0, 5)), ("tensor", 2, None)],
+}
 
 
 def job(folder, kind, num_ranks, death=None):
@@ -49,12 +49,19 @@ def largest_difference(found, expected):
     return max((found[name] - tensor).abs().max().item() for name, tensor in expected.items())
 
 
-def test_killed_on_one_grid_and_resumed_on_others(tmp_path):
-    job(tmp_path / "alone", "alone", 1)
-    expected = weights(tmp_path / "alone" / "checkpoints", tmp_path / "alone.pt")
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What one process makes of it that nobody kills."""
+    folder = tmp_path_factory.mktemp("alone")
+    job(folder / "run", "alone", 1)
+    return weights(folder / "run" / "checkpoints", folder / "alone.pt")
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_killed_on_one_grid_and_resumed_on_others(tmp_path, expected, chain):
     folder = tmp_path / "run" / "checkpoints"
     first, records = 0, []
-    for kind, num_ranks, death in JOBS:
+    for kind, num_ranks, death in CHAINS[chain]:
         given = job(tmp_path / "run", kind, num_ranks, death)
         assert min(one["step"] for one in given) == first  # where the job before was saved
         newest = list_checkpoints(folder)[-1]
@@ -64,9 +71,7 @@ def test_killed_on_one_grid_and_resumed_on_others(tmp_path):
         # What came after the last checkpoint was lost with the job, and is done again.
         records += [one for one in given if one["step"] < first]
         found = weights(folder, tmp_path / f"{kind}.pt")
-        assert [(n, t.shape) for n, t in found.items()] == [
-            (n, t.shape) for n, t in expected.items()
-        ]
+        assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in expected.items()}
     assert first == STEPS
     seen = Counter((one["epoch"], number) for one in records for number in one["seen"])
     assert seen == {(epoch, number): 1 for epoch in range(EPOCHS) for number in range(SAMPLES)}

@@ -26,10 +26,14 @@ def test_an_embedding_a_hundred_times_smaller():
     assert abs(shown[1] - small) < 2
 
 
-def test_the_script_of_the_page(tmp_path):
-    (script,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    (tmp_path / "small.py").write_text(script)
-    done = run(*HPCTRAIN, "run", "-n", "2", "small.py", cwd=tmp_path, timeout_s=120)
+def test_the_scripts_of_the_page(tmp_path):
+    scripts = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    paths = [tmp_path / f"script{number}.py" for number in range(len(scripts))]
+    for path, script in zip(paths, scripts, strict=True):
+        path.write_text(script)
+    together = ROOT / "mpi_tests" / "launch" / "examples_together.py"
+    done = run(*HPCTRAIN, "run", "-n", "2", together, *paths, cwd=tmp_path, timeout_s=120)
     assert done.code == 0, done.text
     assert re.search(r"the model: [\d,]+ parameters instead of", done.out), done.text
     assert done.out.count("the model:") == 1
+    assert re.search(r"loss [\d.]+, divided over 2 ranks", done.out), done.text

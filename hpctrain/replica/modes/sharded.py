@@ -90,7 +90,7 @@ class ShardedMode(TorchGradientsMode):
         """Collective: the first rank's trouble, in words; one small message where there is none."""
         words = (trouble or "").encode()
         length = torch.tensor([len(words)])
-        self.engine.allreduce_(length, Op.MAX, what="is the model what it was?")
+        self.engine.allreduce_(length, Op.MAX, what="whether the model has changed")
         if not length:
             return None
         padded = torch.tensor([[*words.ljust(int(length), b"\0")]], dtype=torch.uint8)
