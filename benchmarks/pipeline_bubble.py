@@ -18,7 +18,7 @@ from hpctrain.bench import BenchPlan, Case, Variant, command, run_plan
 __all__ = ["KINDS", "bubble_of", "expected_bubble", "main", "make_variants"]
 
 KINDS = ("alone", "gpipe", "1f1b")
-FORWARD_S, BACKWARD_S = 0.010, 0.020
+FORWARD_S, BACKWARD_S = 0.020, 0.040
 """What a stage takes for a micro-batch; a backward pass takes about twice a forward pass."""
 MICRO_BATCHES = (4, 8, 12)
 

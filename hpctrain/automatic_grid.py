@@ -284,8 +284,6 @@ def _plan(
 
 def find_odd_pair(shape: Shape, shard: ShardLevel) -> str | None:
     """What `hpctrain.split` would refuse to do together, or None. Pure."""
-    if shape.pipeline > 1 and shape.tensor > 1:
-        return "split cannot do stages= and tensor= together"
     if shard == "state" and shape.pipeline * shape.tensor > 1:
         return "split cannot do shard='state' together with stages= or tensor="
     return None

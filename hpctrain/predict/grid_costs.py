@@ -135,6 +135,7 @@ def bytes_of(placed: PlacedModel, stage: int, *, shared_by: int = 1) -> RankByte
     weights, trained = placed.weights(stage)
     units = placed.units(stage)
     kept_by = [placed.part(unit.activation_bytes, unit.tensor_activation_bytes) for unit in units]
+    in_stages = placed.shape.pipeline > 1  # a sharded stage is gathered whole for its pass
     memory = Memory.estimate(
         weights=round(weights * form.stored),
         gradients=round(trained * form.stored),
@@ -145,8 +146,10 @@ def bytes_of(placed: PlacedModel, stage: int, *, shared_by: int = 1) -> RankByte
         shard=placed.shard,
         num_shards=placed.shape.data,
         units=[
-            UnitSize(round(whole * form.computed), reduced, placed.scaled(kept), unit.in_root)
-            for unit, (whole, reduced), kept in zip(
+            UnitSize(
+                round(whole * form.computed), reduced, placed.scaled(kept), one.in_root or in_stages
+            )
+            for one, (whole, reduced), kept in zip(
                 units, map(placed.unit_bytes, units), kept_by, strict=True
             )
         ],
@@ -192,11 +195,12 @@ def sent_by(placed: PlacedModel, stage: int) -> SentBytes:
     computed = weights * placed.footprint.format.computed
     data, tensor = placed.shape.data, placed.shape.tensor
     times = placed.micro_batches
+    passes, gathers = (1, 1) if placed.shape.pipeline > 1 else (times, 2)
     moved = {
         "none": 2.0 * trained,
         "state": 1.0 * trained + weights,
-        "gradients": times * (computed + trained),
-        "parameters": times * (2 * computed + trained),
+        "gradients": passes * (computed + trained),
+        "parameters": passes * (gathers * computed + trained),
     }[placed.shard]
     inside = sum(unit.tensor_message_bytes for unit in placed.units(stage))
     return SentBytes(
@@ -371,6 +375,8 @@ def _exposed_s(
         line = replay(layers, exchange, cost, num_ranks=placed.shape.data)
         return line.exposed_s + (0.0 if is_whole else half_s(placed.weights(stage)[0]))
     computed = placed.footprint.format.computed
+    if placed.shape.pipeline > 1:  # once a step, before and after the pass through the stages
+        return half_s(sum(w for w, _ in sizes) * computed) + half_s(sum(g for _, g in sizes))
     gathers = 2 if placed.shard == "parameters" else 1
     moving = sum(gathers * half_s(w * computed) + half_s(g) for w, g in sizes)
     # Nothing hides the first unit's weights on their way, nor its gradients, which are the last.

@@ -121,7 +121,7 @@ def test_step_times_and_the_memory_of_a_device(world):
 
 
 def test_what_split_refuses_together_is_not_chosen():
-    assert "stages= and tensor=" in find_odd_pair(Shape(1, 2, 2), "none")
+    assert find_odd_pair(Shape(1, 2, 2), "none") is None
     assert "shard='state'" in find_odd_pair(Shape(2, 2, 1), "state")
     assert find_odd_pair(Shape(2, 2, 1), "parameters") is None
 
