@@ -19,6 +19,11 @@ GRIDS = {
     "pipeline 8": ({"pipeline": 8}, {"stages": "auto"}),
     "data 4 x tensor 2": ({"tensor": 2}, {"tensor": TENSOR}),
     "data 2 x tensor 4": ({"tensor": 4}, {"tensor": TENSOR}),
+    "2 x 2 x 2": ({"pipeline": 2, "tensor": 2}, {"stages": "auto", "tensor": TENSOR}),
+    "2 x 2 x 2 in shards": (
+        {"pipeline": 2, "tensor": 2},
+        {"stages": "auto", "tensor": TENSOR, "shard": "parameters"},
+    ),
 }
 
 
