@@ -47,7 +47,7 @@ _ATTRIBUTE = "_hpctrain_sharding"
 _OLDEST = "2.6"
 _OLDEST_ON_CPU = "2.7"
 _FORGETS_DTENSORS = torch.__version__ < "2.10"
-"""Whether a DTensor that only C++ refers to, such as a gradient, may lose what Python knows of it."""
+"""Whether a DTensor that only C++ refers to, such as a gradient, may lose its attributes."""
 _GATHER, _REDUCE = 0, 1
 _NEEDED = (
     "_all_gather_result",
