@@ -8,8 +8,8 @@ HOROVOD ?= auto
 RANKS ?= 1,2,3,4
 ONLY ?=
 TORCH ?= 2.6.0
-# What uses torch's own parallelism, and a sample of the rest.
-OF_TORCH ?= torch_backend or grid or split_ or pipeline or tensor or sharded or checkpoint or learn
+# What uses torch's own parallelism.
+OF_TORCH ?= torch_backend or test_grid.py or pipeline or split_ or tensor
 
 BIN := $(VENV)/bin
 

@@ -248,6 +248,7 @@ def _plan_layers(grid: Grid, model: torch.nn.Module, tensor: Mapping[str, str]) 
         ConfigError: on all ranks; they cannot be.
     """
     plan, mistake = {}, None
+    agree(grid.world.comm, tensor_parallel.trouble_with_dtensors(), error=ConfigError)
     try:
         plan = tensor_parallel.plan_layers(model, tensor, grid.tensor)
     except ConfigError as error:

@@ -46,6 +46,8 @@ __all__ = [
 _ATTRIBUTE = "_hpctrain_sharding"
 _OLDEST = "2.6"
 _OLDEST_ON_CPU = "2.7"
+_FORGETS_DTENSORS = torch.__version__ < "2.10"
+"""Whether a DTensor that only C++ refers to, such as a gradient, may lose its attributes."""
 _GATHER, _REDUCE = 0, 1
 _NEEDED = (
     "_all_gather_result",
@@ -95,6 +97,8 @@ class _Unit:
     """Parameters that a backward pass has used here since the last exchange, by id of the shard."""
     has_run: bool = False
     """Whether it was run on this rank since the last exchange, to be differentiated."""
+    held: list[Tensor | None] = field(default_factory=list)
+    """Gradients of the last pass, where torch forgets what only its C++ refers to."""
 
 
 class Sharding:
@@ -192,6 +196,8 @@ class Sharding:
             if unit.has_run:
                 self._complete(unit)
             post_backward(*given)
+            if _FORGETS_DTENSORS:
+                unit.held = [one.sharded_param.grad for one in group.fsdp_params]
 
         group.unshard, group.pre_forward = gather, forward
         group.pre_backward, group.post_backward = backward, reduce
@@ -328,6 +334,7 @@ class Sharding:
         self._take_whole()
         for unit in self._units:
             unit.used.clear()
+            unit.held.clear()
 
     def recover(self) -> None:
         """After an exception in a pass: the units begin anew.

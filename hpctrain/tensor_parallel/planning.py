@@ -91,12 +91,8 @@ def plan_layers(model: nn.Module, patterns: Mapping[str, str], num_ranks: int) -
 
     Raises:
         ConfigError: an unknown kind, a pattern without a layer, a layer with two kinds, sizes that
-            do not divide (the message has those that would), what cannot be divided exactly, or a
-            torch that is too old for it.
+            do not divide (the message has those that would), or what cannot be divided exactly.
     """
-    trouble = trouble_with_dtensors() if num_ranks > 1 else None
-    if trouble is not None:
-        raise ConfigError(trouble)
     for pattern, kind in patterns.items():
         if kind not in KINDS:
             raise ConfigError(
