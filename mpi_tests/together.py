@@ -34,9 +34,19 @@ _PAIRWISE = (
     *("several_optimizers", "train_entry", "trainer", "trainer_guards", "trainer_results"),
     "travel",
 )
+_ON_GRIDS = (
+    *("auto_grid", "comparing", "grid_refusals", "pipeline_memory", "save_memory", "staging"),
+    "trainer_grid",
+)
 LEFT_OUT = {
-    3: (*_PAIRWISE, "checkpoint_stores", "horovod_mode", "sentinel"),
-    4: (*_PAIRWISE, "share_parameters", "sharded_habits", "taking", "tensor_train", "uneven"),
+    3: (
+        *(*_PAIRWISE, *_ON_GRIDS, "checkpoint_stores", "grid_ema", "horovod_mode"),
+        *("pipeline_failures", "sentinel", "sentinel_grid", "split_checkpoints"),
+    ),
+    4: (
+        *(*_PAIRWISE, *_ON_GRIDS, "share_parameters", "sharded_habits", "split_state", "taking"),
+        *("tensor_train", "uneven"),
+    ),
 }
 """Suites in which so many ranks show nothing that two do not: for MPI_TESTS_FULL=1."""
 _NO_HOROVOD_FROM = 4
