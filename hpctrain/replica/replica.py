@@ -32,7 +32,7 @@ from hpctrain.replica.checks import (
 )
 from hpctrain.replica.equal_ranks import Joining
 from hpctrain.replica.exchange import Exchange
-from hpctrain.replica.modes import Mode, SlicedMode, StagedPass
+from hpctrain.replica.modes import Mode, ShardedMode, SlicedMode, StagedPass
 from hpctrain.replica.naming import holds_parts, load_model
 from hpctrain.replica.plain_loops import PlainLoop, own_pass, tell_stepped
 from hpctrain.replica.window import Step, Turn
@@ -318,9 +318,10 @@ class Replica:
         self._check_open()
         check_learning(loss_fn, batch, named)
         *inputs, target = batch
-        if num_samples is None and self._exchange.mode.weighs_samples:
+        mode = self._exchange.mode
+        if num_samples is None and mode.weighs_samples:
             num_samples = count_samples(target)
-        stages = self._exchange.mode.stages
+        stages = mode.stages
         if stages is not None:
             rates = self._learning_rates()
             staged = stages.prepare(
@@ -330,6 +331,8 @@ class Replica:
             return replace(self.step(), loss=staged.loss)
         if self._needs_closure:
             return self._learn_by_closure(loss_fn, inputs, target, num_samples, named)
+        if isinstance(mode, ShardedMode) and (self._window.calls == 0 or self._window.exchanged):
+            mode.begin(fresh=True)  # the last step's gradients make room for gathered weights
         loss = loss_fn(self(*inputs, **named), target)
         self.backward(loss, num_samples=num_samples)
         return replace(self.step(), loss=loss.detach())
