@@ -154,14 +154,14 @@ class _Inside(TorchFunctionMode):
         self._boundary = boundary
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), named: Any = None) -> Any:
-        given = (args, named or {})
+        named = named or {}
         name = getattr(func, "__name__", "")
-        if name in _RANDOM and draws(name, *given):
+        if name in _RANDOM and draws(name, args, named):
             self._boundary.draws = True
-            return self._draw(func, *given)
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(given)):
-            given = tree_map(self._wrap, given)
-        return func(*given[0], **given[1])
+            return self._draw(func, args, named)
+        if _mixes((*args, *named.values())):
+            args, named = tree_map(self._wrap, (args, named))
+        return func(*args, **named)
 
     def _wrap(self, value: Any) -> Any:
         plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -186,6 +186,18 @@ class _Inside(TorchFunctionMode):
             )
         args, named = tree_map(_unwrap_whole, (args, named))
         return tree_map(self._wrap, func(*args, **named))
+
+
+def _mixes(values: Iterable[object]) -> bool:
+    """Whether plain tensors meet DTensors. Called at every operation, where few of them do."""
+    plain = divided = False
+    for value in values:
+        for one in tree_leaves(value) if isinstance(value, tuple | list | dict) else (value,):
+            if isinstance(one, DTensor):
+                divided = True
+            elif isinstance(one, Tensor):
+                plain = True
+    return plain and divided
 
 
 def _unwrap_whole(value: Any) -> Any:
