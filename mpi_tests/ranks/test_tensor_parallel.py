@@ -146,6 +146,45 @@ def test_different_doings_are_refused_on_all_ranks(world, make_grid):
     replica.close()
 
 
+def double_mse(out, y):
+    return 2 * mse(out, y)
+
+
+@pytest.mark.parametrize("differs", ["target", "loss function", "in the middle of a window"])
+def test_different_losses_are_refused_on_all_ranks(world, make_grid, differs):
+    """Ranks that share layers have one loss: of one data coordinate alone it differs."""
+    for sizes in grids(world.size)[1:]:
+        grid = make_grid(**sizes)
+        here = grid.coordinate
+        odd = world.rank == world.size - 1
+        model = hpc.split(grid, small(), tensor=SMALL)
+        accumulate = 2 if differs == "in the middle of a window" else 1
+        replica = hpc.distribute(
+            world,
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            grid=grid,
+            accumulate=accumulate,
+        )
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        loss_fn = double_mse if differs == "loss function" and odd else mse
+        target = rows(1) + 1e-9 * (differs != "loss function" and odd)
+        text = "the loss differed" if here.data == grid.data - 1 else "parts of one model did"
+        if accumulate > 1:
+            assert replica.learn(mse, rows(0), target).reason == "accumulating"
+            target = rows(1)
+        with pytest.raises(CollectiveError, match=text):
+            replica.learn(loss_fn, rows(0), target)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.to_local(), before[name].to_local()), name
+        replica.zero_grad()
+        for _ in range(accumulate):
+            done = replica.learn(mse, rows(0), rows(1))
+        assert done.moved
+        replica.close()
+        grid.close()
+
+
 def learn_often(replica, loss_fn=mse, dtype=torch.float64):
     for _ in range(8):  # of options a few bits are compared at a time
         replica.learn(loss_fn, rows(0).to(dtype), rows(1).to(dtype))
