@@ -185,6 +185,40 @@ def test_different_losses_are_refused_on_all_ranks(world, make_grid, differs):
         grid.close()
 
 
+class Forked(nn.Module):
+    """Takes one of two layers of the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.sides = nn.ModuleList([nn.Linear(4, 24) for _ in range(2)])
+        self.down, self.side = nn.Linear(24, 4), 0
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.sides[self.side](x)))
+
+
+def test_different_branches_are_refused_on_all_ranks(world, make_grid):
+    """Parts of two layers fit together; ranks of other data coordinates may take others."""
+    for sizes in grids(world.size)[1:]:
+        grid = make_grid(**sizes)
+        here = grid.coordinate
+        torch.manual_seed(4)
+        forked = Forked().double()
+        model = hpc.split(grid, forked, tensor={"sides.*": "column", "down": "row"})
+        made = torch.optim.SGD(model.parameters(), 0.1)
+        replica = hpc.distribute(world, model, made, grid=grid)
+        last = here.data == grid.data - 1
+        text = "which modules of it were run" if last else "parts of one model did"
+        forked.side = int(world.rank == world.size - 1)
+        with pytest.raises(CollectiveError, match=text):
+            replica.learn(mse, rows(0), rows(1))
+        replica.zero_grad()
+        forked.side = here.data % 2
+        assert replica.learn(mse, rows(here.data), rows(1)).moved
+        replica.close()
+        grid.close()
+
+
 def learn_often(replica, loss_fn=mse, dtype=torch.float64):
     for _ in range(8):  # of options a few bits are compared at a time
         replica.learn(loss_fn, rows(0).to(dtype), rows(1).to(dtype))

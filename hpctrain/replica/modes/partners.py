@@ -36,6 +36,10 @@ _WORDS = {
     "new_weights": "whether the model has loaded a state",
     "gathers": "which units were run",
 }
+_OTHER_MODULES = (
+    "which modules of it were run, or in which order, differed: an `if` in forward or an attribute "
+    "of the model was not the same"
+)
 _ULPS = 16
 """By which equal losses may differ: kernels that add in any order round differently."""
 
@@ -125,7 +129,8 @@ class Partners:
             return control, None
         losses = sum_losses(self._losses)
         self.forget_losses()
-        mine = torch.tensor([*control, *losses], dtype=torch.float64)
+        order = self._division.order.take()
+        mine = torch.tensor([*control, order, *losses], dtype=torch.float64)
         ends = torch.stack([mine, -mine])
         self.engine.allreduce_(ends, Op.MAX, what="what ranks of one model did")
         most, least = ends[0].tolist(), (-ends[1]).tolist()
@@ -137,7 +142,9 @@ class Partners:
             for name, text in _WORDS.items()
             if getattr(largest, name) != getattr(smallest, name)
         ]
-        lost = find_apart(Losses(*most[num:]), Losses(*least[num:]))
+        if most[num] != least[num]:  # ranks of other data coordinates may run other modules
+            apart.append(_OTHER_MODULES)
+        lost = find_apart(Losses(*most[num + 1 :]), Losses(*least[num + 1 :]))
         if lost is not None:
             apart.append(lost)
         if not apart:
