@@ -219,6 +219,37 @@ def test_different_branches_are_refused_on_all_ranks(world, make_grid):
         grid.close()
 
 
+def test_parameters_that_come_late_are_refused_on_all_ranks(world, make_grid):
+    """On one rank or on all, before distribute and after; put back, training goes on."""
+    for sizes in grids(world.size)[1:]:
+        grid = make_grid(**sizes)
+        odd = world.rank == world.size - 1
+        model = hpc.split(grid, small(), tensor=SMALL)
+        made = torch.optim.SGD(model.parameters(), 0.1)
+        if odd:
+            model.late = nn.Linear(4, 4).double()
+        with pytest.raises(ConfigError, match=r"late\.weight was added or replaced"):
+            hpc.distribute(world, model, made, grid=grid)
+        if odd:
+            del model.late
+        replica = hpc.distribute(world, model, made, grid=grid)
+        assert replica.learn(mse, rows(0), rows(1)).moved
+        model.late = nn.Linear(4, 4).double()
+        with pytest.raises(ConfigError, match=r"rank 0: the parameter late\.weight was added"):
+            replica.learn(mse, rows(0), rows(1))
+        del model.late
+        kept = model.up
+        if odd:
+            model.up = nn.Linear(4, 24).double()
+        last = rf"rank {world.size - 1}: the parameter up\.weight was added or replaced"
+        with pytest.raises(ConfigError, match=last):
+            replica.learn(mse, rows(0), rows(1))
+        model.up = kept
+        assert replica.learn(mse, rows(0), rows(1)).moved
+        replica.close()
+        grid.close()
+
+
 def learn_often(replica, loss_fn=mse, dtype=torch.float64):
     for _ in range(8):  # of options a few bits are compared at a time
         replica.learn(loss_fn, rows(0).to(dtype), rows(1).to(dtype))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.engines import Engine
     from hpctrain.tensor_parallel import Division
 
-__all__ = ["Partners"]
+__all__ = ["Partners", "came_late"]
 
 _OWN = ("nonfinite", "nonfinite_rank")
 """Words that may differ: what one has found, all of them tell."""
@@ -42,6 +42,15 @@ _OTHER_MODULES = (
 )
 _ULPS = 16
 """By which equal losses may differ: kernels that add in any order round differently."""
+
+
+def came_late(name: str) -> str:
+    """Refuse a parameter by its name, in words."""
+    return (
+        f"the parameter {name} was added or replaced since the layers of the model were divided, "
+        "and ranks that share them would not train it alike; call split(grid, model, tensor=...) "
+        "when the model is complete, and make the optimizer over model.parameters() afterwards"
+    )
 
 
 class Losses(NamedTuple):
@@ -81,7 +90,9 @@ class Partners:
 
     Args:
         engine: Over them.
-        division: Which layers they share.
+        everyone: Over all ranks of the grid.
+        model: Whose layers they share.
+        division: Which layers these are.
         elsewhere: Parameters that another one counts, by index: all of them hold these whole.
     """
 
@@ -96,11 +107,29 @@ class Partners:
         "one"
     )
 
-    def __init__(self, engine: Engine, division: Division, elsewhere: frozenset[int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        everyone: Engine,
+        model: torch.nn.Module,
+        division: Division,
+        elsewhere: frozenset[int],
+    ) -> None:
         self.engine = engine
+        self.everyone = everyone
         self.elsewhere = elsewhere
+        self._model = model
+        self._parameters = tuple(model.parameters())
         self._division = division
         self._losses: list[Tensor] = []
+
+    def find_change(self) -> str | None:
+        """Which parameter of the model is not what it was, in words; None: all are."""
+        own = {id(parameter) for parameter in self._parameters}
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in own:
+                return came_late(name)
+        return None
 
     def note_loss(self, loss: Tensor) -> None:
         """A loss of this window, before it is scaled. Collective where it is itself divided."""
