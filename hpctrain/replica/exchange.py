@@ -172,6 +172,21 @@ class Exchange:
         check_counted(some_count + some_do_not, some_count, here=counted is True)
         self.scale = max(1.0, most * self.engine.size * self.window.accumulate)
 
+    def forget_losses(self) -> None:
+        """A new window begins: what was found in the losses of the old one is over."""
+        self.finite.finding = None
+        if self.mode.partners is not None:
+            self.mode.partners.forget_losses()
+
+    def look_at_loss(self, loss: Tensor) -> None:
+        """Note a loss: is it finite, and that of the ranks with other parts of this model?
+
+        Collective over the tensor dimension where the loss is a DTensor.
+        """
+        self.finite.look_at_loss(loss, step=self.num_steps)
+        if self.mode.partners is not None:
+            self.mode.partners.note_loss(loss)
+
     @property
     def examines(self) -> bool:
         """Whether gradients are checked before the exchange. Not in `join`: not all step there."""

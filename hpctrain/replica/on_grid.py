@@ -19,6 +19,8 @@ from hpctrain.replica.modes import (
     ShardedMode,
     SlicedMode,
     Stages,
+    came_late,
+    refuse_together,
 )
 from hpctrain.sharding import sharding_of
 from hpctrain.tensor_parallel import division_of
@@ -270,7 +272,10 @@ def build_stages(
 
 
 def _find_odd_part(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """A parameter of an optimizer that is none of the divided model's."""
+    """A parameter of an optimizer that is none of the divided model's, or one that came late."""
+    late = next((name for name, p in model.named_parameters() if not is_sharded(p)), None)
+    if late is not None:
+        return f"distribute: {came_late(late)}"
     own = {id(p) for p in model.parameters() if is_sharded(p)}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -353,11 +358,11 @@ def build_partners(
     """Collective at the grid's first call: the ranks that share the layers of a model.
 
     Raises:
-        ConfigError: the optimizer has come by parameters that are not the model's.
+        ConfigError: on all ranks; the optimizer has come by parameters that are not the model's,
+            or the model has come by some that are not divided.
     """
-    trouble = _find_odd_part(model, optimizer)
-    if trouble is not None:
-        raise ConfigError(trouble)
+    everyone = grid.engine(*grids.DIMENSIONS)
+    refuse_together(everyone, _find_odd_part(model, optimizer))
     elsewhere: frozenset[int] = frozenset()
     if grid.coordinate.tensor > 0:  # what all of them hold whole, the first one counts
         elsewhere = frozenset(
@@ -365,7 +370,7 @@ def build_partners(
             for index, parameter in enumerate(parameters)
             if not cast("Any", parameter).placements[-1].is_shard()
         )
-    return Partners(grid.engine("tensor"), division, elsewhere)
+    return Partners(grid.engine("tensor"), everyone, model, division, elsewhere)
 
 
 def build_sliced(

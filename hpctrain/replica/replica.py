@@ -237,9 +237,9 @@ class Replica:
             weight = 1.0  # nothing to be weighed against: bit for bit what torch does
         exchange.agree_on_scale(weight, counted=num_samples is not None)
         if fresh:
-            exchange.finite.finding = None  # of a window that is over
+            exchange.forget_losses()
         if weight > 0 and isinstance(loss, Tensor):
-            exchange.finite.look_at_loss(loss, step=exchange.num_steps)
+            exchange.look_at_loss(loss)
         if closing:
             so_far = 0.0 if fresh else window.weight
             exchange.arm(so_far + weight, calls, counted=num_samples is not None)
@@ -283,7 +283,7 @@ class Replica:
         scaler = self._scale_and_clip.scaler
         staged.run(share if scaler is None else scaler.scale.double() * share)
         if share > 0:
-            self._exchange.finite.look_at_loss(staged.loss, step=self._exchange.num_steps)
+            self._exchange.look_at_loss(staged.loss)
 
     def learn(
         self,

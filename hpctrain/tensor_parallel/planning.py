@@ -11,6 +11,7 @@ from torch import nn
 
 from hpctrain.errors import ConfigError
 from hpctrain.name_patterns import match_names
+from hpctrain.tensor_parallel.running import ModuleOrder
 
 __all__ = [
     "KINDS",
@@ -51,6 +52,8 @@ class Division:
     """The kind of each divided layer, by its name."""
     mesh: Any
     """Over the ranks that share them."""
+    order: ModuleOrder
+    """Which modules have run."""
 
     @property
     def num_ranks(self) -> int:

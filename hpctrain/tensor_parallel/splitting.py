@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from hpctrain.grid import Grid
 from hpctrain.tensor_parallel.boundary import Boundary, replicate
 from hpctrain.tensor_parallel.planning import DividesItself, Division
+from hpctrain.tensor_parallel.running import ModuleOrder
 
 __all__ = ["split_layers"]
 
@@ -35,7 +36,6 @@ def split_layers(grid: Grid, model: nn.Module, plan: Mapping[str, str]) -> Divis
         plan: As `plan_layers` gave it.
     """
     mesh = grid.mesh("tensor")
-    division = Division(dict(plan), mesh)
     tied = _ties(model)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     embeddings = [n for n in plan if isinstance(model.get_submodule(n), nn.Embedding)]
@@ -60,6 +60,7 @@ def split_layers(grid: Grid, model: nn.Module, plan: Mapping[str, str]) -> Divis
     _replicate_parameters(model, mesh)
     keep = any(kind == "vocabulary" and n not in embeddings for n, kind in plan.items())
     Boundary(model, mesh, keep=keep)
+    division = Division(dict(plan), mesh, ModuleOrder(model))
     division.mark(model)
     return division
 

@@ -146,6 +146,110 @@ def test_different_doings_are_refused_on_all_ranks(world, make_grid):
     replica.close()
 
 
+def double_mse(out, y):
+    return 2 * mse(out, y)
+
+
+@pytest.mark.parametrize("differs", ["target", "loss function", "in the middle of a window"])
+def test_different_losses_are_refused_on_all_ranks(world, make_grid, differs):
+    """Ranks that share layers have one loss: of one data coordinate alone it differs."""
+    for sizes in grids(world.size)[1:]:
+        grid = make_grid(**sizes)
+        here = grid.coordinate
+        odd = world.rank == world.size - 1
+        model = hpc.split(grid, small(), tensor=SMALL)
+        accumulate = 2 if differs == "in the middle of a window" else 1
+        replica = hpc.distribute(
+            world,
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            grid=grid,
+            accumulate=accumulate,
+        )
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        loss_fn = double_mse if differs == "loss function" and odd else mse
+        target = rows(1) + 1e-9 * (differs != "loss function" and odd)
+        text = "the loss differed" if here.data == grid.data - 1 else "parts of one model did"
+        if accumulate > 1:
+            assert replica.learn(mse, rows(0), target).reason == "accumulating"
+            target = rows(1)
+        with pytest.raises(CollectiveError, match=text):
+            replica.learn(loss_fn, rows(0), target)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.to_local(), before[name].to_local()), name
+        replica.zero_grad()
+        for _ in range(accumulate):
+            done = replica.learn(mse, rows(0), rows(1))
+        assert done.moved
+        replica.close()
+        grid.close()
+
+
+class Forked(nn.Module):
+    """Takes one of two layers of the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.sides = nn.ModuleList([nn.Linear(4, 24) for _ in range(2)])
+        self.down, self.side = nn.Linear(24, 4), 0
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.sides[self.side](x)))
+
+
+def test_different_branches_are_refused_on_all_ranks(world, make_grid):
+    """Parts of two layers fit together; ranks of other data coordinates may take others."""
+    for sizes in grids(world.size)[1:]:
+        grid = make_grid(**sizes)
+        here = grid.coordinate
+        torch.manual_seed(4)
+        forked = Forked().double()
+        model = hpc.split(grid, forked, tensor={"sides.*": "column", "down": "row"})
+        made = torch.optim.SGD(model.parameters(), 0.1)
+        replica = hpc.distribute(world, model, made, grid=grid)
+        last = here.data == grid.data - 1
+        text = "which modules of it were run" if last else "parts of one model did"
+        forked.side = int(world.rank == world.size - 1)
+        with pytest.raises(CollectiveError, match=text):
+            replica.learn(mse, rows(0), rows(1))
+        replica.zero_grad()
+        forked.side = here.data % 2
+        assert replica.learn(mse, rows(here.data), rows(1)).moved
+        replica.close()
+        grid.close()
+
+
+def test_parameters_that_come_late_are_refused_on_all_ranks(world, make_grid):
+    """On one rank or on all, before distribute and after; put back, training goes on."""
+    for sizes in grids(world.size)[1:]:
+        grid = make_grid(**sizes)
+        odd = world.rank == world.size - 1
+        model = hpc.split(grid, small(), tensor=SMALL)
+        made = torch.optim.SGD(model.parameters(), 0.1)
+        if odd:
+            model.late = nn.Linear(4, 4).double()
+        with pytest.raises(ConfigError, match=r"late\.weight was added or replaced"):
+            hpc.distribute(world, model, made, grid=grid)
+        if odd:
+            del model.late
+        replica = hpc.distribute(world, model, made, grid=grid)
+        assert replica.learn(mse, rows(0), rows(1)).moved
+        model.late = nn.Linear(4, 4).double()
+        with pytest.raises(ConfigError, match=r"rank 0: the parameter late\.weight was added"):
+            replica.learn(mse, rows(0), rows(1))
+        del model.late
+        kept = model.up
+        if odd:
+            model.up = nn.Linear(4, 24).double()
+        last = rf"rank {world.size - 1}: the parameter up\.weight was added or replaced"
+        with pytest.raises(ConfigError, match=last):
+            replica.learn(mse, rows(0), rows(1))
+        model.up = kept
+        assert replica.learn(mse, rows(0), rows(1)).moved
+        replica.close()
+        grid.close()
+
+
 def learn_often(replica, loss_fn=mse, dtype=torch.float64):
     for _ in range(8):  # of options a few bits are compared at a time
         replica.learn(loss_fn, rows(0).to(dtype), rows(1).to(dtype))

@@ -8,7 +8,8 @@ from hpctrain.replica.modes.base import Mode, unfrozen
 from hpctrain.replica.modes.gather_order import GatherOrder
 from hpctrain.replica.modes.horovod import HorovodMode
 from hpctrain.replica.modes.node import NodeMode
-from hpctrain.replica.modes.partners import Partners
+from hpctrain.replica.modes.partners import Partners, came_late
+from hpctrain.replica.modes.refusing import refuse_together
 from hpctrain.replica.modes.sharded import ShardedMode
 from hpctrain.replica.modes.slices import SlicedMode
 from hpctrain.replica.modes.stages import StagedPass, Stages
@@ -25,5 +26,7 @@ __all__ = [
     "SlicedMode",
     "StagedPass",
     "Stages",
+    "came_late",
+    "refuse_together",
     "unfrozen",
 ]

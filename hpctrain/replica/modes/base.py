@@ -18,6 +18,7 @@ from hpctrain.pieces import local_tensor
 from hpctrain.precision import Gradients
 from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.partners import Partners
+from hpctrain.replica.modes.refusing import refuse_together
 from hpctrain.replica.wire_state import WireUse
 from hpctrain.wire import ENCODABLE
 
@@ -158,8 +159,14 @@ class Mode(Gradients, ABC):
     def admit_model(self) -> None:
         """Before a forward pass that trains: refuse a model that is not what it was.
 
-        Collective in modes whose forward pass communicates: then all ranks refuse.
+        Collective in modes whose forward pass communicates, on CPUs: then all ranks refuse. On
+        GPUs a rank refuses alone, and ends the job.
+
+        Raises:
+            ConfigError: the model has other parameters than `distribute` has seen.
         """
+        if self.partners is not None:
+            refuse_together(self.partners.everyone, self.partners.find_change())
 
     # Around a backward pass; `watch` has the rest
 

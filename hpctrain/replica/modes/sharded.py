@@ -23,6 +23,7 @@ from hpctrain.precision import multiply, sum_of_squares
 from hpctrain.replica.control_words import ControlWords
 from hpctrain.replica.modes.base import TorchGradientsMode
 from hpctrain.replica.modes.gather_order import GatherOrder
+from hpctrain.replica.modes.refusing import refuse_together
 
 if TYPE_CHECKING:
     from hpctrain.engines import Engine
@@ -80,26 +81,8 @@ class ShardedMode(TorchGradientsMode):
         Raises:
             ConfigError: on all ranks; the model has other parameters than `split` has seen.
         """
-        trouble = self.sharding.find_change()
-        if self.engine.size > 1 and self.engine.device.type == "cpu":
-            trouble = self._find_any(trouble)
-        if trouble is not None:
-            raise ConfigError(trouble)
-
-    def _find_any(self, trouble: str | None) -> str | None:
-        """Collective: the first rank's trouble, in words; one small message where there is none."""
-        words = (trouble or "").encode()
-        length = torch.tensor([len(words)])
-        self.engine.allreduce_(length, Op.MAX, what="whether the model has changed")
-        if not length:
-            return None
-        padded = torch.tensor([[*words.ljust(int(length), b"\0")]], dtype=torch.uint8)
-        told = [bytes(row.tolist()).rstrip(b"\0").decode() for row in self.engine.allgather(padded)]
-        return next(
-            f"rank {rank}: {text}"
-            for rank, text in zip(self.engine.members, told, strict=True)
-            if text
-        )
+        engine = self.engine if self.partners is None else self.partners.everyone
+        refuse_together(engine, self.sharding.find_change())
 
     # Around a backward pass
 
