@@ -20,7 +20,7 @@ from benchmarks.pipeline_bubble import (
 from hpctrain.errors import ConfigError
 from hpctrain.pipeline import LayerCost, balance_stages, divide_batch
 from hpctrain.pipeline.chain import Layer, chain_of
-from hpctrain.pipeline.cutting import Cut, StageModel, cut_at, find_ties
+from hpctrain.pipeline.cutting import Cut, StageModel, cut_at, find_ties, trouble_with_stages
 from hpctrain.pipeline.measuring import measure_layers, weigh_layers
 from hpctrain.pipeline.micro_batches import trouble_with_batch
 from hpctrain.pipeline.shapes import TensorFacts, look_at_loss, look_at_stage
@@ -327,3 +327,23 @@ def test_the_bubble_that_a_pipeline_should_have():
             expected_bubble(num_stages, micro_batches)
         )
     assert [v.name for v in make_variants(("alone", "1f1b"), [2])] == ["alone-2", "1f1b-2"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "what"),
+    [
+        (2, "stages=2 is an int; give 'auto'"),
+        ("blocks.1", "is a str"),
+        ({"a": 1}, "is a dict"),
+        ([1, 2], "has 1 in it"),
+        (["a", ["b"]], "has 'a' in it, among other kinds"),
+        ([["a"], [2]], "has 2 in it, which is no name"),
+    ],
+)
+def test_stages_of_a_wrong_kind(stages, what):
+    assert what in trouble_with_stages(stages)
+
+
+def test_stages_of_a_right_kind():
+    for stages in (["a"], ("a", "b"), [["a"], ["b", "c"]], []):
+        assert trouble_with_stages(stages) is None
