@@ -222,7 +222,7 @@ class PipelineRunner:
 
         for n in range(run.num):
             rows = slice(n * run.size, (n + 1) * run.size)
-            self._failures.attempt("forward", partial(learn_rows, rows), lambda: None)
+            self._failures.attempt("forward", partial(learn_rows, rows), lambda: None, given)
 
     def _weighed_loss(self, output: Any, target: Tensor) -> Tensor:
         """What torch differentiates for one micro-batch; zero where the user's function raised."""

@@ -101,7 +101,7 @@ def test_changed_shapes(division):
     wide = torch.cat([x, x[:, :1]], 1) if division.is_last else x
     if not division.is_staged:
         return  # samples of another shape are a mistake of the forward pass, on that rank
-    told = "same batch" if division.grid.pipeline > 1 else "cannot be found without data"
+    told = "same batch" if division.grid.pipeline > 1 else "failed on a micro-batch of"
     division.refuses(told, lambda: division.learn(wide, y))
 
 

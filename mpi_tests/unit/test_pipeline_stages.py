@@ -295,6 +295,7 @@ def test_shapes_are_found_without_running_the_model():
         (lambda x: x.argmax(1), "dtype int64"),
         (lambda x: x.sum(), "no dimension"),
         (lambda x: x[x > 0], "cannot be found without data"),
+        (lambda x: x if x.sum() > 0 else -x, "must follow from the shapes of its inputs"),
     ],
 )
 def test_outputs_that_cannot_be_sent(give, match):
@@ -305,6 +306,28 @@ def test_outputs_that_cannot_be_sent(give, match):
     given = [TensorFacts((3, 4), torch.float32, requires_grad=False)]
     _, trouble = look_at_stage(Giving(), given, CPU, call=run_plain, is_last=False)
     assert match in trouble
+
+
+class Picky(nn.Module):
+    def forward(self, x):
+        raise ValueError("bad sample 5.")
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "match"),
+    [
+        (Picky(), 3, "ValueError: bad sample 5 (test_pipeline_stages.py:"),
+        (nn.Linear(5, 5), 3, "a micro-batch of float32 (3, 4) (tried without data): RuntimeError"),
+        (nn.BatchNorm1d(4), 1, "of one row: use fewer micro-batches, or drop_last=True"),
+    ],
+    ids=["raises", "width", "one row"],
+)
+def test_a_model_that_fails_is_not_called_a_matter_of_shapes(module, rows, match, capfd):
+    given = [TensorFacts((rows, 4), torch.float32, requires_grad=False)]
+    _, trouble = look_at_stage(module, given, CPU, call=run_plain, is_last=False)
+    assert match in trouble
+    assert "must follow" not in trouble
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_losses_that_cannot_be_differentiated():
