@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpctrain import log
 from hpctrain.errors import ConfigError
-from hpctrain.grid import Grid, Shape
+from hpctrain.grid import Grid
 from hpctrain.predict import (
     Compute,
     Footprint,
@@ -30,7 +30,7 @@ from hpctrain.predict import (
 )
 from hpctrain.splitting import split
 from hpctrain.tables import count_of, positive
-from hpctrain.train import ShardLevel, memory_limit
+from hpctrain.train import memory_limit
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
@@ -278,12 +278,4 @@ def _plan(
         compute=compute,
         ranks_per_node=max(counts.values()),
         shares_memory=world.device.type == "cpu",
-        find_trouble=find_odd_pair,
     )
-
-
-def find_odd_pair(shape: Shape, shard: ShardLevel) -> str | None:
-    """What `hpctrain.split` would refuse to do together, or None. Pure."""
-    if shard == "state" and shape.pipeline * shape.tensor > 1:
-        return "split cannot do shard='state' together with stages= or tensor="
-    return None

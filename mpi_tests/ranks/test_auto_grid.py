@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import hpctrain as hpc
-from hpctrain.automatic_grid import find_odd_pair, memory_of
+from hpctrain.automatic_grid import memory_of
 from hpctrain.errors import ConfigError
-from hpctrain.grid import Shape
 
 WIDTH, STEPS = 16, 3
 LAYER = 8 * (WIDTH * WIDTH + WIDTH)
@@ -118,12 +117,6 @@ def test_step_times_and_the_memory_of_a_device(world):
     assert "not known" not in chosen.why
     if world.device.type == "cpu":
         assert 0 < memory_of(world) * world.local_size <= psutil.virtual_memory().total
-
-
-def test_what_split_refuses_together_is_not_chosen():
-    assert find_odd_pair(Shape(1, 2, 2), "none") is None
-    assert "shard='state'" in find_odd_pair(Shape(2, 2, 1), "state")
-    assert find_odd_pair(Shape(2, 2, 1), "parameters") is None
 
 
 def test_what_is_refused(world):

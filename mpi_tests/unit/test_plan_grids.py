@@ -27,6 +27,7 @@ from hpctrain.predict import (
     plan_grids,
     predict,
 )
+from hpctrain.predict.grid_choice import find_odd_pair
 from hpctrain.predict.grid_costs import PlacedModel, bytes_of, sent_by, time_of
 from hpctrain.predict.grid_shapes import group_of, in_flight
 from hpctrain.train import Memory, UnitSize
@@ -275,7 +276,12 @@ def test_impossible_grids_are_named():
     assert "12 does not divide by data=8" in refused[(8, 1, 1)]
     odd = replace(footprint(), tensor_sizes=(("up", 6),))
     refused = dict(plan_grids(odd, 4, memory_per_rank=1 << 34).refused)
-    assert refused == {Shape(1, 1, 4): "up has 6 to divide, which 4 does not"}
+    pair = find_odd_pair(Shape(2, 2, 1), "state")
+    assert refused == {
+        Shape(1, 1, 4): "up has 6 to divide, which 4 does not",
+        Shape(2, 1, 2): pair,
+        Shape(2, 2, 1): pair,
+    }
     none = dict(plan_grids(footprint(tensor_sizes=()), 2, memory_per_rank=1 << 34).refused)
     assert "--tensor" in none[Shape(1, 1, 2)]
 
@@ -306,6 +312,15 @@ def test_what_does_not_go_together_is_left_out():
     assert {((4, 2, 1), "parameters"), ((8, 1, 1), "state")} <= left
     assert ((4, 2, 1), "state") not in left
     assert (Shape(4, 2, 1), "not both") in plan.refused
+
+
+def test_what_split_refuses_together_is_not_listed():
+    assert find_odd_pair(Shape(1, 2, 2), "none") is None
+    assert "shard='state'" in find_odd_pair(Shape(2, 2, 1), "state")
+    assert find_odd_pair(Shape(2, 2, 1), "parameters") is None
+    plan = plan_grids(footprint(), 8, memory_per_rank=None)
+    assert {choice.shape for choice in plan.choices if choice.shard == "state"} == {Shape(8, 1, 1)}
+    assert any("shard='state' together" in why for _, why in plan.refused)
 
 
 def test_the_global_batch_is_the_same_on_every_grid():
