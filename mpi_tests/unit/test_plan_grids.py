@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.cli.plan.sizing import memory_of, parse_memory, parse_tensor
+from hpctrain.cli.plan.sizing import memory_of, parse_tensor
 from hpctrain.errors import ConfigError
 from hpctrain.grid import Shape
 from hpctrain.pipeline import LayerCost, balance_stages
@@ -30,6 +30,7 @@ from hpctrain.predict import (
 from hpctrain.predict.grid_choice import find_odd_pair
 from hpctrain.predict.grid_costs import PlacedModel, bytes_of, sent_by, time_of
 from hpctrain.predict.grid_shapes import group_of, in_flight
+from hpctrain.tables import bytes_in
 from hpctrain.train import Memory, UnitSize
 
 MIB = 1 << 20
@@ -359,12 +360,13 @@ def test_memory_of_a_rank():
     class Args:
         memory_per_rank = None
 
-    assert parse_memory("80GB") == 80_000_000_000
-    assert parse_memory("1.5 GiB") == 3 << 29
-    assert parse_memory("4096") == 4096
-    for wrong in ("", "GB", "80 G", "-1GB", "0"):
+    assert bytes_in("80GB", "memory") == 80_000_000_000
+    assert bytes_in("1.5 GiB", "memory") == 3 << 29
+    assert bytes_in("4096", "memory") == bytes_in(4096, "memory") == 4096
+    assert bytes_in("230kB", "memory") == 230_000
+    for wrong in ("", "GB", "80 G", "-1GB", "0", 0, True, 1.5):
         with pytest.raises(ConfigError, match="80GB"):
-            parse_memory(wrong)
+            bytes_in(wrong, "--memory-per-rank")
     assert memory_of(Args, find_machine("perlmutter-gpu")) == 40_000_000_000
     with pytest.raises(ConfigError, match=r"no --machine says.*--memory-per-rank 80GB"):
         memory_of(Args, None)
