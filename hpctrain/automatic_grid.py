@@ -8,7 +8,7 @@ tells the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpctrain import log
 from hpctrain.errors import ConfigError
-from hpctrain.grid import Grid, Shape
+from hpctrain.grid import Grid
 from hpctrain.predict import (
     Compute,
     Footprint,
@@ -29,8 +29,8 @@ from hpctrain.predict import (
     plan_grids,
 )
 from hpctrain.splitting import split
-from hpctrain.tables import count_of, positive
-from hpctrain.train import ShardLevel, memory_limit
+from hpctrain.tables import bytes_in, count_of, positive
+from hpctrain.train import memory_limit
 from hpctrain.world import agree
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["AutoGrid", "auto_grid"]
 
 Build = Callable[[], nn.Module]
+_MOST_REASONS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ def auto_grid(
     global_batch: int | None = None,
     precision: str = "fp32",
     tensor: Mapping[str, str] | None = None,
-    memory_per_rank: int | None = None,
+    memory_per_rank: int | str | None = None,
     machine: str | None = None,
     tflops: float | None = None,
 ) -> AutoGrid:
@@ -128,7 +129,8 @@ def auto_grid(
         global_batch: Samples of a step, over all ranks; None: `batch` on every rank.
         precision: As `hpctrain.distribute` takes it.
         tensor: Layers that may be divided over a tensor dimension, as `hpctrain.split` takes them.
-        memory_per_rank: Bytes; None: those of the GPU, or of the node, shared by the ranks on it.
+        memory_per_rank: Bytes, or a text such as `80GB`; None: those of the GPU, or of the node,
+            shared by the ranks on it.
         machine: A machine file or name, for step times: see `hpctrain plan`.
         tflops: What a rank reaches in training, for step times.
 
@@ -136,15 +138,21 @@ def auto_grid(
         ConfigError: on all ranks; an argument is wrong, the model cannot be run without data, or
             no grid fits (with what is missing).
     """
-    given = (global_batch, precision, tensor, memory_per_rank, machine, tflops)
+    given = {
+        "global_batch": global_batch,
+        "precision": precision,
+        "tensor": tensor,
+        "memory_per_rank": memory_per_rank,
+        "machine": machine,
+        "tflops": tflops,
+    }
     trouble = _find_mistake(build, loss_fn, batch, optimizer, given)
     agree(world.comm, trouble, error=ConfigError)
-    told = world.comm.allgather((given, memory_per_rank or memory_of(world)))
-    for rank, (other, _) in enumerate(told):
-        if other != told[0][0]:
-            raise ConfigError(
-                f"auto_grid: rank 0 gives {told[0][0]}, rank {rank} gives {other}; give the same"
-            )
+    here = bytes_in(memory_per_rank or memory_of(world), "memory_per_rank")
+    told = world.comm.allgather((given, here))
+    trouble = find_difference([one for one, _ in told])
+    if trouble is not None:
+        raise ConfigError(trouble)
     memory = min(bytes_ for _, bytes_ in told)
     plan: GridPlan | None = None
     if world.is_main:
@@ -170,12 +178,33 @@ def auto_grid(
     )
 
 
+def find_difference(given: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first argument that differs from rank 0's, in words; None: none. Pure."""
+    for rank, other in enumerate(given):
+        for name, first in given[0].items():
+            if other[name] != first:
+                return (
+                    f"auto_grid: {name} is {first!r} on rank 0 and {other[name]!r} on rank {rank}; "
+                    "give the same on every rank"
+                )
+    return None
+
+
 def describe(plan: GridPlan) -> str:
     """The choice in one line: what it needs, and what the runner-up would. Pure."""
     best, second = cast("GridChoice", plan.best), plan.runner_up
     there = log.format_bytes(plan.memory_per_rank or 0)
     text = f"grid chosen: {_costs(best)} (predicted; there are {there})"
-    return f"{text}; the runner-up: {_costs(second)}" if second else f"{text}; no other fits"
+    if second:
+        return f"{text}; the runner-up: {_costs(second)}"
+    if len(plan.choices) > 1:
+        text += "; no other fits"
+    reasons = dict.fromkeys(why for _, why in plan.refused)
+    if not reasons:
+        return text
+    shown = "; ".join(list(reasons)[:_MOST_REASONS])
+    others = "further grids are not" if len(plan.choices) > 1 else "no other grid is"
+    return f"{text}; {others} possible: {shown}"
 
 
 def _costs(choice: GridChoice) -> str:
@@ -196,20 +225,24 @@ def memory_of(world: World) -> int:
 
 
 def _find_mistake(
-    build: object, loss_fn: object, batch: tuple[object, ...], optimizer: object, given: Any
+    build: object,
+    loss_fn: object,
+    batch: tuple[object, ...],
+    optimizer: object,
+    given: Mapping[str, Any],
 ) -> str | None:
     """What is wrong with this rank's arguments, or None. Pure."""
     if isinstance(build, nn.Module) or not callable(build):
         return (
-            f"auto_grid: the model is a {type(build).__name__}, and must be the function that "
-            "builds it, such as lambda: GPT(config): it is run without memory first"
+            f"auto_grid: the model is of type {type(build).__name__}, and must be the function "
+            "that builds it, such as lambda: GPT(config): it is run without memory first"
         )
     for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer)):
         if isinstance(value, torch.optim.Optimizer) or not callable(value):
             such = "lambda p: AdamW(p, 1e-3)" if name == "optimizer" else "cross_entropy"
             return (
-                f"auto_grid: {name} is a {type(value).__name__}, and must be a function, such as "
-                f"{such}"
+                f"auto_grid: {name} is of type {type(value).__name__}, and must be a function, "
+                f"such as {such}"
             )
     odd = next((one for one in batch if not isinstance(one, Tensor) or not one.ndim), None)
     if len(batch) < 2 or odd is not None:
@@ -217,16 +250,15 @@ def _find_mistake(
             "auto_grid: give one batch of tensors, as replica.learn is given: the model's "
             "inputs, and the target as the last"
         )
-    global_batch, _, _, memory_per_rank, machine, tflops = given
+    checks: dict[str, Callable[[object, str], float]]
+    checks = {"global_batch": count_of, "memory_per_rank": bytes_in, "tflops": positive}
     try:
-        for name, value in (("global_batch", global_batch), ("memory_per_rank", memory_per_rank)):
-            if value is not None:
-                count_of(value, name)
-        if tflops is not None:
-            positive(tflops, "tflops")
+        for name, check in checks.items():
+            if given[name] is not None:
+                check(given[name], name)
     except ConfigError as error:
         return f"auto_grid: {error}"
-    if (machine is None) != (tflops is None):
+    if (given["machine"] is None) != (given["tflops"] is None):
         return (
             "auto_grid: step times need both machine=, how ranks are connected, and tflops=, "
             "what a rank reaches in training; give both or none"
@@ -278,12 +310,4 @@ def _plan(
         compute=compute,
         ranks_per_node=max(counts.values()),
         shares_memory=world.device.type == "cpu",
-        find_trouble=find_odd_pair,
     )
-
-
-def find_odd_pair(shape: Shape, shard: ShardLevel) -> str | None:
-    """What `hpctrain.split` would refuse to do together, or None. Pure."""
-    if shard == "state" and shape.pipeline * shape.tensor > 1:
-        return "split cannot do shard='state' together with stages= or tensor="
-    return None

@@ -22,6 +22,7 @@ from hpctrain.errors import ConfigError
 __all__ = [
     "Key",
     "adapt",
+    "bytes_in",
     "check_keys",
     "count_of",
     "is_of",
@@ -38,6 +39,12 @@ __all__ = [
     "write_toml",
     "write_value",
 ]
+
+_BYTES = {"": 1} | {
+    f"{letter}{unit}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for unit, base in (("B", 1000), ("IB", 1024))
+}
 
 _WORDS = {
     bool: "true or false",
@@ -310,6 +317,23 @@ def count_of(value: object, where: str, *, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{where}={value!r} must be a whole number, at least {least}")
     return value
+
+
+def bytes_in(value: object, where: str) -> int:
+    """Bytes, as a whole number or a text: 1000000, `80GB`, `40 GiB`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    found = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        found = value
+    elif isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B)?", value.strip())
+        found = round(float(match[1]) * _BYTES[(match[2] or "").upper()]) if match else 0
+    if found < 1:
+        raise ConfigError(f"{where} {value}: write it as 80GB, 40GiB or a number of bytes")
+    return found
 
 
 def text_of(value: object, where: str) -> str:

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from hpctrain.pipeline.cutting import Cut, StageModel
     from hpctrain.pipeline.flow import SCHEDULES
     from hpctrain.pipeline.micro_batches import divide_batch
+    from hpctrain.pipeline.raised import (
+        describe_raised,
+        needs_values,
+        quiet_fake_tensors,
+        shown_tensors,
+    )
     from hpctrain.pipeline.running import PipelineRunner, PreparedBatch
     from hpctrain.pipeline.splitting import cut_model
     from hpctrain.pipeline.state import StageState
@@ -30,7 +36,11 @@ __all__ = [
     "balance_stages",
     "chain_of",
     "cut_model",
+    "describe_raised",
     "divide_batch",
+    "needs_values",
+    "quiet_fake_tensors",
+    "shown_tensors",
 ]
 
 __getattr__ = lazy(
@@ -41,6 +51,7 @@ __getattr__ = lazy(
         ".cutting": ("Cut", "StageModel"),
         ".flow": ("SCHEDULES",),
         ".micro_batches": ("divide_batch",),
+        ".raised": ("describe_raised", "needs_values", "quiet_fake_tensors", "shown_tensors"),
         ".running": ("PipelineRunner", "PreparedBatch"),
         ".splitting": ("cut_model",),
         ".state": ("StageState",),

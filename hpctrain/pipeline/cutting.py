@@ -14,7 +14,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.pipeline.chain import Layer
 from hpctrain.pipeline.shapes import follow, skeleton_of
 
-__all__ = ["Cut", "StageModel", "Tie", "cut_at", "find_ties"]
+__all__ = ["Cut", "StageModel", "Tie", "cut_at", "find_ties", "trouble_with_stages"]
 
 Stages = Sequence[str] | Sequence[Sequence[str]]
 
@@ -65,6 +65,26 @@ class Cut:
         """Rows that say which layers each stage has."""
         rows = [(f"stage {n}", _span(self.names_of(n))) for n in range(self.num_stages)]
         return [("stages", f"{self.num_stages}: {self.why}"), *rows]
+
+
+def trouble_with_stages(stages: object) -> str | None:
+    """Why this does not say where to cut, whatever the model, in words; None: it may. Pure."""
+    wanted = (
+        "give 'auto', a list of the names at which the stages but the first begin, or a list of "
+        "names for each stage; how many stages there are is the grid's pipeline="
+    )
+    if isinstance(stages, str) or not isinstance(stages, Sequence):
+        kind = type(stages).__name__
+        return f"stages={stages!r} is {'an' if kind[0] in 'aeio' else 'a'} {kind}; {wanted}"
+    if all(isinstance(one, str) for one in stages):
+        return None
+    for one in stages:
+        if isinstance(one, str) or not isinstance(one, Sequence):
+            return f"stages={stages!r} has {one!r} in it, among other kinds; {wanted}"
+        odd = next((name for name in one if not isinstance(name, str)), None)
+        if odd is not None:
+            return f"stages={stages!r} has {odd!r} in it, which is no name; {wanted}"
+    return None
 
 
 def cut_at(names: Sequence[str], stages: Stages, num_stages: int) -> tuple[range, ...]:

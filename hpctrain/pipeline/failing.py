@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_map_only
 
 from hpctrain.errors import StageError, TimedOutError
+from hpctrain.pipeline.raised import line_of, shown_tensors
 from hpctrain.pipeline.shapes import TensorFacts
 
 if TYPE_CHECKING:
@@ -61,13 +61,20 @@ class Failures:
         self._error = self._failure = None
         self._counts = dict.fromkeys(_DOINGS, 0)
 
-    def attempt(self, doing: str, call: Callable[[], T], instead: Callable[[], T]) -> T:
+    def attempt(
+        self,
+        doing: str,
+        call: Callable[[], T],
+        instead: Callable[[], T],
+        given: Sequence[Any] = (),
+    ) -> T:
         """Do something with the user's code; nothing of it any more after it has failed.
 
         Args:
             doing: `forward`, `loss` or `backward` of the next micro-batch.
             call: Runs it.
             instead: What the other stages are given where it fails.
+            given: Its inputs, for the message.
         """
         number = self._counts[doing]
         self._counts[doing] += 1
@@ -77,20 +84,21 @@ class Failures:
             except TimedOutError:  # others do not wait for this rank: it has waited for them
                 raise
             except Exception as error:
-                self._note(error, doing, number)
+                self._note(error, doing, number, given)
         return instead()
 
-    def _note(self, error: Exception, doing: str, number: int) -> None:
+    def _note(self, error: Exception, doing: str, number: int, given: Sequence[Any]) -> None:
         if doing == "backward" and isinstance(error.__cause__, Exception):
             error = error.__cause__  # torch wraps it, with a list of all tensors
         self._error = error
         told = " ".join(str(error).split()) or "no message"
+        inputs = f"given {shown_tensors(given)}" if given else ""
+        where = ", ".join(one for one in (inputs, line_of(error)) if one)
         text = (
-            f"{self._where}: {type(error).__name__}: {told} (in the {doing} of micro-batch {number}"
+            f"{self._where}: {type(error).__name__}: {told} (in the {doing} of micro-batch "
+            f"{number}, {where})"
         )
-        self._failure = _Failure(
-            number, _DOINGS.index(doing), self._stage, f"{text}{_place(error)})"
-        )
+        self._failure = _Failure(number, _DOINGS.index(doing), self._stage, text)
 
     def settle(self, comm: Comm) -> None:
         """Collective: raise on all ranks where one has failed.
@@ -110,16 +118,6 @@ class Failures:
         error = self._error
         self.begin()
         raise StageError(f"{found[0].text}{more}") from error
-
-
-def _place(error: BaseException) -> str:
-    """The innermost line that it came from."""
-    trace = error.__traceback__
-    if trace is None:
-        return ""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return f", {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
 
 
 def arrived(tensor: Tensor) -> Tensor:
@@ -170,7 +168,9 @@ class Called(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         """Run the stage."""
-        return self._failures.attempt("forward", partial(self._settled, arguments), self._nothing)
+        return self._failures.attempt(
+            "forward", partial(self._settled, arguments), self._nothing, arguments
+        )
 
     def _settled(self, arguments: tuple[Any, ...]) -> Any:
         output = self._run(arguments)

@@ -22,6 +22,7 @@ from hpctrain.pieces import is_sharded
 from hpctrain.pipeline.cutting import StageModel
 from hpctrain.pipeline.failing import Called, Failures
 from hpctrain.pipeline.flow import SCHEDULES, Flow, FlowKey, Flows, Place
+from hpctrain.pipeline.loss_means import LossMeans
 from hpctrain.pipeline.micro_batches import (
     Run,
     check_micro_batches,
@@ -135,6 +136,7 @@ class PipelineRunner:
         self._loss_fn: LossFn | None = None
         self._factor: float | Tensor = 1.0
         self._losses: list[Tensor] = []
+        self._means = LossMeans()
         self._num_looks = 0
 
     # Training
@@ -186,7 +188,8 @@ class PipelineRunner:
         """Collective: add a batch's gradients to `p.grad`; its mean loss.
 
         Raises:
-            StageError: on all ranks; the model or the loss function raised in some stage.
+            StageError: on all ranks; the model or the loss function raised in some stage, or the
+                loss is no mean over its rows.
         """
         self._failures.begin()
         total = torch.zeros((), dtype=torch.float64, device=self._place.device)
@@ -219,16 +222,22 @@ class PipelineRunner:
 
         for n in range(run.num):
             rows = slice(n * run.size, (n + 1) * run.size)
-            self._failures.attempt("forward", partial(learn_rows, rows), lambda: None)
+            self._failures.attempt("forward", partial(learn_rows, rows), lambda: None, given)
 
     def _weighed_loss(self, output: Any, target: Tensor) -> Tensor:
         """What torch differentiates for one micro-batch; zero where the user's function raised."""
         if self._loss_fn is None:
             raise ConfigError("a pipeline's loss was asked for outside forward_backward")
         zero = torch.zeros((), device=self._place.device, requires_grad=True)
-        loss = self._failures.attempt("loss", partial(self._loss_fn, output, target), lambda: zero)
+        compute = partial(self._loss_of, self._loss_fn, output, target)
+        loss = self._failures.attempt("loss", compute, lambda: zero)
         self._losses.append(loss.detach().reshape(()))
         return loss * self._factor
+
+    def _loss_of(self, loss_fn: LossFn, output: Any, target: Tensor) -> Tensor:
+        loss = loss_fn(output, target)
+        self._means.check(loss_fn, output, target, loss)
+        return loss
 
     # Evaluation
 

@@ -15,6 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hpctrain.pipeline.raised import (
+    describe_raised,
+    needs_values,
+    quiet_fake_tensors,
+    shown_tensors,
+)
+
 __all__ = [
     "TensorFacts",
     "facts_of",
@@ -25,6 +32,8 @@ __all__ = [
     "skeleton_of",
     "trouble_with_parameters",
 ]
+
+_ANEW = "build the model anew with all its parameters, and split it"
 
 
 class TensorFacts(NamedTuple):
@@ -67,17 +76,26 @@ def look_at_stage(
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = _copy_without_data(module, mode, device)
-        with _without_data(mode, device):
+        with _without_data(mode, device), quiet_fake_tensors():
             output = call(copied, tuple(_fake(facts, device) for facts in given))
     except Exception as error:
-        return (), (
-            f"its shapes cannot be found without data ({type(error).__name__}: {_line(error)}); "
-            "what a stage gives must follow from the shapes of its inputs"
-        )
+        return (), _why_not(error, given)
     trouble = trouble_with_output(output, is_last=is_last)
     if trouble is not None:
         return (), trouble
     return facts_of(output if isinstance(output, tuple | list) else [output]), None
+
+
+def _why_not(error: Exception, given: Sequence[TensorFacts]) -> str:
+    """Why a stage did not run without data, in words. Pure."""
+    told = describe_raised(error)
+    if needs_values(error):
+        return (
+            f"its shapes cannot be found without data: {told}; what a stage gives must follow from "
+            "the shapes of its inputs"
+        )
+    inputs = shown_tensors([facts.on_meta() for facts in given])
+    return f"it failed on a micro-batch of {inputs} (tried without data): {told}"
 
 
 def trouble_with_output(output: Any, *, is_last: bool) -> str | None:
@@ -182,11 +200,6 @@ def _like_tensors_of(
     return made
 
 
-def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no message"
-
-
 def signature_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Names, shapes and whether they learn, of the parameters."""
     return {
@@ -202,10 +215,10 @@ def trouble_with_parameters(
         old, new = before.get(name), now.get(name)
         if old is None or new is None:
             what = "was added" if old is None else "is gone"
-            return f"the parameter {name} {what} since the model was distributed; split it again"
+            return f"the parameter {name} {what} since the model was distributed; {_ANEW}"
         if old[:2] != new[:2]:
             return (
                 f"the parameter {name} has become {new[1]} {new[0]} and was {old[1]} {old[0]}; "
-                "split the model again"
+                f"{_ANEW}"
             )
     return None

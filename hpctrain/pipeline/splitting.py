@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from hpctrain.errors import ConfigError
 from hpctrain.pipeline.balancing import balance_stages
 from hpctrain.pipeline.chain import Layer, chain_of
-from hpctrain.pipeline.cutting import Cut, StageModel, Stages, cut_at, find_ties
+from hpctrain.pipeline.cutting import (
+    Cut,
+    StageModel,
+    Stages,
+    cut_at,
+    find_ties,
+    trouble_with_stages,
+)
 from hpctrain.pipeline.measuring import measure_layers, weigh_layers
 from hpctrain.world import agree
 
@@ -83,8 +90,15 @@ def cut_model(
 
 
 def _check_options(stages: str | Stages, example: object, limit_bytes: int | None) -> None:
-    if isinstance(stages, str) and stages != AUTO:
-        raise ConfigError(f"stages={stages!r}; give 'auto', or a list of names")
+    trouble = None if isinstance(stages, str) and stages == AUTO else trouble_with_stages(stages)
+    if trouble is not None:
+        raise ConfigError(trouble)
+    parts = () if example is None or isinstance(example, Tensor) else example
+    if not isinstance(parts, Sequence) or not all(isinstance(one, Tensor) for one in parts):
+        raise ConfigError(
+            f"example is {type(example).__name__}; give the model's inputs: a tensor, or a list of "
+            "tensors"
+        )
     if stages != AUTO and (example is not None or limit_bytes is not None):
         raise ConfigError("example and limit_bytes are for stages='auto'; leave them out")
 

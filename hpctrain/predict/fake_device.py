@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from hpctrain.errors import ConfigError
 from hpctrain.name_patterns import is_inside
-from hpctrain.pipeline import chain_of
+from hpctrain.pipeline import (
+    chain_of,
+    describe_raised,
+    needs_values,
+    quiet_fake_tensors,
+    shown_tensors,
+)
 from hpctrain.predict.footprint import FORMATS, Footprint
 from hpctrain.predict.unit_watch import UnitWatch
 from hpctrain.sharding import choose_units, module_facts
@@ -82,7 +88,7 @@ def measure_footprint(
         kinds = plan_layers(model, tensor, 1) if tensor else {}
         styles = {name: _watched_as(model.get_submodule(name), kinds[name]) for name in kinds}
         chain, no_stages = _chain(model)
-        with _refusing(f"{type(model).__name__} does not run", _RUN):
+        with _refusing(f"{type(model).__name__} does not run", _RUN, model):
             watch = UnitWatch(model, units_of(model), styles)
             watch.run(parts.loss, precision)
     copies = max(
@@ -106,18 +112,34 @@ _RUN = "forward must not look at values: no item(), no nonzero(), no branch on a
 
 
 @contextmanager
-def _refusing(what: str, cure: str) -> Iterator[None]:
-    """Name what failed on the fake device."""
+def _refusing(what: str, cure: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Name what failed on the fake device; of a model, with what it was given."""
+    given: list[str] = []
+
+    def note(_model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        given[:] = [shown_tensors(inputs)]
+
+    hook = None if model is None else model.register_forward_pre_hook(note)
     try:
-        yield
+        with quiet_fake_tensors():
+            yield
     except ConfigError:
         raise
     except Exception as error:
-        told = str(error).strip().split("\n")[0] or "no message"
-        raise ConfigError(
-            f"{what} on the fake device, where tensors have no data: {type(error).__name__}: "
-            f"{told}; {cure}"
-        ) from error
+        told = describe_raised(error)
+        if needs_values(error):
+            raise ConfigError(
+                f"{what} on the fake device, where tensors have no data: {told}; {cure}"
+            ) from error
+        if given:
+            raise ConfigError(
+                f"{type(model).__name__} or its loss failed on the example batch, inputs of "
+                f"{given[0]}: {told}"
+            ) from error
+        raise ConfigError(f"{what} on the fake device: {told}; {cure}") from error
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 @contextmanager

@@ -31,7 +31,15 @@ from hpctrain.predict.machine import Machine
 from hpctrain.tables import count_of, number_of, positive
 from hpctrain.train import SHARDS, ShardLevel
 
-__all__ = ["HEADROOM", "Compute", "GridChoice", "GridPlan", "choose_grid", "plan_grids"]
+__all__ = [
+    "HEADROOM",
+    "Compute",
+    "GridChoice",
+    "GridPlan",
+    "choose_grid",
+    "find_odd_pair",
+    "plan_grids",
+]
 
 HEADROOM = 0.1
 """The part of a rank's memory that is left to the driver, to fragmentation and to messages."""
@@ -181,6 +189,13 @@ def choose_grid(
     return plan.best, "; ".join(plan.why)
 
 
+def find_odd_pair(shape: Shape, shard: ShardLevel) -> str | None:
+    """What `hpctrain.split` would refuse to do together, or None. Pure."""
+    if shard == "state" and shape.pipeline * shape.tensor > 1:
+        return "split cannot do shard='state' together with stages= or tensor="
+    return None
+
+
 def plan_grids(
     footprint: Footprint,
     num_ranks: int,
@@ -192,7 +207,7 @@ def plan_grids(
     ranks_per_node: int | None = None,
     shares_memory: bool = False,
     schedule: ScheduleName = "1f1b",
-    find_trouble: Callable[[Shape, ShardLevel], str | None] | None = None,
+    find_trouble: Callable[[Shape, ShardLevel], str | None] = find_odd_pair,
 ) -> GridPlan:
     """Every grid of so many ranks with what it costs, best first.
 
@@ -206,7 +221,7 @@ def plan_grids(
         ranks_per_node: None: the machine's, or all on one node.
         shares_memory: Whether ranks of a node add up in its shared memory, where nothing is cut.
         schedule: Of pipelines.
-        find_trouble: Why a shape and a level of sharding do not go together; None: all do.
+        find_trouble: Why a shape and a level of sharding do not go together.
 
     Raises:
         ConfigError: a number is out of range.
@@ -228,7 +243,7 @@ def plan_grids(
             refused.append((shape, trouble))
             continue
         for shard in SHARDS if shape.data > 1 else SHARDS[:1]:
-            if trouble := find_trouble and find_trouble(shape, shard):
+            if trouble := find_trouble(shape, shard):
                 refused.append((shape, trouble))
                 continue
             whole = shape.data == num_ranks and shard == "none"

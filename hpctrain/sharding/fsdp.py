@@ -319,6 +319,36 @@ class Sharding:
         """What was gathered and reduced since the last exchange, in its order, as a number."""
         return self._digest
 
+    def after_evaluating(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call something after each pass without gradients that has gathered a unit.
+
+        Args:
+            call: Called on all ranks that have gathered in it.
+
+        Returns:
+            Ends that.
+        """
+        before = 0
+
+        def begin(*_: Any) -> None:
+            nonlocal before
+            before = self.num_messages
+
+        def end(*_: Any) -> None:
+            if not torch.is_grad_enabled() and self.num_messages > before:
+                call()
+
+        hooks = (
+            self._model.register_forward_pre_hook(begin, prepend=True),
+            self._model.register_forward_hook(end),
+        )
+
+        def stop() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return stop
+
     def end_window(self) -> None:
         """An exchange has come to its end."""
         self._digest = 0

@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import hpctrain as hpc
-from hpctrain.automatic_grid import find_odd_pair, memory_of
+from hpctrain.automatic_grid import memory_of
 from hpctrain.errors import ConfigError
-from hpctrain.grid import Shape
 
 WIDTH, STEPS = 16, 3
 LAYER = 8 * (WIDTH * WIDTH + WIDTH)
@@ -103,8 +102,11 @@ def test_a_rank_with_little_memory_holds_shards(world):
 
 
 def test_a_batch_that_does_not_divide_becomes_a_pipeline(world):
-    chosen = choose(world, rows=5, global_batch=5)
+    chosen = choose(world, rows=5, global_batch=5, memory_per_rank="1GB")
     assert chosen.grid.shape.data == 1
+    if world.size > 1:
+        assert f"5 does not divide by data={world.size}" in chosen.why
+        assert "no other fits" not in chosen.why
     assert chosen.grid.pipeline == world.size
     assert len(chosen.choice.cuts) == world.size - 1
     train(world, chosen)
@@ -120,18 +122,12 @@ def test_step_times_and_the_memory_of_a_device(world):
         assert 0 < memory_of(world) * world.local_size <= psutil.virtual_memory().total
 
 
-def test_what_split_refuses_together_is_not_chosen():
-    assert find_odd_pair(Shape(1, 2, 2), "none") is None
-    assert "shard='state'" in find_odd_pair(Shape(2, 2, 1), "state")
-    assert find_odd_pair(Shape(2, 2, 1), "parameters") is None
-
-
 def test_what_is_refused(world):
     x, y = draw(0, 2)
     for words, told in (
         ((build(), mse_loss, x, y), "must be the function that builds it"),
         ((build, mse_loss, x), "give one batch of tensors"),
-        ((build, None, x, y), "loss_fn is a NoneType"),
+        ((build, None, x, y), "loss_fn is of type NoneType"),
     ):
         with pytest.raises(ConfigError, match=told):
             hpc.auto_grid(world, *words, optimizer=make)
@@ -141,10 +137,14 @@ def test_what_is_refused(world):
         choose(world, global_batch=0)
     with pytest.raises(ConfigError, match=r"no grid fits: .* more than there are"):
         choose(world, memory_per_rank=1000)
+    with pytest.raises(ConfigError, match="memory_per_rank much: write it as 80GB"):
+        choose(world, memory_per_rank="much")
+    with pytest.raises(ConfigError, match=r"failed on the example batch, inputs of float64 \(2, 3"):
+        hpc.auto_grid(world, build, mse_loss, torch.zeros(2, 3).double(), y, optimizer=make)
     with pytest.raises(ConfigError, match="tensor: 'x' is 'diagonal'"):
         choose(world, tensor={"x": "diagonal"})
     if world.size > 1:
-        with pytest.raises(ConfigError, match=r"rank 0 gives .*, rank 1 gives .*give the same"):
+        with pytest.raises(ConfigError, match=r"global_batch is \d+ on rank 0 and \d+ on rank 1"):
             choose(world, global_batch=world.size * (1 + world.rank))
     model = build()
     with pytest.raises(ConfigError, match=r"grid='auto' comes too late.*hpctrain\.auto_grid"):

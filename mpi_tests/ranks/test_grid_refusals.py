@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 import hpctrain as hpc
 from hpctrain.errors import CollectiveError, ConfigError
+from hpctrain.replica.modes import GatherOrder
 from mpi_tests.pipeline_kit import FEATURES, build, global_batch, pipelines
 
 STEPS, ROWS = 2, 8
@@ -100,7 +101,7 @@ def test_changed_shapes(division):
     wide = torch.cat([x, x[:, :1]], 1) if division.is_last else x
     if not division.is_staged:
         return  # samples of another shape are a mistake of the forward pass, on that rank
-    told = "same batch" if division.grid.pipeline > 1 else "cannot be found without data"
+    told = "same batch" if division.grid.pipeline > 1 else "failed on a micro-batch of"
     division.refuses(told, lambda: division.learn(wide, y))
 
 
@@ -229,3 +230,54 @@ def test_branches_that_differ(world):
     assert made.learn().moved
     made.replica.close()
     made.grid.close()
+
+
+@pytest.mark.parametrize("is_direct", [False, True], ids=["replica(x)", "model(x)"])
+def test_branches_that_differ_in_an_evaluation(world, is_direct):
+    if world.size == 1:
+        return
+    made = Division(world, "sharded", make_forked)
+    model, alone = made.replica.model, make_forked()
+    evaluate = model if is_direct else made.replica
+    x, _ = global_batch(0, ROWS)
+    with torch.no_grad():
+        model[0].way = int(made.is_last)
+        with pytest.raises(CollectiveError, match="in this evaluation the ranks have gathered"):
+            evaluate(x)
+        model[0].way = alone[0].way = 1
+        torch.testing.assert_close(evaluate(x), alone(x))
+    made.step()
+    made.replica.close()
+    with torch.no_grad():
+        model(x)  # of a replica that is closed nothing is compared any more
+    made.grid.close()
+
+
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_an_evaluation_that_gathers_nothing_is_not_collective(world, shard):
+    """Weights that stay gathered are there for one rank alone, as before."""
+    with hpc.Grid(world) as grid:
+        model = hpc.split(grid, build(), shard=shard)
+        replica = hpc.distribute(world, model, adamw(model), grid=grid)
+        x, _ = global_batch(0, ROWS)
+        with torch.no_grad():
+            whole = replica(x)
+            if shard == "gradients" and world.rank == 0:
+                torch.testing.assert_close(replica(x), whole)
+        replica.close()
+
+
+def test_an_order_that_is_read_late(world):
+    """As on GPUs: the next pass tells, and closing where there is none; each of them once."""
+    with hpc.Grid(world) as grid:
+        order = GatherOrder(grid.engine("data"), grid.comm("data"))
+        order.check(5)
+        order.check(world.rank, "evaluation")
+        if world.size == 1:
+            order.check(5)
+            order.close()
+            return
+        with pytest.raises(CollectiveError, match="in the last evaluation the ranks have gathered"):
+            order.check(world.rank)
+        with pytest.raises(CollectiveError, match="in the last step the ranks have gathered"):
+            order.close()

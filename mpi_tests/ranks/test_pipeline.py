@@ -218,7 +218,7 @@ def test_mistakes_are_refused_on_all_ranks(grid, world):
     refused(runner, "the target has 3 rows", y=y[:3] if is_last else y)
     refused(runner, "is dict", x={"x": x} if is_last else x)
     refused(runner, "one number", loss_fn=nn.MSELoss(reduction="none"))
-    refused(runner, "cannot be found without data", x=torch.zeros(4, FEATURES + 1).double())
+    refused(runner, "failed on a micro-batch of", x=torch.zeros(4, FEATURES + 1).double())
     if grid.pipeline > 1:
         other = world.rank == 0
         refused(runner, "same batch", x=x[:2] if other else x, y=y[:2] if other else y)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 import hpctrain as hpc
 from hpctrain.errors import StageError
@@ -109,3 +111,28 @@ def test_evaluation_raises_on_the_stages_of_a_data_coordinate(grid):
         mend(pair)
         assert torch.allclose(pair.replica(x), pair.alone(x), rtol=0, atol=TOLERANCE)
     pair.replica.close()
+
+
+def contrast(output, target):
+    """Each row against all others of its micro-batch."""
+    return cross_entropy(output @ target.T, torch.arange(len(target)))
+
+
+ODD_LOSSES = {
+    "sum": (partial(mse_loss, reduction="sum"), "sums over its rows"),
+    "module": (nn.MSELoss(reduction="sum"), "use reduction='mean'"),
+    "contrast": (contrast, "is no mean over its rows"),
+}
+
+
+@pytest.mark.parametrize("name", list(ODD_LOSSES))
+def test_a_loss_that_is_no_mean_is_refused_on_all_ranks(grid, world, name):
+    loss_fn, message = ODD_LOSSES[name]
+    pair = Trained(grid)
+    for _ in range(2):
+        with pytest.raises(StageError, match=message):
+            pair.learn(0, loss_fn)
+        pair.replica.zero_grad()
+    pair.learn(0)
+    pair.learn_alone([0])
+    pair.check()

@@ -110,6 +110,11 @@ def test_arguments_that_do_not_fit_are_refused(grid, world):
         hpc.split(grid, build(), stages="auto", shard="state")
     with pytest.raises(ConfigError, match="divided already"):
         hpc.split(grid, stage, stages="auto")
+    for stages, what in ((2, "stages=2 is an int; give 'auto'"), ([["0"], 3], "has 3 in it")):
+        with pytest.raises(ConfigError, match=what):  # rank 0 alone would look at them
+            hpc.split(grid, build(), stages=stages)
+    with pytest.raises(ConfigError, match="example is int; give the model's inputs"):
+        hpc.split(grid, build(), stages="auto", example=3)
     if grid.pipeline > 1:
         with pytest.raises(ConfigError, match="give stages='auto'"):
             hpc.split(grid, build())

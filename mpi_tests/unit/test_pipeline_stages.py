@@ -20,7 +20,7 @@ from benchmarks.pipeline_bubble import (
 from hpctrain.errors import ConfigError
 from hpctrain.pipeline import LayerCost, balance_stages, divide_batch
 from hpctrain.pipeline.chain import Layer, chain_of
-from hpctrain.pipeline.cutting import Cut, StageModel, cut_at, find_ties
+from hpctrain.pipeline.cutting import Cut, StageModel, cut_at, find_ties, trouble_with_stages
 from hpctrain.pipeline.measuring import measure_layers, weigh_layers
 from hpctrain.pipeline.micro_batches import trouble_with_batch
 from hpctrain.pipeline.shapes import TensorFacts, look_at_loss, look_at_stage
@@ -295,6 +295,7 @@ def test_shapes_are_found_without_running_the_model():
         (lambda x: x.argmax(1), "dtype int64"),
         (lambda x: x.sum(), "no dimension"),
         (lambda x: x[x > 0], "cannot be found without data"),
+        (lambda x: x if x.sum() > 0 else -x, "must follow from the shapes of its inputs"),
     ],
 )
 def test_outputs_that_cannot_be_sent(give, match):
@@ -305,6 +306,28 @@ def test_outputs_that_cannot_be_sent(give, match):
     given = [TensorFacts((3, 4), torch.float32, requires_grad=False)]
     _, trouble = look_at_stage(Giving(), given, CPU, call=run_plain, is_last=False)
     assert match in trouble
+
+
+class Picky(nn.Module):
+    def forward(self, x):
+        raise ValueError("bad sample 5.")
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "match"),
+    [
+        (Picky(), 3, "ValueError: bad sample 5 (test_pipeline_stages.py:"),
+        (nn.Linear(5, 5), 3, "a micro-batch of float32 (3, 4) (tried without data): RuntimeError"),
+        (nn.BatchNorm1d(4), 1, "of one row: use fewer micro-batches, or drop_last=True"),
+    ],
+    ids=["raises", "width", "one row"],
+)
+def test_a_model_that_fails_is_not_called_a_matter_of_shapes(module, rows, match, capfd):
+    given = [TensorFacts((rows, 4), torch.float32, requires_grad=False)]
+    _, trouble = look_at_stage(module, given, CPU, call=run_plain, is_last=False)
+    assert match in trouble
+    assert "must follow" not in trouble
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_losses_that_cannot_be_differentiated():
@@ -327,3 +350,23 @@ def test_the_bubble_that_a_pipeline_should_have():
             expected_bubble(num_stages, micro_batches)
         )
     assert [v.name for v in make_variants(("alone", "1f1b"), [2])] == ["alone-2", "1f1b-2"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "what"),
+    [
+        (2, "stages=2 is an int; give 'auto'"),
+        ("blocks.1", "is a str"),
+        ({"a": 1}, "is a dict"),
+        ([1, 2], "has 1 in it"),
+        (["a", ["b"]], "has 'a' in it, among other kinds"),
+        ([["a"], [2]], "has 2 in it, which is no name"),
+    ],
+)
+def test_stages_of_a_wrong_kind(stages, what):
+    assert what in trouble_with_stages(stages)
+
+
+def test_stages_of_a_right_kind():
+    for stages in (["a"], ("a", "b"), [["a"], ["b", "c"]], []):
+        assert trouble_with_stages(stages) is None

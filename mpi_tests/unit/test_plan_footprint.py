@@ -257,7 +257,7 @@ class Looks(nn.Module):
         return out if out.sum().item() > 0 else -out
 
 
-def test_what_does_not_run_without_data_is_refused_by_name():
+def test_what_does_not_run_without_data_is_refused_by_name(capfd):
     def make():
         model, x = Looks(), torch.zeros(2, WIDTH)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -265,6 +265,20 @@ def test_what_does_not_run_without_data_is_refused_by_name():
 
     with pytest.raises(ConfigError, match=r"Looks does not run on the fake device.*DataDependent"):
         measure_footprint(make)
+
+    def narrow():
+        model = nn.Linear(WIDTH, WIDTH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.zeros(2, 3)
+        return Subject(model=model, optimizer=optimizer, loss=lambda: model(x).sum(), batch=2)
+
+    with pytest.raises(
+        ConfigError, match=r"failed on the example batch, inputs of float32"
+    ) as told:
+        measure_footprint(narrow)
+    assert "(2, 3): RuntimeError" in str(told.value)
+    assert "item()" not in str(told.value)
+    assert "Traceback" not in capfd.readouterr().err
 
     def broken():
         raise KeyError("vocabulary")

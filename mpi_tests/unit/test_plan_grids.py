@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.cli.plan.sizing import memory_of, parse_memory, parse_tensor
+from hpctrain.cli.plan.sizing import memory_of, parse_tensor
 from hpctrain.errors import ConfigError
 from hpctrain.grid import Shape
 from hpctrain.pipeline import LayerCost, balance_stages
@@ -27,8 +27,10 @@ from hpctrain.predict import (
     plan_grids,
     predict,
 )
+from hpctrain.predict.grid_choice import find_odd_pair
 from hpctrain.predict.grid_costs import PlacedModel, bytes_of, sent_by, time_of
 from hpctrain.predict.grid_shapes import group_of, in_flight
+from hpctrain.tables import bytes_in
 from hpctrain.train import Memory, UnitSize
 
 MIB = 1 << 20
@@ -275,7 +277,12 @@ def test_impossible_grids_are_named():
     assert "12 does not divide by data=8" in refused[(8, 1, 1)]
     odd = replace(footprint(), tensor_sizes=(("up", 6),))
     refused = dict(plan_grids(odd, 4, memory_per_rank=1 << 34).refused)
-    assert refused == {Shape(1, 1, 4): "up has 6 to divide, which 4 does not"}
+    pair = find_odd_pair(Shape(2, 2, 1), "state")
+    assert refused == {
+        Shape(1, 1, 4): "up has 6 to divide, which 4 does not",
+        Shape(2, 1, 2): pair,
+        Shape(2, 2, 1): pair,
+    }
     none = dict(plan_grids(footprint(tensor_sizes=()), 2, memory_per_rank=1 << 34).refused)
     assert "--tensor" in none[Shape(1, 1, 2)]
 
@@ -306,6 +313,15 @@ def test_what_does_not_go_together_is_left_out():
     assert {((4, 2, 1), "parameters"), ((8, 1, 1), "state")} <= left
     assert ((4, 2, 1), "state") not in left
     assert (Shape(4, 2, 1), "not both") in plan.refused
+
+
+def test_what_split_refuses_together_is_not_listed():
+    assert find_odd_pair(Shape(1, 2, 2), "none") is None
+    assert "shard='state'" in find_odd_pair(Shape(2, 2, 1), "state")
+    assert find_odd_pair(Shape(2, 2, 1), "parameters") is None
+    plan = plan_grids(footprint(), 8, memory_per_rank=None)
+    assert {choice.shape for choice in plan.choices if choice.shard == "state"} == {Shape(8, 1, 1)}
+    assert any("shard='state' together" in why for _, why in plan.refused)
 
 
 def test_the_global_batch_is_the_same_on_every_grid():
@@ -344,12 +360,13 @@ def test_memory_of_a_rank():
     class Args:
         memory_per_rank = None
 
-    assert parse_memory("80GB") == 80_000_000_000
-    assert parse_memory("1.5 GiB") == 3 << 29
-    assert parse_memory("4096") == 4096
-    for wrong in ("", "GB", "80 G", "-1GB", "0"):
+    assert bytes_in("80GB", "memory") == 80_000_000_000
+    assert bytes_in("1.5 GiB", "memory") == 3 << 29
+    assert bytes_in("4096", "memory") == bytes_in(4096, "memory") == 4096
+    assert bytes_in("230kB", "memory") == 230_000
+    for wrong in ("", "GB", "80 G", "-1GB", "0", 0, True, 1.5):
         with pytest.raises(ConfigError, match="80GB"):
-            parse_memory(wrong)
+            bytes_in(wrong, "--memory-per-rank")
     assert memory_of(Args, find_machine("perlmutter-gpu")) == 40_000_000_000
     with pytest.raises(ConfigError, match=r"no --machine says.*--memory-per-rank 80GB"):
         memory_of(Args, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 
 from hpctrain import log
 from hpctrain.cli.plan.predicting import check_network, machine_from, parse_ranks
@@ -21,21 +20,19 @@ from hpctrain.predict import (
     plan_grids,
     read_profile,
 )
+from hpctrain.tables import bytes_in
 
 __all__ = ["add_sizing", "check_sizing", "print_grids"]
 
-_UNITS = {"": 1} | {
-    f"{letter}{unit}": base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for unit, base in (("B", 1000), ("iB", 1024))
-}
 _SHOWN = 12
 """Grids in the table; --json has all of them."""
 
 
 def add_sizing(group: argparse._ArgumentGroup) -> None:
     """Describe the options."""
-    group.add_argument("--memory", action="store_true", help="what every grid needs, and end")
+    group.add_argument(
+        "--memory", action="store_true", help="print what every grid needs, and exit"
+    )
     group.add_argument("--memory-per-rank", metavar="M", help="such as 80GB; default: machine's")
     group.add_argument("--precision", choices=tuple(FORMATS), help="default: CONFIG's, or fp32")
     group.add_argument(
@@ -79,19 +76,6 @@ def check_sizing(args: argparse.Namespace) -> None:
         raise ConfigError(f"--tflops {args.tflops} must be above 0")
 
 
-def parse_memory(text: str) -> int:
-    """Bytes of `80GB`, `40 GiB` or `1000000`. Pure.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", text.strip())
-    value = round(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if value < 1:
-        raise ConfigError(f"--memory-per-rank {text}: write it as 80GB, 40GiB or a number of bytes")
-    return value
-
-
 def memory_of(args: argparse.Namespace, machine: Machine | None) -> int:
     """Bytes that a rank has.
 
@@ -99,7 +83,7 @@ def memory_of(args: argparse.Namespace, machine: Machine | None) -> int:
         ConfigError: neither the option nor the machine says it.
     """
     if args.memory_per_rank is not None:
-        return parse_memory(args.memory_per_rank)
+        return bytes_in(args.memory_per_rank, "--memory-per-rank")
     if machine is not None and machine.memory_bytes_per_device:
         return machine.memory_bytes_per_device
     if machine is not None and machine.memory_bytes_per_node:

@@ -34,27 +34,40 @@ class GatherOrder:
         self._comm: MPI.Comm = comm.Dup()
         self._words = np.zeros(2, dtype=np.int64)
         self._request: MPI.Request | None = None
+        self._compared = "step"
 
-    def check(self, digest: int) -> None:
-        """Collective: compare this exchange's digests; those of the last one are known now.
+    def check(self, digest: int, what: str = "step") -> None:
+        """Collective: compare the digests of a pass; those of the last one are known now.
+
+        Args:
+            digest: This rank's.
+            what: The pass, in words.
 
         Raises:
             CollectiveError: on all ranks; those of the last one differed.
         """
-        is_same = self._finish()
+        is_same, last, self._compared = self._finish(), self._compared, what
         self._words[:] = digest, -digest  # the largest and the smallest of all ranks
         self._request = self._comm.Iallreduce(MPI.IN_PLACE, self._words, op=MPI.MAX)
         if not is_same:
-            raise CollectiveError(f"in the last step {GATHERED_DIFFERENTLY}")
+            raise CollectiveError(f"in the last {last} {GATHERED_DIFFERENTLY}")
 
     def _finish(self) -> bool:
         """Whether the digests of the last exchange were the same."""
         request, self._request = self._request, None
         if request is not None:
             self._engine.meet(request.Wait, "comparing what was gathered", "", None)
-        return bool(self._words[0] == -self._words[1])
+        is_same = bool(self._words[0] == -self._words[1])
+        self._words[:] = 0  # told once
+        return is_same
 
     def close(self) -> None:
-        """Collective: end what is under way."""
-        self._finish()
+        """Collective: end what is under way.
+
+        Raises:
+            CollectiveError: on all ranks; the digests of the last pass differed.
+        """
+        is_same = self._finish()
         self._comm.Free()
+        if not is_same:
+            raise CollectiveError(f"in the last {self._compared} {GATHERED_DIFFERENTLY}")

@@ -6,7 +6,7 @@ rank has used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from hpctrain.engines import Op
-from hpctrain.errors import ConfigError
+from hpctrain.errors import CollectiveError, ConfigError
 from hpctrain.fusion import CONTROL_WORDS, Arrived, Usage
 from hpctrain.log import format_bytes
 from hpctrain.optim import members_of
 from hpctrain.pieces import local_tensor
 from hpctrain.precision import multiply, sum_of_squares
-from hpctrain.replica.control_words import ControlWords
+from hpctrain.replica.control_words import GATHERED_DIFFERENTLY, ControlWords
 from hpctrain.replica.modes.base import TorchGradientsMode
 from hpctrain.replica.modes.gather_order import GatherOrder
 from hpctrain.replica.modes.refusing import refuse_together
@@ -72,6 +72,25 @@ class ShardedMode(TorchGradientsMode):
             member.register_step_pre_hook(lambda *_: sharding.reshard())
             for member in members_of(optimizer)
         ]
+        self._stop_comparing: Callable[[], None] = lambda: None
+        if engine.size > 1 and not sharding.in_stages:  # stages gather all units, whatever they run
+            self._stop_comparing = sharding.after_evaluating(self._compare_evaluation)
+
+    def _compare_evaluation(self) -> None:
+        """Collective: refuse a pass without gradients in which ranks took different branches.
+
+        Raises:
+            CollectiveError: on all ranks; on GPUs after the next pass.
+        """
+        digest = self.sharding.digest
+        if self._order is not None:
+            self._order.check(digest, "evaluation")
+            return
+        words = torch.tensor([digest, -digest])
+        self.engine.allreduce_(words, Op.MAX, what="comparing what an evaluation gathered")
+        if words[0] != -words[1]:
+            self.sharding.end_window()
+            raise CollectiveError(f"in this evaluation {GATHERED_DIFFERENTLY}")
 
     def admit_model(self) -> None:
         """Collective on CPUs: refuse parameters that are no shards, before anything is gathered.
@@ -232,12 +251,17 @@ class ShardedMode(TorchGradientsMode):
         """Take the hooks away; the model stays sharded.
 
         Collective on GPUs, and over the stages where weights are tied.
+
+        Raises:
+            CollectiveError: on all ranks; on GPUs, where they took different branches in the last
+                pass.
         """
-        if self._order is not None:
-            self._order.close()
-            self._order = None
+        self._stop_comparing()
         self.usage.close()
         for hook in self._hooks:
             hook.remove()
         if self.stages is not None:
             self.stages.close()
+        order, self._order = self._order, None
+        if order is not None:
+            order.close()
