@@ -323,6 +323,8 @@ class Replica:
             num_samples = count_samples(target)
         stages = mode.stages
         if stages is not None:
+            if self._exchange.mode.partners is not None:
+                self._exchange.mode.admit_model()
             rates = self._learning_rates()
             staged = stages.prepare(
                 loss_fn, inputs, target, named, num_samples=num_samples, rates=rates

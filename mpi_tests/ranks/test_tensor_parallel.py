@@ -250,6 +250,30 @@ def test_parameters_that_come_late_are_refused_on_all_ranks(world, make_grid):
         grid.close()
 
 
+@pytest.mark.parametrize("shard", [None, "gradients"])
+def test_parameters_that_come_late_to_a_stage_are_refused(world, make_grid, shard):
+    """On one rank, of the same shape: the pipeline itself looks at shapes."""
+    for sizes in grids(world.size)[1:]:
+        grid = make_grid(pipeline=sizes["data"], tensor=sizes["tensor"])
+        torch.manual_seed(2)
+        layers = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 4)).double()
+        patterns = {"0": "column", "2": "row"}
+        model = hpc.split(grid, layers, stages="auto", tensor=patterns, shard=shard)
+        made = torch.optim.SGD(model.parameters(), 0.1)
+        replica = hpc.distribute(world, model, made, grid=grid, micro_batches=2)
+        assert replica.learn(mse, rows(0), rows(1)).moved
+        layer = [one for one in model.modules() if isinstance(one, nn.Linear)][-1]
+        kept = layer.bias
+        if world.rank == world.size - 1:
+            layer.bias = nn.Parameter(torch.zeros(kept.shape, dtype=torch.float64))
+        with pytest.raises(ConfigError, match=r"bias was added or replaced"):
+            replica.learn(mse, rows(0), rows(1))
+        layer.bias = kept
+        assert replica.learn(mse, rows(0), rows(1)).moved
+        replica.close()
+        grid.close()
+
+
 def learn_often(replica, loss_fn=mse, dtype=torch.float64):
     for _ in range(8):  # of options a few bits are compared at a time
         replica.learn(loss_fn, rows(0).to(dtype), rows(1).to(dtype))

@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hpctrain.errors import ConfigError
+from hpctrain.replica.modes.partners import find_apart, sum_losses
 from hpctrain.tensor_parallel import plan_layers, vocabulary_cross_entropy
 from hpctrain.tensor_parallel.boundary import digest, draws
+from hpctrain.tensor_parallel.running import ModuleOrder
 
 
 class Attention(nn.Module):
@@ -126,3 +128,40 @@ def test_a_batch_in_another_order_has_another_digest():
 )
 def test_what_draws_random_numbers(name, args, named, told):
     assert draws(name, args, named) is told
+
+
+def compared(*ranks):
+    """What ranks with these losses find."""
+    sums = [sum_losses([torch.tensor(value, dtype=kind) for value, kind in one]) for one in ranks]
+    ends = [type(sums[0])(*map(end, *sums)) for end in (max, min)]
+    return find_apart(*ends)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_losses_may_differ_by_rounding_alone(kind):
+    eps = torch.finfo(kind).eps
+    one, near, far = 0.5, 0.5 * (1 + 4 * eps), 0.5 * (1 + 64 * eps)
+    assert compared([(one, kind)], [(near, kind)]) is None
+    assert "from 0.5 to" in compared([(one, kind)], [(far, kind)])
+    assert compared([(one, kind), (far, kind)], [(far, kind), (one, kind)]) is None
+    assert compared([(-one, kind)], [(-far, kind)]) is not None
+
+
+def test_losses_that_are_not_finite_are_told_of_elsewhere():
+    for bad in (float("nan"), float("inf")):
+        assert compared([(bad, torch.float32)], [(1.0, torch.float32)]) is None
+    assert compared([], []) is None
+    assert compared([], [(1.0, torch.float32)]) is not None
+
+
+def test_modules_that_run_have_a_number_with_their_order():
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)])
+    order = ModuleOrder(model)
+    taken = []
+    for path in ((0, 2), (2, 0), (0, 2), (0,), (0, 0), (0, 1, 2), ()):
+        for number in path:
+            model[number](torch.ones(1, 2))
+        taken.append(order.take())
+    assert taken[0] == taken[2] == taken[5]
+    assert len(set(taken)) == 5
+    assert taken[-1] == 0
