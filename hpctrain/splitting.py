@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["split"]
 
+_WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 _ORDER = "call split(grid, model, shard=...)"
 
 
@@ -225,6 +226,12 @@ def _find_mistake(
             f"split: the model is a {type(model).__name__}, and must be a torch.nn.Module, or with "
             "shard='gradients' or 'parameters' a function that builds one"
         )
+    wrapped = next((one for one in model.modules() if isinstance(one, _WRAPPERS)), None)
+    if wrapped is not None:
+        return (
+            f"split: the model is wrapped in {type(wrapped).__name__}, which divides batches in "
+            "its own way; give the model itself (its .module)"
+        )
     is_divided = sharding_of(model) is not None or divides_state(model)
     if is_divided or tensor_parallel.division_of(model) is not None:
         return "split: this model is divided already; build a new one to divide it in another way"
@@ -349,6 +356,11 @@ def _find_odd_stages(
         return (
             f"split: stages= with a {type(odd).__name__}; give a torch.nn.Module, or a list of "
             "them, one for each stage"
+        )
+    if any(hasattr(one, "_orig_mod") for one in parts):
+        return (
+            "split: stages= with a model that torch.compile has made is not in this version; give "
+            "the model itself, without torch.compile"
         )
     if any(p.is_meta for one in parts for p in cast("torch.nn.Module", one).parameters()):
         return "split: stages= with a model on the meta device; build it on world.device"

@@ -77,8 +77,8 @@ def _check(costs: Sequence[LayerCost], num_stages: int) -> None:
         raise ConfigError(f"num_stages={num_stages}; a pipeline has at least 1 stage")
     if len(costs) < num_stages:
         raise ConfigError(
-            f"{len(costs)} layers make no {num_stages} stages; use at most {len(costs)} stages, or "
-            "divide the model into more modules"
+            f"{len(costs)} layer{'s' * (len(costs) != 1)} cannot be cut into {num_stages} stages; "
+            f"use pipeline={len(costs)} or less, or divide the model into more modules"
         )
     for index, cost in enumerate(costs):
         if not (0 <= cost.seconds < math.inf and 0 <= cost.num_bytes < math.inf):

@@ -99,6 +99,17 @@ def find_grid_mistake(
             odd = _find_odd_optimizer(sharding, optimizer)
         return odd if odd is not None or division is None else _find_odd_kind(optimizer)
     parts = 1 if division is None else division.num_ranks
+    undivided = [
+        f"{name}=..."
+        for name, number in (("stages", grid.pipeline), ("tensor", grid.tensor // parts))
+        if number > 1
+    ]
+    if division is None and sharding is None and undivided:
+        return (
+            f"distribute: the grid has pipeline={grid.pipeline} and tensor={grid.tensor}, and the "
+            f"model is whole; call split(grid, model, {', '.join(undivided)}) first, and make the "
+            "optimizer over the parameters of what it returns"
+        )
     if grid.pipeline > 1 or grid.tensor != parts:
         return (
             f"distribute: the grid has pipeline={grid.pipeline} and tensor={grid.tensor}, and the "
@@ -287,10 +298,10 @@ def _find_odd_part(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 def _stranger(number: int, place: int, parameter: torch.Tensor) -> str:
     return (
         f"distribute: parameter {place} of group {number} of the optimizer, of shape "
-        f"{tuple(parameter.shape)}, is none of the divided model's: the optimizer was made before "
-        "split(), or the parameter came later or belongs to another module; call split(grid, "
-        "model) when the model is complete, and make the optimizer over model.parameters() "
-        "afterwards"
+        f"{tuple(parameter.shape)}, is not a parameter of the divided model: the optimizer was "
+        "made before split(), or the parameter came later or belongs to another module; call "
+        "split(grid, model) when the model is complete, and make the optimizer over "
+        "model.parameters() afterwards"
     )
 
 

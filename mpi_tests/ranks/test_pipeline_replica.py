@@ -113,11 +113,21 @@ def test_arguments_that_do_not_fit_are_refused(grid, world):
     for stages, what in ((2, "stages=2 is an int; give 'auto'"), ([["0"], 3], "has 3 in it")):
         with pytest.raises(ConfigError, match=what):  # rank 0 alone would look at them
             hpc.split(grid, build(), stages=stages)
+    with pytest.raises(ConfigError, match=r"without torch\.compile"):
+        hpc.split(grid, torch.compile(build(), backend="eager"), stages="auto")
+    with pytest.raises(ConfigError, match=r"wrapped in DataParallel.*its \.module"):
+        hpc.split(grid, nn.DataParallel(build()), stages="auto")
     with pytest.raises(ConfigError, match="example is int; give the model's inputs"):
         hpc.split(grid, build(), stages="auto", example=3)
     if grid.pipeline > 1:
         with pytest.raises(ConfigError, match="give stages='auto'"):
             hpc.split(grid, build())
+        refused(
+            r"call split\(grid, model, stages=\.\.\.\) first",
+            of=build(),
+            grid=grid,
+            micro_batches=2,
+        )
         other = torch.optim.AdamW(build().parameters(), 0.01)
         with pytest.raises(ConfigError, match="not this stage's"):
             hpc.distribute(world, stage, other, grid=grid, micro_batches=2)
