@@ -180,6 +180,18 @@ def test_a_snapshot_runs_what_was_submitted(desk: Desk) -> None:
     assert f"\nsubmitted {desk.folder}\n" in desk.log(job)
 
 
+def idle_again(desk: Desk, host: str) -> None:
+    """Wait until the job's script has left its node: Slurm counts a node as lost much later."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        words = ["scontrol", "--oneliner", "show", "node", host]
+        shown = desk.slurm.run(words, timeout_s=LIMIT_S)
+        if " State=IDLE " in shown.stdout:
+            return
+        time.sleep(0.2)
+    pytest.fail(f"{host} is not idle after {LIMIT_S} s: {shown.stdout}")
+
+
 def test_a_lost_node_is_noticed_left_out_and_the_job_runs_again(desk: Desk) -> None:
     job = submit(desk, "lost")
     ranks = held(desk, job)
@@ -191,6 +203,7 @@ def test_a_lost_node_is_noticed_left_out_and_the_job_runs_again(desk: Desk) -> N
         shown = desk.slurm.job(job)
         assert (shown["ExcNodeList"], shown["Restarts"]) == (host, "1"), desk.log(job)
         assert "exit code 137" in desk.log(job)
+        idle_again(desk, batch_host)
         # What Slurm finds out by itself after its five minutes: until then the job is completing.
         down = ["scontrol", "update", f"nodename={host}", "state=down", "reason=test"]
         desk.slurm.run(down, timeout_s=LIMIT_S)
