@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.chaos.scenarios import SCENARIOS
-from mpi_tests.full import FULL
+from mpi_tests.full import FULL, slow
 from mpi_tests.launch.commands import HPCTRAIN, run
 
 MODULE = """
@@ -35,11 +35,8 @@ loss = "mse_loss"
 name = "AdamW"
 lr = 0.01
 """
-EVERY_DAY = {
-    # MPI_TESTS_FULL=1 runs all of them at both; docs/testing.md says what shows the others in CI
-    2: "kill,nan,disk,term-launcher,byte",
-    4: "bit",
-}
+EVERY_DAY = "kill,nan,disk,term-launcher,byte"
+"""MPI_TESTS_FULL=1 runs all of them, on four ranks too; docs/testing.md says what shows them in CI."""
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +47,9 @@ def config(tmp_path_factory):
     return folder / "tiny.toml"
 
 
-@pytest.mark.parametrize("num_ranks", EVERY_DAY)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=slow)])
 def test_a_training_survives_its_scenarios(config, tmp_path, num_ranks):
-    names = ",".join(SCENARIOS) if FULL else EVERY_DAY[num_ranks]
+    names = ",".join(SCENARIOS) if FULL else EVERY_DAY
     done = run(
         *HPCTRAIN, "chaos", "run", config, "-n", str(num_ranks), "--scenarios", names, "--json",
         "--keep", tmp_path / "kept", timeout_s=600,
@@ -73,19 +70,10 @@ def test_a_training_that_does_not_even_run_is_told_from_one_that_is_lost(config,
     assert "did you mean AdamW?" in done.err
 
 
+@slow
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--rounds", "1"],
-        pytest.param(
-            ["--rounds", "5", "--ranks", "3"],
-            marks=pytest.mark.skipif(not FULL, reason="minutes; set MPI_TESTS_FULL=1"),
-        ),
-        pytest.param(
-            ["--rounds", "20", "--seed", "1"],
-            marks=pytest.mark.skipif(not FULL, reason="minutes; set MPI_TESTS_FULL=1"),
-        ),
-    ],
+    [["--rounds", "1"], ["--rounds", "5", "--ranks", "3"], ["--rounds", "20", "--seed", "1"]],
 )
 def test_a_soak_loses_nothing(tmp_path, words):
     done = run(*HPCTRAIN, "chaos", "soak", *words, "--json", "--keep", tmp_path / "kept",
