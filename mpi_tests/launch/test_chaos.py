@@ -36,7 +36,7 @@ name = "AdamW"
 lr = 0.01
 """
 EVERY_DAY = "kill,nan,disk,term-launcher,byte"
-"""MPI_TESTS_FULL=1 runs all of them, on four ranks too; docs/testing.md says what shows them in CI."""
+"""MPI_TESTS_FULL=1 runs all, on four ranks too; docs/testing.md: what shows them in CI."""
 
 
 @pytest.fixture(scope="module")
