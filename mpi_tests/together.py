@@ -41,7 +41,8 @@ _ON_GRIDS = (
 LEFT_OUT = {
     3: (
         *(*_PAIRWISE, *_ON_GRIDS, "checkpoint_stores", "grid_ema", "horovod_mode"),
-        *("pipeline_failures", "sentinel", "sentinel_grid", "split_checkpoints"),
+        *("pipeline_checkpoints", "pipeline_failures", "saver", "sentinel", "sentinel_grid"),
+        *("share_parameters", "sharded_habits", "split_checkpoints", "taking", "tensor_train"),
     ),
     4: (
         *(*_PAIRWISE, *_ON_GRIDS, "share_parameters", "sharded_habits", "split_state", "taking"),
