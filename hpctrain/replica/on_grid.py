@@ -47,6 +47,15 @@ __all__ = [
 ]
 
 _OF_PIPELINES = ("micro_batches", "schedule")
+_OPTIONS = {
+    "overlap": None,
+    "bucket_bytes": None,
+    "update": "auto",
+    "share_parameters": False,
+    "horovod": None,
+    "wire": "none",
+}
+"""How gradients of a whole model are sent and applied, with what means nothing was asked for."""
 _ELEMENTWISE = (
     "parts of a parameter are updated apart, and that needs an optimizer that treats every "
     "element alone, such as AdamW"
@@ -134,20 +143,23 @@ def find_grid_mistake(
     return odd
 
 
+def _first_option(given: DistributeArguments, but: Sequence[str] = ()) -> str | None:
+    """The first option that says how gradients of a whole model are sent or applied, or None."""
+    for name, default in _OPTIONS.items():
+        if name not in but and getattr(given, name) != default:
+            return name
+    return None
+
+
 def _find_odd_state(given: DistributeArguments) -> str | None:
     """An option that does not go together with shard="state"."""
-    for name, value, default in (
-        ("overlap", given.overlap or None, None),
-        ("update", given.update, "auto"),
-        ("share_parameters", given.share_parameters, False),
-        ("horovod", given.horovod, None),
-        ("wire", given.wire, "none"),
-    ):
-        if value != default:
-            return (
-                f"distribute: {name}={value!r} with shard='state', where gradients are sent after "
-                "backward and each rank updates a part of the weights; leave it out"
-            )
+    allowed = ("bucket_bytes",) if given.overlap else ("bucket_bytes", "overlap")
+    found = _first_option(given, but=allowed)
+    if found is not None:
+        return (
+            f"distribute: {found}={getattr(given, found)!r} with shard='state', where gradients "
+            "are sent after backward and each rank updates a part of the weights; leave it out"
+        )
     if given.precision == "bf16-pure":
         return (
             "distribute: precision='bf16-pure' keeps float32 masters of all weights on every rank, "
@@ -158,20 +170,14 @@ def _find_odd_state(given: DistributeArguments) -> str | None:
 
 def _find_option(given: DistributeArguments) -> str | None:
     """An option that a divided model has no use for."""
-    for name, value, default in (
-        ("overlap", given.overlap, None),
-        ("bucket_bytes", given.bucket_bytes, None),
-        ("update", given.update, "auto"),
-        ("share_parameters", given.share_parameters, False),
-        ("horovod", given.horovod, None),
-        ("wire", given.wire, "none"),
-    ):
-        if value != default:
-            return (
-                f"distribute: {name}={value!r} with a model that split() has divided: each rank "
-                "updates what it holds, and how gradients are sent follows from that; leave it out"
-            )
-    return None
+    found = _first_option(given)
+    if found is None:
+        return None
+    return (
+        f"distribute: {found}={getattr(given, found)!r} with a model that split() has divided: "
+        "each rank updates what it holds, and how gradients are sent follows from that; leave it "
+        "out"
+    )
 
 
 def _find_odd_pipeline(
@@ -195,16 +201,10 @@ def _find_odd_pipeline(
         return f"distribute: micro_batches={micro_batches!r} must be a whole number, at least 1"
     if given.schedule is not None and given.schedule not in SCHEDULES:
         return f"distribute: schedule={given.schedule!r} is unknown; choose {_SCHEDULES}"
-    for name, value, default in (
-        ("overlap", given.overlap, None),
-        ("bucket_bytes", given.bucket_bytes, None),
-        ("update", given.update, "auto"),
-        ("share_parameters", given.share_parameters, False),
-        ("horovod", given.horovod, None),
-        ("wire", given.wire, "none"),
-    ):
-        if value != default:
-            return f"distribute: {name}={value!r} is not for a model in stages; leave it out"
+    found = _first_option(given)
+    if found is not None:
+        value = getattr(given, found)
+        return f"distribute: {found}={value!r} is not for a model in stages; leave it out"
     if given.precision == "bf16-pure":
         return (
             "distribute: precision='bf16-pure' is not for a model in stages; use precision='bf16'"
